@@ -13,6 +13,8 @@ import hypothesis
 import numpy as np
 import pytest
 
+from harness.inputs import write_text
+
 SEED_VARIABLE = "HPCDIST_TEST_SEED"
 # Jobs that go to the half of the unit tests, which is the shorter one: what they start is small.
 BESIDE = ("test_trace_job.py", "test_report_page_job.py", "test_dashboard.py", "test_monitoring_exporters.py",
@@ -68,15 +70,33 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[SEED, zlib.crc32(request.node.nodeid.encode())]))
 
 
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> Path:
+    """A text of words drawn at random."""
+    return write_text(tmp_path / "text.txt", rng, 4000)
+
+
+@pytest.fixture
+def words(text: Path) -> dict[str, object]:
+    """Keys of a recipe that has such a text."""
+    return {"data.path": text}
+
+
+@pytest.fixture(scope="session")
+def shared_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same text in every test and run, for trainings of which many are compared with one."""
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt", np.random.default_rng(3))
+
+
 @pytest.fixture(scope="session")
 def nvml_stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a stand-in for the NVIDIA driver's library, for LD_LIBRARY_PATH; see stubs/nvml.c."""
+    """A directory with a stand-in for the NVIDIA driver's library, for LD_LIBRARY_PATH; see stubs/gpu/nvml.c."""
     pytest.importorskip("pynvml", reason="pynvml is not installed: pip install 'hpcdist[nvml]'")
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("there is no C compiler to build the stand-in for the NVIDIA driver with")
     folder = tmp_path_factory.mktemp("nvml")
-    source = Path(__file__).parent / "stubs" / "nvml.c"
+    source = Path(__file__).parent / "stubs" / "gpu" / "nvml.c"
     line = [compiler, "-O1", "-shared", "-fPIC", "-o", str(folder / "libnvidia-ml.so.1"), str(source)]
     subprocess.run(line, check=True, timeout=120)
     return folder

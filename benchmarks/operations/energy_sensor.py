@@ -25,10 +25,10 @@ from hpcdist.comm.start import Session
 from hpcdist.energy.accounts.part_time_sensor import EnergyEstimate, PowerSensor, SensorShift, estimate, naive_j
 from hpcdist.reporting.table import aligned
 
-sys.path.insert(0, str(harness.ROOT / "tests" / "doubles"))
+sys.path.insert(0, str(harness.ROOT / "tests"))
 
-import synthetic_load
-from synthetic_load import SyntheticLoad
+from stubs import synthetic_load
+from stubs.synthetic_load import SyntheticLoad
 
 SCHEMA, COMMITTED = "hpcdist-benchmark-energy-sensor", "operations/2026-11-22-energy-sensor.h5"
 SMALL, WORSE = {"rounds": 5}, 1.005

@@ -37,9 +37,9 @@ from hpcdist.comm.start import Session
 from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 
-sys.path.insert(0, str(harness.ROOT / "tests" / "doubles"))
+sys.path.insert(0, str(harness.ROOT / "tests"))
 
-from slurm_cluster import Cluster, Jobs, isolation_refused
+from stubs.slurm_cluster import Cluster, Jobs, isolation_refused
 
 SCHEMA = "hpcdist-benchmark-node-crashes"
 NO_CHECK = "a crash takes a minute and a Slurm; run it with --crashes 1"

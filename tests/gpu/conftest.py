@@ -1,15 +1,11 @@
 """Tests that need a GPU: each skips, with the reason, where cupy or a GPU is missing."""
 
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from hpcdist.arrays.gpu import device
 from hpcdist.errors import MissingCapabilityError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
 
 
 @pytest.fixture(autouse=True)

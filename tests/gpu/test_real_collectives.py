@@ -1,8 +1,6 @@
 """The ways of a buffer on a real GPU: threads that share it, and jobs of processes, against numpy."""
 
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +9,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from harness import jobs
+from harness.jobs import figures
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device, staging
@@ -25,7 +25,7 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
 
 COUNT = (1 << 20) + 3
-PROGRAM = Path(__file__).parents[1] / "doubles" / "gpu_job.py"
+PROGRAM = Path(__file__).with_name("collectives_job.py")
 
 
 def reduced(ranks: int, call: Callable[[Communicator, backend.Array], None], dtype: str = "float32") -> None:
@@ -109,10 +109,8 @@ def job(ranks: int, *words: str, **variables: str) -> dict[str, object]:
         pytest.skip(str(error))
     environment = os.environ | mpirun.settings(launcher) | variables
     line = mpirun.command(launcher, ranks, [sys.executable, str(PROGRAM), *words], variables)
-    done = subprocess.run(line, capture_output=True, text=True, timeout=240, check=False, env=environment)
-    assert done.returncode == 0, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-    found: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    done = jobs.run(line, env=environment)
+    return figures(done)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -3,9 +3,10 @@
 import inspect
 from types import ModuleType
 
-import cupy_double
 import numpy as np
 import pytest
+
+from stubs.gpu import cupy_double
 
 HOST = np.arange(6.0, dtype=np.float32).reshape(2, 3)
 REFUSED = {

@@ -1,8 +1,6 @@
 """The energy counter of a real GPU beside its own power, integrated, and what the command line says of both."""
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -10,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from harness import jobs
 from hpcdist.arrays.gpu import device
 from hpcdist.energy.sources import nvml
 from hpcdist.energy.sources.counters import CounterReader, IntegratedPower
@@ -62,8 +61,8 @@ def test_counter_and_integrated_power_agree_over_a_minute(cupy: ModuleType, driv
 def test_the_command_line_finds_it(driver: nvml.NvmlDriver) -> None:
     uuid = driver.at(device.bus_id())
     line = [sys.executable, "-m", "hpcdist", "energy", "sources", "--json"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True, env=dict(os.environ))
+    done = jobs.run(line, check=True)
     row = next(row for row in json.loads(done.stdout)["sources"] if row["name"] == uuid)
     assert row["readable"] or row["reason"]
-    watched = subprocess.run([*line[:-2], "watch", "--seconds", "3"], capture_output=True, text=True, timeout=120)
+    watched = jobs.run([*line[:-2], "watch", "--seconds", "3"])
     assert watched.returncode == (0 if row["readable"] else 69) and (uuid in watched.stdout) is row["readable"]

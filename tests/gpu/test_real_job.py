@@ -2,15 +2,15 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from gpu_runs import write_text
 
+from harness import jobs
+from harness.inputs import write_text
 from hpcdist.comm.launch import mpirun
 from hpcdist.errors import HpcdistError
 
@@ -39,14 +39,7 @@ LAYOUTS = {
 def hpcdist(*words: str) -> str:
     """Run hpcdist and return what it printed on stdout."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "hpcdist", *words],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env=environment,
-    )
+    done = jobs.hpcdist(*words, env=environment)
     assert done.returncode == 0, f"hpcdist {' '.join(words)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -81,7 +74,7 @@ def test_pipelines_and_tensor_ranks_are_measured(tmp_path: Path, rng: np.random.
     keys = [key for key in small if not key.startswith("run.steps")]
     line = [sys.executable, "-m", "benchmarks", "gpu.pipeline", "--set", *keys, "--steps", "2"]
     line += ["-o", str(tmp_path / "measured.h5")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=240, check=False, cwd=CLONE)
+    done = jobs.run(line, cwd=CLONE)
     assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
     with h5py.File(tmp_path / "measured.h5") as file:
         assert {"one rank", "1f1b", "zb-h1", "tensor", "1f1b, dropout"} <= file.keys()

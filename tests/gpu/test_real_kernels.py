@@ -1,20 +1,14 @@
 """The kernels on a real GPU: the tests of the unit suite, which run them on the host, once more."""
 
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "models" / "layers"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
-
-from test_gpu_attention import (
+from unit.models.layers.test_gpu_attention import (
     test_against_the_formula,
     test_heads_that_no_kernel_has_are_refused,
     test_what_is_not_finite_shows_in_its_row_and_in_no_earlier_one,
 )
-from test_gpu_kernels import (
+from unit.models.layers.test_gpu_kernels import (
     test_activations,
     test_activations_of_huge_numbers,
     test_column_sums,

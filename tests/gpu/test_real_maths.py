@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from gpu_runs import MODELS, OPTIMIZERS, UPDATES, ModelRun, OptimizerRun, batches_of, drawn, placed
 
+from harness.devices import MODELS, OPTIMIZERS, UPDATES, ModelRun, OptimizerRun, batches_of, drawn, placed
 from hpcdist.arrays import backend
 from hpcdist.optim import norms
 

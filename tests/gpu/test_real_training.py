@@ -3,18 +3,19 @@
 from pathlib import Path
 from types import ModuleType
 
-import late_messages
 import numpy as np
 import pytest
-from gpu_products import PRODUCTS
-from gpu_runs import LAYOUTS, STEPS, TRAININGS, Trained, assembled, check_same, with_pointers, write_text
 
+from harness.combinations import PRODUCTS
+from harness.inputs import write_text
+from harness.trainings import LAYOUTS, STEPS, TRAININGS, Trained, assembled, check_same, with_pointers
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.training.run.saving import CheckpointSaver
+from stubs import late_messages
 
 BOUNDS = {"float32": 1e-4, "float64": 1e-10}
 NOISE = ("qkv.bias",)  # the true gradient of the keys' bias is zero: under Adam it is noise in any order of summation

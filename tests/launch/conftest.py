@@ -3,76 +3,28 @@
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hpcdist
+from harness.jobs import Ended, clean_environment, run_limited, session
 from hpcdist.batch import job
 from hpcdist.comm.launch import environment, mpirun
 from hpcdist.errors import MissingCapabilityError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
-
-from slurm_cluster import DAEMONS, SEARCH, Cluster, isolation_refused
+from stubs.slurm_cluster import DAEMONS, SEARCH, Cluster, isolation_refused
 
 JOB_S = 120.0  # generous: a loaded machine must not fail a test
 NOTICED_S = 15  # SlurmdTimeout of the cluster whose nodes crash
 REQUEUED_S = 5  # for which its requeued jobs wait
 GRACE_S = 120  # that preempted jobs have to save
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
-
-# Variables that a launcher gave to this process would make its children believe to be its ranks.
-_RANK_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL")
-
-
-def clean_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(_RANK_PREFIXES)}
-
-
-def run_limited(
-    line: Sequence[str], timeout: float, environment: Mapping[str, str], cwd: Path | None = None, *, apart: bool = False
-) -> "subprocess.CompletedProcess[str]":
-    """Run ``line`` in a session of its own; kill all of it after ``timeout`` seconds and fail.
-
-    Output is one stream, unless ``apart`` keeps stderr for itself.
-    """
-    process = subprocess.Popen(
-        line,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE if apart else subprocess.STDOUT,
-        text=True,
-        env=dict(environment),
-        cwd=cwd,
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # a launcher ends its ranks, which may be in sessions of their own
-        try:
-            output, errors = process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, errors = process.communicate()
-        pytest.fail(f"no end after {timeout:g} s: {' '.join(line)}\n{output}\n{errors or ''}")
-    return subprocess.CompletedProcess(line, process.returncode, output, errors)
-
-
-@contextmanager
-def session(mpi: mpirun.Launcher) -> Iterator[dict[str, str]]:
-    """Yield the variable for a start whose session no other one meets, and which leaves nothing in /tmp."""
-    with tempfile.TemporaryDirectory(prefix="hpcdist-test-", ignore_cleanup_errors=True) as folder:
-        yield mpirun.session(mpi, Path(folder))
 
 
 @pytest.fixture(scope="session")
@@ -106,19 +58,6 @@ def mpiexec(mpi: mpirun.Launcher) -> Start:
             return run_limited(line, timeout, environment | added | place, cwd)
 
     return start
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a job ended."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def output(self) -> str:
-        return f"exit code {self.code}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import h5py
@@ -20,6 +20,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from harness import jobs
+from harness.jobs import until
 from hpcdist.checkpoint.verify import verify
 from hpcdist.comm.launch import mpirun
 
@@ -61,9 +63,7 @@ def line(ranks: int, data: Path, out: Path, *keys: str, options: tuple[str, ...]
 
 def ends(command: list[str], code: int = 0, environment: Mapping[str, str] = os.environ) -> str:
     """Run ``command``, hold its exit code to be ``code``, and return what it wrote."""
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False
-    )
+    done = jobs.run(command, env=environment)
     output = done.stdout + done.stderr
     assert done.returncode == code, output
     assert "Traceback" not in output
@@ -104,14 +104,6 @@ def processes(out: Path, *, ranks: bool = False) -> list[int]:
                 if not ranks or any(name in variables for name in RANK_VARIABLES):
                     pids.append(int(entry.name))
     return sorted(pids)
-
-
-def until(condition: Callable[[], bool], process: "subprocess.Popen[bytes]", log: Path) -> None:
-    """Wait until ``condition`` holds, while the job lives."""
-    limit = time.monotonic() + LIMIT_S
-    while not condition():
-        assert process.poll() is None and time.monotonic() < limit, log.read_text()
-        time.sleep(0.01)
 
 
 def newest_step(out: Path) -> int:
@@ -164,13 +156,13 @@ def test_a_killed_job_goes_on_with_the_same_bits(table: Path, tmp_path: Path, rn
     ends(line(2, table, tmp_path / "calm", *keys, "run.steps=12"))
     log, out = tmp_path / "killed-run.log", tmp_path / "killed-run"
     with job(line(2, table, out, *keys, "run.steps=1000000"), log) as process:
-        until(lambda: newest_step(out) >= 2, process, log)
+        until(lambda: newest_step(out) >= 2, process=process, log=log)
         doomed = processes(out) if rng.random() < 0.5 else processes(out, ranks=True)[:1]
         for pid in doomed:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         assert process.wait(timeout=LIMIT_S) != 0
-        until(lambda: not processes(out), process, log) if process.poll() is None else None
+        until(lambda: not processes(out), process=process, log=log) if process.poll() is None else None
     reached = newest_step(out)
     steps = max(12, reached + 2)
     if steps > 12:  # it was quicker than this test
@@ -195,12 +187,10 @@ def test_a_stopped_rank_ends_the_job_and_is_named(table: Path, tmp_path: Path) -
     log, out = tmp_path / "stopped-run.log", tmp_path / "stopped-run"
     keys = ["run.steps=1000000", "communication.deadline_s=3", "checkpoint.every_steps=100"]
     with job(line(2, table, out, *keys), log) as process:
-        until(lambda: newest_step(out) >= 100, process, log)
+        until(lambda: newest_step(out) >= 100, process=process, log=log)
         os.kill(processes(out, ranks=True)[-1], signal.SIGSTOP)
         assert process.wait(timeout=LIMIT_S) not in (0, 75)
-    verdict = subprocess.run(
-        [sys.executable, "-m", "hpcdist", "hang", str(out)], capture_output=True, text=True, timeout=60, check=False
-    ).stdout
+    verdict = jobs.hpcdist("hang", str(out)).stdout
     assert "rank 1" in verdict, verdict + log.read_text()
 
 
@@ -210,7 +200,7 @@ def test_a_signal_while_kernels_compile_ends_the_job(
 ) -> None:
     log, out = tmp_path / "signalled-run.log", tmp_path / "signalled-run"
     with job(line(2, table, out, "run.steps=1000000"), log, NUMBA_CACHE_DIR=str(tmp_path / "cold")) as process:
-        until(lambda: bool(processes(out, ranks=True)), process, log)
+        until(lambda: bool(processes(out, ranks=True)), process=process, log=log)
         time.sleep(float(rng.random()) * 4)
         process.send_signal(number)
         assert process.wait(timeout=LIMIT_S) == code, log.read_text()
@@ -255,7 +245,7 @@ def test_a_text_that_is_cut_while_it_is_trained_on(tmp_path: Path, rng: np.rando
     text.write_bytes(rng.integers(32, 127, 1 << 20, np.uint8).tobytes())
     keys = ["model.kind=gpt", "model.layers=1", "model.heads=1", "model.activation=gelu", "data.context=16"]
     with job(line(2, text, out, *keys, "run.steps=1000000", "checkpoint.keep=2"), log) as process:
-        until(lambda: newest_step(out) >= 2, process, log)
+        until(lambda: newest_step(out) >= 2, process=process, log=log)
         os.truncate(text, 1000)
         assert process.wait(timeout=LIMIT_S) == 74, log.read_text()
     assert f"{text} has 1,000 bytes" in log.read_text()
@@ -295,7 +285,7 @@ def test_a_site_profile_and_the_name_of_a_run_execute_nothing(tmp_path: Path) ->
     def submitted(block: str) -> "subprocess.CompletedProcess[str]":
         profile.write_text(f'based_on = "slurm-openmpi"\n[blocks]\nmodules = """\n{block}\n"""\n')
         command = [*submit, "--out", str(out)]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        return jobs.run(command, cwd=tmp_path)
 
     done = submitted(f"{{{{ cycler.__init__.__globals__.os.system('touch {sign}') }}}}")
     assert done.returncode == 78 and "cannot be rendered" in done.stderr, done.stdout + done.stderr

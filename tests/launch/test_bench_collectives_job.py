@@ -1,7 +1,6 @@
 """`hpcdist bench collectives` on real ranks, and what it refuses before it measures."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import h5py
 import numpy as np
 import pytest
 
+from harness import jobs
 from hpcdist.bench.collectives import results
 from hpcdist.errors import STORAGE, USAGE
 
@@ -18,7 +18,7 @@ FEW = ["--algorithm", "ring", "--algorithm", "node_shared", "--bytes", "4K 64K",
 
 def hpcdist(*arguments):
     line = [sys.executable, "-P", "-m", "hpcdist", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    return jobs.run(line)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_the_driver_measures_a_library_beside_ours_and_prints_the_ratio(tmp_path
     only = ["--only", "^hpcdist|default", "--ranks", "2", "--bytes", "4K", "--seconds", "0.05", "--rounds", "1"]
     line = [sys.executable, "-m", "benchmarks", "libraries", "--mpi", f"Here={sys.executable}@{mpi.path}", *only]
     line += ["--output", str(output)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False, cwd=clone)
+    done = jobs.run(line, cwd=clone)
     assert done.returncode == 0, done.stdout + done.stderr
     found = results.read(output).configurations
     assert {one.key.implementation for one in found} == {"hpcdist", "Here"}

@@ -1,13 +1,13 @@
 """`hpcdist bench data` with real trainings: the same command goes on with what is there."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from harness import jobs
 from hpcdist.bench.sweep import results
 
 LIMIT_S = 120.0
@@ -24,7 +24,7 @@ def test_two_scenarios_are_compared_and_kept(tmp_path: Path, rng: np.random.Gene
     line = [sys.executable, "-P", "-m", "hpcdist", "bench", "data", "--recipe", str(tmp_path / "base.toml"), "--json"]
     line += ["-n", "2", "--steps", "12", "--repeats", "1", "-o", str(tmp_path / "r.h5"), "--anonymous"]
     line += ["--contender", "allreduce", "--contender", "servers, bsp, 1 backup worker"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = jobs.run(line)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     calm, late = told["rows"]
@@ -36,5 +36,5 @@ def test_two_scenarios_are_compared_and_kept(tmp_path: Path, rng: np.random.Gene
     assert "left_out" in found.provenance and "hosts" not in found.provenance
     step_s = {one.name.rpartition(" ")[2]: one.repeats[0].samples["compute_s"][1:, 0] for one in found.configurations}
     assert step_s["calm"].min() >= 0.02 and step_s["stragglers"].min() >= 0.06, "sleep never ends too early"
-    again = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    again = jobs.run(line)
     assert again.returncode == 0 and json.loads(again.stdout)["rows"] == told["rows"] and "ok," not in again.stderr

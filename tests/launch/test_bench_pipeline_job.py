@@ -1,10 +1,11 @@
 """`hpcdist bench pipeline` on real ranks, which it starts itself."""
 
-import json
-import subprocess
 import sys
 
 import h5py
+
+from harness import jobs
+from harness.jobs import figures
 
 LIMIT_S = 120.0
 FEW = ["--layers", 2, "--hidden", 8, "--context", 8, "--microbatches", 2, "--steps", 2, "--warmup", 1]
@@ -14,11 +15,8 @@ def test_one_command_starts_the_ranks_and_keeps_what_they_measure(tmp_path, mpi)
     path = tmp_path / "p.h5"
     schedules = ["--schedule", "1f1b", "--schedule", "zb-v"]
     line = [sys.executable, "-P", "-m", "hpcdist", "bench", "pipeline", *FEW, *schedules, "-o", path, "--json"]
-    done = subprocess.run(
-        [*map(str, line), "--anonymous"], capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout.strip().splitlines()[-1])["rows"]
+    done = jobs.run([*map(str, line), "--anonymous"])
+    rows = figures(done)["rows"]
     assert [(row["schedule"], row["microbatches"], row["ranks"], row["steps"]) for row in rows] == [
         ("1f1b", 2, 2, 2),
         ("zb-v", 2, 2, 2),

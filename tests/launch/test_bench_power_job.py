@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness import jobs
+from harness.jobs import figures
 from hpcdist.bench.power import report
 from hpcdist.bench.sweep import results
 
@@ -51,15 +53,7 @@ def line(folder: Path, *arguments: str) -> list[str]:
 
 
 def hpcdist(folder: Path, environment: dict[str, str], *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        line(folder, *arguments),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        stdin=subprocess.DEVNULL,
-        env=environment,
-        cwd=folder,
-    )
+    return jobs.run(line(folder, *arguments), env=environment, cwd=folder, timeout=LIMIT_S)
 
 
 def in_force(folder: Path) -> dict[str, int]:
@@ -128,13 +122,7 @@ def test_however_a_sweep_ends_limits_come_back(
         assert in_force(folder) == {"GPU-01": 250, "GPU-02": 250}
         refused = hpcdist(folder, environment, *asked)
         assert refused.returncode == 69 and "put them back first: hpcdist bench power --restore" in refused.stderr
-        restored = subprocess.run(
-            [sys.executable, "-m", "hpcdist", "bench", "power", "--restore"],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            env=environment,
-        )
+        restored = jobs.hpcdist("bench", "power", "--restore", env=environment, timeout=LIMIT_S)
         assert restored.returncode == 0, restored.stderr
         assert restored.stdout.count("700 W again (it was at 250 W)") == 2
     assert in_force(folder) == {"GPU-01": FOUND_W, "GPU-02": FOUND_W}
@@ -145,8 +133,7 @@ def test_keys_need_no_permission(folder: Path, environment: dict[str, str]) -> N
     done = hpcdist(
         folder, environment, "r.toml", "--sweep", "model.hidden=32,64", "--repeats", "1", "--no-warmup", "--json"
     )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = figures(done)
     assert [row["name"] for row in found["configurations"]] == ["hidden=32", "hidden=64"]
     assert all(row["j_per_token"]["value"] > 0 and row["in_force_w"] is None for row in found["configurations"])
     assert found["recommendation"]["name"] in ("hidden=32", "hidden=64") and not in_force(folder)

@@ -1,11 +1,12 @@
 """`hpcdist bench step` on real ranks, which it starts itself."""
 
-import json
-import subprocess
 import sys
 
 import h5py
 import pytest
+
+from harness import jobs
+from harness.jobs import figures
 
 LIMIT_S = 240.0
 FEW = ["--layers", 1, "--hidden", 16, "--heads", 2, "--context", 16, "--samples", 2, "--steps", 3, "--warmup", 1]
@@ -18,11 +19,8 @@ def test_one_command_starts_the_ranks_and_keeps_what_they_measure(tmp_path, mpi,
     path, names = tmp_path / "s.h5", ["hpcdist", "wrapped PyTorch", "PyTorch eager"]
     only = [word for name in names for word in ("--only", name)]
     line = [sys.executable, "-P", "-m", "hpcdist", "bench", "step", "-n", ranks, *FEW, *only, "-o", path, "--json"]
-    done = subprocess.run(
-        [*map(str, line), "--anonymous"], capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.strip().splitlines()[-1])
+    done = jobs.run([*map(str, line), "--anonymous"])
+    told = figures(done)
     assert [row["name"] for row in told["rows"]] == names and told["left_out"] == {}
     assert max(row["loss_difference"] for row in told["rows"]) < 1e-5
     assert all(0 < row["mfu"] < 1 and row["x_eager"] > 0 for row in told["rows"])

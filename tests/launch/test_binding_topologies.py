@@ -6,12 +6,12 @@ It maps the ranks, and starts none.
 import ctypes
 import os
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from harness import jobs
 from hpcdist.comm.launch import core_binding, mpirun
 from hpcdist.comm.launch.core_binding import CoreBinding, NodeCores
 
@@ -60,9 +60,7 @@ def mapped(mpi: mpirun.Launcher, tmp_path: Path) -> Mapped:
         line += [*mpirun.per_node(mpi, each, bound), "true"]
         added = mpirun.settings(mpi) | mpirun.session(mpi, tmp_path)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        done = subprocess.run(
-            line, capture_output=True, text=True, env=environment | added, timeout=LIMIT_S, check=False
-        )
+        done = jobs.run(line, env=environment | added)
         said = done.stdout + done.stderr
         found = re.findall(r"Binding: package\[\d+\]\[core:L(\d+)(?:-(\d+))?\]", said)
         if not found:

@@ -1,13 +1,12 @@
 """Faults on purpose in a real job: who is held up, and who held them up."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from harness import jobs
 from hpcdist.telemetry.hang import analyse, load
 
 LIMIT_S = 120
@@ -24,9 +23,7 @@ def test_a_stalled_rank_is_named(tmp_path: Path, rng: np.random.Generator) -> No
         *("data.context=8", "run.global_batch=2", "communication.deadline_s=2", "chaos.stall=['1@6:600']"),
     ):
         command += ["--set", key]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL, env=os.environ
-    )
+    done = jobs.run(command)
     assert done.returncode not in (0, 75), done.stderr
     assert "chaos: rank 1 sleeps 600 s in step 6" in done.stderr and "rank 0 waited past its deadline" in done.stderr
     found = analyse(load(out)).findings[0]

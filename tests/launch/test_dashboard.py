@@ -19,7 +19,7 @@ from hpcdist.telemetry.provenance import OWNER_VARIABLES
 from hpcdist.telemetry.sinks.stream import RunInfo
 
 pytest.importorskip("prometheus_client", reason="it shows the figures: pip install 'hpcdist[prometheus]'")
-from backfilled_prometheus import Server, backfilled, openmetrics
+from stubs.backfilled_prometheus import Server, backfilled, openmetrics
 
 FOLDER = job.folder(job.MONITORING)
 DASHBOARD = json.loads((FOLDER / "hpcdist.json").read_text())

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from harness import jobs
+
 EXPECTED = {"world", "thread level", "placement", "MPI library", "launcher match"}
 
 
@@ -29,7 +31,7 @@ def apart(rank: str, *options: str) -> "subprocess.CompletedProcess[str]":
     """Run a rank of three that finds itself alone, as under the mpirun of another MPI."""
     environment = {**os.environ, "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": rank}
     line = [sys.executable, "-P", "-m", "hpcdist", "doctor", "--json", *options]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    return jobs.run(line, env=environment)
 
 
 @pytest.mark.usefixtures("mpi")
@@ -44,7 +46,7 @@ def test_a_world_that_fell_apart_is_told_with_its_cure():
 @pytest.mark.timeout(150)
 def test_launch_starts_two_ranks(mpi):
     line = [sys.executable, "-P", "-m", "hpcdist", "doctor", "--launch", "--json"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    done = jobs.run(line)
     assert done.returncode == 0, done.stdout + done.stderr
     assert report_of(done.stdout)["world"]["found"].startswith("2 ranks on 1 node")
 

@@ -1,10 +1,8 @@
 """Energy of whole jobs: joules under a stand-in for the NVIDIA driver, added up over a resume, and none without one."""
 
-import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 
+from harness import jobs
 from hpcdist.checkpoint.format import manifest
 
 LIMIT_S = 240
@@ -32,13 +31,6 @@ pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
 @pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_bytes(rng.integers(97, 105, 20_000).astype(np.uint8).tobytes())
-    return path
-
-
-@pytest.fixture
 def driver(tmp_path: Path, nvml_stub: Path) -> dict[str, str]:
     """An environment with three GPUs, of which the job holds the first two, named in another order."""
     gpus = tmp_path / "gpus"
@@ -54,12 +46,8 @@ def train(text: Path, out: Path, environment: dict[str, str], *arguments: str, *
     for name, value in chosen.items():
         command += ["--set", f"{name}={value}"]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL, env=kept | environment
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    done = jobs.run(command, env=kept | environment)
+    return jobs.figures(done)
 
 
 def test_joules_in_the_summary_and_in_the_file(text: Path, tmp_path: Path, driver: dict[str, str]) -> None:
@@ -80,13 +68,7 @@ def test_joules_in_the_summary_and_in_the_file(text: Path, tmp_path: Path, drive
     assert np.count_nonzero(windows["phase"] == b"checkpoint") == 2 * 3
     assert windows["energy_j"].sum() == pytest.approx(found["energy_j"]), "each joule belongs to one window"
     assert windows["energy_j"].sum() == pytest.approx(watts / 2 * windows["own_s"].sum(), rel=0.25)
-    figures = subprocess.run(
-        [sys.executable, "-m", "hpcdist", "report", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=True,
-    )
+    figures = jobs.hpcdist("report", str(out), check=True)
     assert f"energy     {found['energy_j']:,.1f} J, training " in figures.stdout
     assert energy["about"]["ranks"].tolist() == [2, 2] and energy["about"]["model"].tolist() == [b"H200"] * 2
     assert energy["sampler"]["busy_s"][-1] < energy["sampler"]["lasted_s"][-1]

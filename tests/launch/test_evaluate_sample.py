@@ -1,13 +1,14 @@
 """Looking at a run as a user does: on any number of ranks, without its data, and told once what is wrong."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from harness import jobs
 
 LIMIT_S = 120
 SETTINGS = {
@@ -25,9 +26,7 @@ pytestmark = pytest.mark.timeout(5 * LIMIT_S)
 
 def hpcdist(*arguments: object) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "hpcdist", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL, env=os.environ
-    )
+    return jobs.run(command)
 
 
 def settings(data: Path) -> list[str]:
@@ -46,8 +45,7 @@ def test_a_run_is_looked_at_on_any_number_of_ranks(tmp_path: Path, rng: np.rando
     assert trained.returncode == 0, trained.stderr
     before = sorted(run.iterdir())
     evaluated = hpcdist("run", "-n", 3, "evaluate", run, "--json")
-    assert evaluated.returncode == 0, evaluated.stderr
-    figures = json.loads(evaluated.stdout.splitlines()[-1])
+    figures = jobs.figures(evaluated)
     assert figures["steps"] == SETTINGS["run.steps"]
     assert figures["val_loss"] == pytest.approx(json.loads(trained.stdout.splitlines()[-1])["val_loss"], rel=1e-5)
 

@@ -5,7 +5,6 @@ Needs root and the right to make network namespaces.
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 import hpcdist
 from benchmarks.hosts import cluster
+from harness import jobs
 from hpcdist.comm.launch import mpirun
 from hpcdist.errors import MissingCapabilityError
 
@@ -55,7 +55,7 @@ session.leave(0)
 
 
 def namespaces(prefix: str) -> list[str]:
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    listed = jobs.run(["ip", "netns", "list"], check=True).stdout
     return [line.split()[0] for line in listed.splitlines() if line.startswith(prefix)]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import hpcdist
+from harness import jobs
 
 CLONE = Path(__file__).parents[2]
 LIMIT_S = 240.0
@@ -24,15 +25,7 @@ pytestmark = [
 
 def run(*arguments: str, folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=kept | environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = jobs.run([sys.executable, *arguments], env=kept | environment, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -44,13 +37,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if int(setuptools.__version__.split(".")[0]) < 71:
         pytest.skip(f"setuptools {setuptools.__version__} cannot build a wheel by itself")
     source = tmp_path_factory.mktemp("source")
-    listed = subprocess.run(
-        ["git", "-C", str(CLONE), "ls-files", "--cached", "--others", "--exclude-standard"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    listed = jobs.run(["git", "-C", str(CLONE), "ls-files", "--cached", "--others", "--exclude-standard"])
     if listed.returncode != 0:
         pytest.skip("these tests are not in a clone")
     for name in listed.stdout.splitlines():
@@ -108,9 +95,7 @@ def test_the_wheel_works_without_the_clone(wheel, tmp_path):
     assert Path(where.stdout.strip()).is_relative_to(target)
     assert "Commands:" in run(str(target / "bin" / "hpcdist"), "--help", folder=tmp_path, PYTHONPATH=str(target)).stdout
     alone = [str(target / "hpcdist" / "libexec" / "hpcdist"), "--version"]
-    shown = subprocess.run(
-        alone, env=os.environ | {"PYTHONPATH": str(target)}, capture_output=True, text=True, check=True
-    )
+    shown = jobs.run(alone, env=os.environ | {"PYTHONPATH": str(target)}, check=True)
     assert hpcdist.__version__ in shown.stdout, "the command of a modulefile"
     report = run("-P", "-m", "hpcdist", "doctor", folder=tmp_path, PYTHONPATH=str(target)).stdout
     assert f"hpcdist {hpcdist.__version__}" in report and "FAIL" not in report

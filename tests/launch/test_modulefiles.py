@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import hpcdist
+from harness import jobs
 from hpcdist.batch import job
 from hpcdist.batch.packaging import modulefile
 
@@ -67,14 +67,10 @@ class Shell:
             for path in modulefiles.glob("*/*.lua"):
                 path.unlink()
         settings = {"MODULE_COMMAND": self.program, "MODULEPATH": str(modulefiles), "HOME": str(self.folder)}
-        return subprocess.run(
+        return jobs.run(
             ["bash", "-c", PRELUDE + script, "bash", *arguments],
-            cwd=self.folder,
             env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"} | settings | environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
+            cwd=self.folder,
         )
 
     def does(self, script: str, modulefiles: Path, *arguments: str, **environment: str) -> str:

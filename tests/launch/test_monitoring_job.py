@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness import jobs
 from hpcdist.telemetry.metrics import step_metrics
 
 LIMIT_S = 240
@@ -37,15 +38,6 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here leaves the machine."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> Path:
-    """A text of words drawn at random."""
-    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
-    path = tmp_path / "text.txt"
-    path.write_text(" ".join(rng.choice(words, 4000)))
-    return path
 
 
 def line(text: Path, out: Path, *settings: str, steps: int) -> list[str]:
@@ -193,8 +185,7 @@ def test_a_job_that_is_killed_and_resumed_shows_each_step_once(text: Path, tmp_p
     """In its text file, TensorBoard's files and the lines of JSON."""
     pytest.importorskip("prometheus_client")
     pytest.importorskip("tensorboardX")
-    sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
-    import event_files
+    from stubs import event_files
 
     out, folder = tmp_path / "run", tmp_path / "node_exporter"
     folder.mkdir()
@@ -245,8 +236,7 @@ def test_a_job_that_is_killed_and_resumed_shows_each_step_once(text: Path, tmp_p
 
 def test_a_job_pushes_to_a_gateway_and_leaves_nothing(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
-    sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
-    import gateway
+    from stubs import gateway
 
     group = "/metrics/job/hpcdist/jobid/run"
     with gateway.running() as found:
@@ -296,26 +286,21 @@ def test_what_cannot_begin_is_refused_before_the_first_step(text: Path, tmp_path
             ),
         }[what]
         keys = (f"telemetry.prometheus={mode}", f"telemetry.{setting}", "telemetry.tensorboard=true")
-        done = subprocess.run(
-            line(text, out, *keys, steps=5), capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
+        done = jobs.run(line(text, out, *keys, steps=5))
     assert done.returncode == code, done.stderr
     assert all(word in done.stderr for word in words), done.stderr
     assert "Traceback" not in done.stderr
-    again = subprocess.run(line(text, out, steps=5), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    again = jobs.run(line(text, out, steps=5))
     assert again.returncode == 0, again.stderr  # it does not occupy the directory
 
 
 def test_a_profiler_sees_the_operations_of_every_rank(text: Path, tmp_path: Path) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
-    import nvtx_tool
+    from stubs import nvtx_tool
 
     keys = ("telemetry.nvtx=true", "checkpoint.every_steps=2")
     variables = os.environ | nvtx_tool.environment(tmp_path)
     started = line(text, tmp_path / "run", *keys, steps=4)
-    done = subprocess.run(
-        started, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=variables, stdin=subprocess.DEVNULL
-    )
+    done = jobs.run(started, env=variables)
     assert done.returncode == 0, done.stderr
     found = [rows for rows in nvtx_tool.ranges(tmp_path).values() if rows]
     assert len(found) == 2  # ranks; all of their ranges were left

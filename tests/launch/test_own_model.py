@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import hpcdist
+from harness import jobs
 from hpcdist.cli.run import checkpoints
 from hpcdist.comm.launch import mpirun
 from hpcdist.training.data import SampleOrder
@@ -214,7 +215,7 @@ def test_a_script_is_started_again_saves_at_a_signal_and_goes_on(tmp_path: Path,
     saved = int(next(iter(checkpoints(tmp_path / "run"))).removeprefix("step-"))
     assert saved > 8
     line = [*run, "--resume", "auto", "--", "python", "train.py", str(saved + 2)]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = jobs.run(line, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"resumed from run/checkpoints/step-{saved} " in done.stderr.replace(f"{tmp_path}/", "")
     ends = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness import jobs
 from hpcdist.telemetry.metrics import step_metrics
 
 LIMIT_S = 240
@@ -25,15 +26,6 @@ SERVED = {
 }
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
-
-
-@pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> Path:
-    """A text of words drawn at random."""
-    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
-    path = tmp_path / "text.txt"
-    path.write_text(" ".join(rng.choice(words, 4000)))
-    return path
 
 
 def start(ranks: int, out: Path, text: Path, *arguments: str, **keys: object) -> subprocess.Popen[str]:
@@ -70,7 +62,7 @@ def test_it_learns_counts_its_bytes_and_keeps_what_it_evaluated(text: Path, tmp_
     assert np.isnan(rows["sent_bytes"][:, 2]).all(), "a dedicated server has no steps"
     np.testing.assert_allclose(found["bytes_sent_per_step"], 2 * psi, rtol=0.02)
     command = [sys.executable, "-m", "hpcdist", "evaluate", str(out), "--json"]
-    evaluated = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    evaluated = jobs.run(command, check=True)
     assert json.loads(evaluated.stdout.splitlines()[-1])["val_loss"] == pytest.approx(found["val_loss"], rel=1e-5)
 
 

@@ -1,9 +1,9 @@
 """`hpcdist plan calibrate` on real ranks: the file it writes is a cluster that plans can be made of."""
 
 import json
-import subprocess
 import sys
 
+from harness import jobs
 from hpcdist.planner.cluster import toml_file
 
 LIMIT_S = 600.0
@@ -14,7 +14,7 @@ MODEL = ["--layers", "2", "--hidden", "64", "--heads", "1", "--vocabulary", "64"
 def test_two_ranks_calibrate_and_a_plan_takes_the_file(tmp_path, mpi):
     path = tmp_path / "here.toml"
     line = [*HPCDIST, "run", "-n", "2", "plan", "calibrate", "-o", str(path), "--seconds", "0.2", "--max-bytes", "64K"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = jobs.run(line, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert "unseen sizes" in done.stdout
     found = toml_file.read(str(path))
@@ -23,7 +23,7 @@ def test_two_ranks_calibrate_and_a_plan_takes_the_file(tmp_path, mpi):
     assert {fit.operation for fit in found.fits} == {"message", "allreduce", "reduce_scatter", "all_gather"}
     assert "1 host" in found.calibrated
     asked = ["plan", "--cluster", str(path), *MODEL, "--data", "2", "--precision", "float32", "--json"]
-    done = subprocess.run([*HPCDIST, *asked], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = jobs.run([*HPCDIST, *asked], timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
 
@@ -32,6 +32,6 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path):
     path = tmp_path / "here.toml"
     path.write_text("mine")
     line = [*HPCDIST, "plan", "--calibrate", "-o", str(path)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = jobs.run(line, timeout=LIMIT_S)
     assert done.returncode == 74
     assert path.read_text() == "mine"

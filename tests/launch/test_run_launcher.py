@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.jobs import called, run, until
 from hpcdist.checkpoint import lock
 from hpcdist.cli import main
 from hpcdist.cli import run as run_command
@@ -102,13 +102,6 @@ def survivors(mark: str) -> list[str]:
             except OSError:
                 continue
     return found
-
-
-def until(condition: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, f"no {what} within {limit_s:g} s"
-        time.sleep(0.05)
 
 
 class Job:
@@ -437,7 +430,7 @@ def training(tmp_path: Path, mpi: mpirun.Launcher) -> Iterator[Callable[..., Job
 
 def test_ctrl_c_under_hpcdist_run(training, tmp_path):
     job = training("run.steps=1000000", "run.log_every_s=0.1")
-    until(lambda: job.output.count("\nstep ") > 2, "steps", 120.0)
+    until(lambda: job.output.count("\nstep ") > 2, "steps", limit_s=120.0)
     job.send(signal.SIGINT)
     assert job.end() == 130, job.output
     assert "Traceback" not in job.output
@@ -479,7 +472,7 @@ def test_the_session_of_a_killed_mpirun_is_no_hindrance(mpi, tmp_path):
     launcher.chmod(0o755)
     environment = {**os.environ, "TMPDIR": str(temporary), "REAL": str(mpi.path)}
     line = [sys.executable, "-P", "-c", START, str(launcher), "doctor"]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = run(line, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     (stale,) = temporary.iterdir()
     assert [path.name for path in stale.iterdir()] == ["pmix.vm.tool"], "and the job has left nothing"
@@ -488,7 +481,7 @@ def test_the_session_of_a_killed_mpirun_is_no_hindrance(mpi, tmp_path):
 def test_a_job_that_is_started_again_can_be_stopped_while_it_starts(training, tmp_path):
     job = training("run.steps=1000000", "checkpoint.every_steps=5", options=["--restarts", "3"])
     latest = tmp_path / "run" / "checkpoints" / "latest"
-    until(latest.exists, "checkpoint", 120.0)
+    until(latest.exists, "checkpoint", limit_s=120.0)
     os.kill(ranks_of(job)[0], signal.SIGKILL)
     until(lambda: "start 2 follows" in job.output, "second start")
     again = re.search(r"start 1 of at most 4 ended with .* start 2 follows at once, from (step-\d+)\n", job.output)
@@ -585,10 +578,8 @@ def test_what_starts_ranks_itself_is_no_command_for_ranks(name, capsys):
     ],
 )
 def test_what_cannot_be_started_again_or_survive(words, said, capsys):
-    with pytest.raises(SystemExit) as leaving:
-        main.main(["run", "-n", "2", *words.split()])
-    assert leaving.value.code == USAGE
-    assert said in capsys.readouterr().err
+    code, _, err = called(capsys, "run", "-n", "2", *words.split())
+    assert code == USAGE and said in err
 
 
 def test_checkpoints_by_their_names(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import hpcdist
+from harness import jobs
 from hpcdist.batch.packaging import wheelhouse
 
 CLONE = Path(hpcdist.__file__).resolve().parents[1]
@@ -52,9 +53,7 @@ def install(house: Path, venv: Path, **added: str) -> "subprocess.CompletedProce
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PYTHON": sys.executable}
     line = [str(house / "install.sh"), str(venv)]
-    return subprocess.run(
-        line, env=kept | nowhere | added, capture_output=True, text=True, timeout=300, check=False, cwd=house.parent
-    )
+    return jobs.run(line, env=kept | nowhere | added, cwd=house.parent, timeout=300)
 
 
 def test_an_environment_is_made_of_the_files_alone(house, tmp_path):
@@ -63,7 +62,7 @@ def test_an_environment_is_made_of_the_files_alone(house, tmp_path):
     assert done.stdout.splitlines()[0] == "a stand-in of hpcdist"
     ask = "import importlib.metadata as m; print(m.version('mpi4py'), m.version('hpcdist'))"
     line = [tmp_path / "a venv" / "bin" / "python", "-c", ask]
-    said = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True)
+    said = jobs.run(line, cwd=tmp_path, check=True)
     assert said.stdout.split() == ["4.1.9", "0.1.0"]
     again = install(house, tmp_path / "a venv")
     assert again.returncode == 2 and "exists" in again.stderr

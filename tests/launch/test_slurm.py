@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from slurm_cluster import STEPS, Cluster, Jobs
 
 import hpcdist
 from hpcdist.batch import submission
@@ -25,6 +24,7 @@ from hpcdist.batch.sites import search
 from hpcdist.comm.launch import mpirun
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.telemetry import report
+from stubs.slurm_cluster import STEPS, Cluster, Jobs
 
 ENDLESS = 10**6
 EVIL = "$(touch x) `touch y` \"two\" 'one' \\ # ; & | é"

@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm_cluster import Cluster
 
 from hpcdist.bench.collectives import results as collectives_results
 from hpcdist.bench.sweep import results
 from hpcdist.comm.launch import mpirun
 from hpcdist.telemetry import report
+from stubs.slurm_cluster import Cluster
 
 LAUNCHED = {mpirun.OPEN_MPI: ("openmpi", "pmix"), mpirun.MPICH: ("mpich", "pmi2")}
 # UCX has addresses that are longer than a message of Slurm's PMI-2.

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm_cluster import Cluster
 
 import hpcdist
 from hpcdist.comm.launch import core_binding, mpirun
+from stubs.slurm_cluster import Cluster
 
 RANKS = 2
 CPUS = len(os.sched_getaffinity(0)) // RANKS * RANKS

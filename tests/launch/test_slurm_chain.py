@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from slurm_cluster import STEPS, Cluster, Jobs
 
 from hpcdist.batch import ledger
 from hpcdist.batch.sites import search
 from hpcdist.telemetry import report
+from stubs.slurm_cluster import STEPS, Cluster, Jobs
 
 ENDLESS = 10**6
 

@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
-from slurm_cluster import Cluster, Jobs
-from slurm_runs import SITES, begun, newest, same_bits
 
+from harness.jobs import SITES, begun, newest, same_bits
 from hpcdist.comm.launch import mpirun
+from stubs.slurm_cluster import Cluster, Jobs
 
 STEPS = 120
 

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from slurm_cluster import Cluster, Jobs
 
 from hpcdist.comm.launch import mpirun
+from stubs.slurm_cluster import Cluster, Jobs
 
 SITES = {mpirun.OPEN_MPI: "slurm-openmpi", mpirun.MPICH: "slurm-mpich"}
 

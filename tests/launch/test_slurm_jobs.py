@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm_cluster import Cluster
 
 from hpcdist.batch import ledger
+from stubs.slurm_cluster import Cluster
 
 NAME = 'e|vil \x1b[31m\n9|COMPLETED "é" $(touch x)'
 SCRIPT = """#!/bin/bash

@@ -7,10 +7,10 @@ benchmarks/operations/preemptions.py.
 import re
 
 import pytest
-from slurm_cluster import Cluster, Jobs
-from slurm_runs import SITES, begun, newest, same_bits
 
+from harness.jobs import SITES, begun, newest, same_bits
 from hpcdist.comm.launch import mpirun
+from stubs.slurm_cluster import Cluster, Jobs
 
 STEPS = 100
 HYDRA = "based_on = 'slurm-mpich'\n[launcher]\nkind = 'mpirun'\npmi = ''\n"

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm_cluster import Cluster
 
 from hpcdist.batch import job
+from stubs.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -7,11 +7,11 @@ import time
 
 import numpy as np
 import pytest
-from slurm_cluster import Cluster, Jobs
 
 from hpcdist.arrays.backend import Array
 from hpcdist.comm.launch import mpirun
 from hpcdist.telemetry import report
+from stubs.slurm_cluster import Cluster, Jobs
 
 ENDLESS = 10**6
 SRUN = 'based_on = "slurm-openmpi"\n[launcher]\nkind = "srun"\npmi = "pmix"\n'

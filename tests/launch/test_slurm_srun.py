@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm_cluster import Cluster
 
 import hpcdist
 from hpcdist.comm.launch import mpirun
+from stubs.slurm_cluster import Cluster
 
 ENDLESS = 10**6
 PMI = {mpirun.OPEN_MPI: "pmix", mpirun.MPICH: "pmi2"}

@@ -6,9 +6,9 @@ Needs Debian's slurm-wlm and munge, root, and namespaces (`unshare`).
 from pathlib import Path
 
 import pytest
-from slurm_cluster import Cluster, Jobs
 
 from hpcdist.batch.sites import search
+from stubs.slurm_cluster import Cluster, Jobs
 
 LOCAL = "dev/shm/copies"  # each node has its own
 NODES = ("n1", "n2")

@@ -7,7 +7,8 @@ import re
 import sys
 
 import pytest
-from slurm_cluster import NODES, Cluster, Jobs
+
+from stubs.slurm_cluster import NODES, Cluster, Jobs
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness import jobs
 from hpcdist.comm.launch import mpirun
 from hpcdist.telemetry.metrics import step_metrics
 
@@ -32,14 +33,6 @@ def outlives(mpi: mpirun.Launcher) -> None:
         pytest.skip(f"{mpi.vendor} {mpi.version} does not go on when a rank dies")
 
 
-@pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> Path:
-    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
-    path = tmp_path / "text.txt"
-    path.write_text(" ".join(rng.choice(words, 4000)))
-    return path
-
-
 def line(ranks: int, text: Path, out: Path, *options: str, keys: list[str]) -> list[str]:
     settings = [word for key in [*SMALL, f"data.path={text}", *keys] for word in ("--set", key)]
     run = [sys.executable, "-m", "hpcdist", "run", "-n", str(ranks), *options]
@@ -48,9 +41,7 @@ def line(ranks: int, text: Path, out: Path, *options: str, keys: list[str]) -> l
 
 def train(ranks: int, text: Path, out: Path, *options: str, keys: list[str]) -> tuple[dict[str, Any], np.ndarray]:
     """Return the summary and the losses of a job that ends well."""
-    done = subprocess.run(
-        line(ranks, text, out, *options, keys=keys), capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    done = jobs.run(line(ranks, text, out, *options, keys=keys))
     assert done.returncode == 0, done.stdout + done.stderr
     steps = step_metrics.read(out / "metrics.h5").steps
     assert steps["step"].tolist() == list(range(1, len(steps["step"]) + 1))
@@ -113,9 +104,7 @@ def test_ranks_come_in_at_a_step_boundary(text: Path, tmp_path: Path) -> None:
         while not (out / "metrics.h5").exists():
             assert time.monotonic() < limit and started.poll() is None
             time.sleep(0.1)
-        asked = subprocess.run(
-            [sys.executable, "-m", "hpcdist", "grow", str(out), "1"], capture_output=True, text=True, check=False
-        )
+        asked = jobs.hpcdist("grow", str(out), "1")
         assert asked.returncode == 0, asked.stderr
         output, said = started.communicate(timeout=LIMIT_S)
     finally:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness import jobs
 from hpcdist.bench.sweep import results
 from hpcdist.errors import StorageError
 
@@ -42,7 +43,7 @@ def line(folder: Path, *arguments: str) -> list[str]:
 
 
 def hpcdist(*command: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL)
+    return jobs.run(command)
 
 
 def test_a_failed_trial_is_recorded_and_can_be_tried_again(folder: Path) -> None:

@@ -1,15 +1,14 @@
 """Traces of real jobs: they nest, causes come before effects, steps are those of the metrics, who held up is named."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from harness import jobs
 from hpcdist.telemetry.metrics import side_tables, step_metrics
 from hpcdist.telemetry.trace import summary
 
@@ -32,18 +31,9 @@ JOBS = {
 pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi")]
 
 
-@pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_bytes(rng.integers(97, 105, 20_000).astype(np.uint8).tobytes())
-    return path
-
-
 def hpcdist(*arguments: object) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "hpcdist", *map(str, arguments)]
-    return subprocess.run(
-        line, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL, env=os.environ
-    )
+    return jobs.run(line)
 
 
 def train(ranks: int, out: Path, text: Path, settings: dict[str, Any]) -> subprocess.CompletedProcess[str]:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness import jobs
+from harness.jobs import figures
 from hpcdist.hdf5 import files
 from hpcdist.telemetry.metrics import step_metrics
 
@@ -22,20 +24,9 @@ SMALL = ["--set", "model.layers=1", "--set", "model.hidden=32", "--set", "model.
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
-@pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> Path:
-    """A text of words drawn at random."""
-    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
-    path = tmp_path / "text.txt"
-    path.write_text(" ".join(rng.choice(words, 4000)))
-    return path
-
-
 def hpcdist(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hpcdist", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL, env=os.environ | environment
-    )
+    return jobs.run(command, env=os.environ | environment)
 
 
 def train(ranks: int, text: Path, *arguments: object, steps: int = 12) -> subprocess.CompletedProcess[str]:
@@ -45,8 +36,7 @@ def train(ranks: int, text: Path, *arguments: object, steps: int = 12) -> subpro
 
 
 def summary(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return figures(done)
 
 
 def test_train_evaluate_sample_report(text: Path, tmp_path: Path) -> None:

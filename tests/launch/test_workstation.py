@@ -3,12 +3,12 @@
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from harness import jobs
+from harness.jobs import until
 from hpcdist.batch import ledger
 from hpcdist.batch.schedulers import local
 from hpcdist.batch.schedulers.base import SchedulerState
@@ -18,14 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 
 def hpcdist(*words: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-P", "-m", "hpcdist", *words]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
-
-
-def until(true: Callable[[], bool], log: Path) -> None:
-    limit = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < limit, log.read_text()
-        time.sleep(0.1)
+    return jobs.run(line)
 
 
 def test_a_job_goes_on_by_itself_until_it_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,23 +35,23 @@ def test_a_job_goes_on_by_itself_until_it_is_cancelled(tmp_path: Path, monkeypat
     job = done.stdout.strip()
     try:
         log = Path(local.state(job).log)
-        until(lambda: "\nstep 1/" in log.read_text(), log)
+        until(lambda: "\nstep 1/" in log.read_text(), log=log)
         assert local.state(job).state == SchedulerState.RUNNING
         Path("run", "stop").touch()
-        until(lambda: "resumed from" in log.read_text(), log)
+        until(lambda: "resumed from" in log.read_text(), log=log)
         cancelled = hpcdist("jobs", "cancel", "run")
         assert cancelled.returncode == 0, cancelled.stderr
-        until(lambda: local.state(job).is_over, log)
+        until(lambda: local.state(job).is_over, log=log)
     finally:
         if local.cancel(job):
-            until(lambda: local.state(job).is_over, log)
+            until(lambda: local.state(job).is_over, log=log)
     found = local.state(job)
     assert (found.state, found.exit_code) == (SchedulerState.COMPLETED, 0), log.read_text()
     entries = ledger.read(Path("run"))
     assert [entry.number("restart") for entry in entries if entry.event == ledger.BEGAN] == [0, 1]
     assert [entry.text("word") for entry in entries if entry.event == ledger.ENDED] == ["again", "stop"]
     assert {entry.job for entry in entries} == {job} and "somebody has cancelled the job" in log.read_text()
-    until(lambda: not [pid for pid in os.listdir("/proc") if pid.isdecimal() and runs_for(int(pid), job)], log)
+    until(lambda: not [pid for pid in os.listdir("/proc") if pid.isdecimal() and runs_for(int(pid), job)], log=log)
 
 
 def runs_for(pid: int, job: str) -> bool:

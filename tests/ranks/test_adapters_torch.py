@@ -1,17 +1,11 @@
 """Wrapped PyTorch models over real messages: every layout learns what a plain script learns."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
-
-from torch_models import Layout, Training, compare, gpt, tokens, wrapped
-
+from harness.torch_models import Layout, Training, compare, gpt, tokens, wrapped
 from hpcdist.errors import NonFiniteError
 
 STEPS, SAMPLES, BOUND = 6, 12, 2e-5
@@ -52,10 +46,10 @@ def test_replicas_drop_differently(strategy, comm, rng):
     """What a sample loses depends on its place in the whole batch, so 2 replicas of 6 are one process with 2 parts."""
     seed, batches = int(rng.integers(1 << 31)), [tokens(rng, SAMPLES) for _ in range(3)]
     training = Training(comm, wrapped(gpt(seed, dropout=0.4), batches[0][0]), Layout(strategy=strategy), seed=5)
-    found = [training.step(x, y).loss for x, y in batches]
+    found = [training.advance(x, y).loss for x, y in batches]
     own = comm.split(comm.rank)
     alone = Training(own, wrapped(gpt(seed, dropout=0.4), batches[0][0]), Layout(microbatches=comm.size), seed=5)
-    np.testing.assert_allclose(found, [alone.step(x, y).loss for x, y in batches], rtol=1e-5)
+    np.testing.assert_allclose(found, [alone.advance(x, y).loss for x, y in batches], rtol=1e-5)
 
 
 def test_a_bad_value_is_found_on_its_rank(comm, rng):
@@ -69,7 +63,7 @@ def test_a_bad_value_is_found_on_its_rank(comm, rng):
             for parameter in module[2].mlp[0].parameters():
                 parameter.register_hook(lambda gradient: gradient * float("inf"))
     with pytest.raises(NonFiniteError):
-        training.step(x, y)
+        training.advance(x, y)
     batch = [(training.mine(x), training.mine(y))]
     found = training.executor.inspect(training.operations, batch)
     assert (found is not None) == (comm.rank == culprit)

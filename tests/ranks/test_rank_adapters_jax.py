@@ -1,7 +1,5 @@
 """Models of JAX over real messages: what plain JAX and optax compute on one process."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +9,9 @@ from hpcdist.comm.communicator import Communicator
 
 pytest.importorskip("jax")
 pytest.importorskip("optax")
-sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
-
 import jax
-import jax_models as models
-import jax_runs as runs
 
+from harness import jax_models as models
 from hpcdist.adapters.jax import model as adapter
 
 pytestmark = pytest.mark.reference
@@ -31,15 +26,15 @@ def test_rank_jax(comm: Communicator, rng: np.random.Generator, strategy: str) -
     functions, params = models.mlp(rng, depth=3)
     batches = [models.rows(rng, 8) for _ in range(3)]
 
-    def loss(params: Any, batch: runs.Batch) -> Any:
+    def loss(params: Any, batch: models.Batch) -> Any:
         return models.squares(models.composed(functions, params, batch[0]), batch[1]).mean()
 
-    losses, after = runs.plain(params, loss, batches)
+    losses, after = models.plain(params, loss, batches)
 
     def build() -> adapter.WrappedModel:
         return adapter.wrap(functions, params, models.squares, example=batches[0])
 
-    found = runs.train(comm, build, batches, keys)
+    found = models.train(comm, build, batches, keys)
     assert found.losses == pytest.approx(losses, rel=1e-5)
     model = build()
     for own, wanted in zip(

@@ -3,16 +3,14 @@
 import numpy as np
 import pytest
 
-from hpcdist.arrays.layout import Layout, TensorSpec
+from harness.states import FLOAT
+from harness.states import LARGE as LAYOUT
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.partner.redundancy import PartnerStore, recover
 from hpcdist.checkpoint.restoring import messages
 from hpcdist.checkpoint.restoring.reshard import reshard, why_unavailable
 from hpcdist.strategies.core.exchange import pieces_of
-
-LAYOUT = Layout.of([TensorSpec(0, "table", (301, 17)), TensorSpec(1, "weight", (64, 33)), TensorSpec(1, "bias", (5,))])
-FLOAT = np.dtype("float32")
 
 
 def state(comm, rng):

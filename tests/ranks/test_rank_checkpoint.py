@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcdist.arrays.layout import Layout, TensorSpec
-from hpcdist.arrays.piece import Piece
+from harness.states import LARGE as LAYOUT
+from harness.states import pieces_of
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.format import manifest
@@ -16,8 +16,6 @@ from hpcdist.checkpoint.restoring.restore import newest, restore
 from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
 from hpcdist.checkpoint.saving.two_phase import SavePlan, save
 from hpcdist.errors import StorageError
-
-LAYOUT = Layout.of([TensorSpec(0, "table", (301, 17)), TensorSpec(1, "weight", (64, 33)), TensorSpec(1, "bias", (5,))])
 
 
 @pytest.fixture
@@ -37,10 +35,6 @@ def state(comm, rng):
     for segment in LAYOUT.segments:
         store.range(segment.range)[...] = values[segment.range.slice]
     return store
-
-
-def pieces_of(store, part):
-    return [Piece.of("parameters", seg, touched, store.range(touched)) for seg, touched in LAYOUT.within(part)]
 
 
 def test_save_and_restore(comm, rng, shared_dir):

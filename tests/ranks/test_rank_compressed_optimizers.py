@@ -1,11 +1,9 @@
 """DGC and 1-bit Adam over real messages: the bits of ranks that are threads, a step included that is given up."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
+from harness.compressed.optimizers import padded, seat_of, step
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
@@ -13,10 +11,6 @@ from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.dgc import DgcExchange
 from hpcdist.strategies.compressed.exchange import LocalGradients
 from hpcdist.strategies.compressed.onebit import OneBitExchange
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
-
-from compressed_optimizers import padded, seat_of, step
 
 STEPS = 5
 

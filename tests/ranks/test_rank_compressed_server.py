@@ -1,17 +1,14 @@
 """A compressed parameter server over real messages: what one process makes of all ranks, and a resume to the bit."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from harness.compressed.server import Case, Job, OneProcess, colocated, dedicated, gradients
+from harness.trainings import losses, state, trainer_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.training.run.saving import CheckpointSaver
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
-from compressed_server import Case, Job, OneProcess, colocated, dedicated, gradients
-from rank_runs import losses, state, trainer_of
 
 SETTINGS = {
     "model.layers": 1,

@@ -1,18 +1,15 @@
 """ZeRO with compressed messages over real messages: what its definition says, one model, and resumes to the bit."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from harness.compressed.zero import Defined, Driven, compare
+from harness.trainings import losses, state, trainer_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.training.run.saving import CheckpointSaver
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
-from rank_runs import losses, state, trainer_of
-from zero_compressed import Defined, Driven, compare
 
 SETTINGS = {
     "model.layers": 1,

@@ -1,29 +1,23 @@
 """Gossip and local SGD over MPI: the recursion of the matrices, one model in checkpoints, the bytes, who is blamed."""
 
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from harness.trainings import blamed, losses, small
 from hpcdist import models
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.placement import locate
 from hpcdist.comm.record.timing import count_traffic
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
-from hpcdist.errors import NonFiniteError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.build import DECENTRALISED_EXCHANGES
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.gossip import build as build_graph
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.training.build.assemble import assemble
-from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -94,43 +88,25 @@ def test_rank_gossip_is_the_recursion_of_its_matrices(
         np.testing.assert_allclose(exchange.parameters.array, x[comm.rank], rtol=0, atol=1e-12)
 
 
-def _abort(code: int) -> None:
-    raise SystemExit(code)
-
-
-def _trainer(comm: Communicator, folder: Path, keys: dict[str, object], resume: Path | None = None) -> Trainer:
-    settings = {
+_trainer = partial(
+    small,
+    **{
         "model.layers": 2,
         "model.hidden": 32,
-        "model.heads": 2,
-        "data.path": folder / "text.txt",
         "data.context": 16,
         "run.steps": 2 * STEPS,
         "run.global_batch": 9,
         "run.validation_samples": 20,
-        "optimizer.warmup_steps": 2,
         "communication.algorithm": "ring",
-        **keys,
-    }
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {}).recipe
-    return assemble(Session(comm, locate(comm, None), "test", _abort), recipe, resume)
-
-
-def _losses(trainer: Trainer, last: int, done: int = 0) -> list[float]:
-    losses, going_on = [], replace(trainer, first_step=done)
-    with going_on.batches(last) as batches:
-        for step, batch in enumerate(batches, start=done + 1):
-            parts = trainer.cut(trainer.place(batch))
-            samples = trainer.recipe.run.global_batch
-            losses.append(trainer.executor.run(trainer.operations, parts, samples, step, np.zeros(2)).loss)
-    return losses
+    },
+)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_rank_a_checkpoint_is_one_model_to_go_on_from(comm: Communicator, folder: Path, name: str) -> None:
     keys = STRATEGIES[name]
     whole = _trainer(comm, folder, keys)
-    first = _losses(whole, 5)
+    first = losses(whole, 5)
     apart = comm.allgather_object(whole.exchange.parameters.array.tobytes())
     assert (len(set(apart)) == 1) == (comm.size == 1), "replicas differ until they are saved"
     saved = CheckpointSaver(whole, folder / "checkpoints").save(5)
@@ -141,7 +117,7 @@ def test_rank_a_checkpoint_is_one_model_to_go_on_from(comm: Communicator, folder
     assert alone.exchange.parameters.array.tobytes() == model[0]
     assert mean_validation_loss(alone) == pytest.approx(validation, rel=1e-5)
     resumed = _trainer(comm, folder, keys, saved)
-    assert _losses(resumed, 10, 5) == _losses(whole, 10, 5)
+    assert losses(resumed, 10, 5) == losses(whole, 10, 5)
     assert resumed.exchange.parameters.array.tobytes() == whole.exchange.parameters.array.tobytes()
     assert first[-1] < first[0]
 
@@ -149,9 +125,9 @@ def test_rank_a_checkpoint_is_one_model_to_go_on_from(comm: Communicator, folder
 @pytest.mark.parametrize(("name", "volume"), [("ring", 2.0), ("one_peer, adapt first", 1.0), ("complete", None)])
 def test_rank_bytes_are_those_of_the_neighbours(comm: Communicator, folder: Path, name: str, volume: float) -> None:
     trainer = _trainer(comm, folder, STRATEGIES[name] | {"model.hidden": 64})
-    _losses(trainer, 1)
+    losses(trainer, 1)
     with count_traffic(comm) as traffic:
-        _losses(trainer, 2, 1)
+        losses(trainer, 2, 1)
     psi = trainer.model.layout.parameters * trainer.model.dtype.itemsize
     neighbours = min(volume, comm.size - 1) if volume else 2 * (comm.size - 1) / comm.size
     assert not traffic.unknown
@@ -166,11 +142,5 @@ def test_rank_only_the_owner_of_a_nan_is_blamed(comm: Communicator, folder: Path
         *_, (_, touched) = trainer.exchange.parameters.tensors()
         trainer.exchange.parameters.range(touched)[...] = np.nan
     before = trainer.exchange.parameters.array.copy()
-    with trainer.batches(1) as batches:
-        parts = trainer.cut(next(iter(batches)))
-    with pytest.raises(NonFiniteError) as failed, np.errstate(all="ignore"):
-        trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, 1, np.zeros(2))
-    with np.errstate(all="ignore"):
-        said = str(explain_nonfinite(comm, trainer.executor, trainer.operations, parts, failed.value))
-    assert [rank for rank in range(comm.size) if f"rank {rank}: " in said] == [culprit]
+    assert blamed(trainer) == [culprit]
     np.testing.assert_array_equal(trainer.exchange.parameters.array, before)

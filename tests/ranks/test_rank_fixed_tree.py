@@ -1,24 +1,19 @@
 """The deterministic mode over real messages: every number of ranks trains to the bits of one process."""
 
-import hashlib
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from harness.trainings import digest, losses_and_norms, small, state_bits
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives.algorithms.fixed_tree import FixedTree, shards_of
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.placement import locate
 from hpcdist.comm.record.timing import count_traffic
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.strategies.core.replica_check import check_replicas
-from hpcdist.training.build.assemble import assemble
-from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -27,40 +22,16 @@ SAMPLES = 24
 SHARDS = 12  # one partial sum a rank on 3 ranks, several on 2 and 4
 
 
-def _abort(code: int) -> None:
-    raise SystemExit(code)
-
-
-def _trainer(comm: Communicator, folder: Path, keys: dict[str, Any], resume: Path | None = None) -> Trainer:
-    settings = {
-        "model.layers": 1,
+_trainer = partial(
+    small,
+    **{
         "model.hidden": 32,
-        "model.heads": 2,
-        "data.path": folder / "text.txt",
         "data.context": 16,
-        "run.steps": 20,
         "run.global_batch": SAMPLES,
         "run.validation_samples": 50,
         "run.logical_shards": SHARDS,
-        "optimizer.warmup_steps": 2,
-        **keys,
-    }
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {}).recipe
-    return assemble(Session(comm, locate(comm, None), "test", _abort), recipe, resume)
-
-
-def _losses(trainer: Trainer, last: int) -> list[tuple[float, float]]:
-    found = []
-    with trainer.batches(last) as batches:
-        for step, batch in enumerate(batches, start=trainer.first_step + 1):
-            done = trainer.step(step, trainer.cut(batch), np.zeros(2))
-            found.append((done.loss, done.gradient_norm))
-    return found
-
-
-def _digest(trainer: Trainer) -> str:
-    stores = {"parameters": trainer.exchange.parameters, **trainer.exchange.sharded_update.slots()}  # type: ignore[attr-defined]
-    return hashlib.sha256(b"".join(store.array.tobytes() for store in stores.values())).hexdigest()
+    },
+)
 
 
 @pytest.mark.parametrize(("shards", "dtype"), [(8, np.float32), (12, np.float64), (13, np.float16)])
@@ -100,8 +71,8 @@ def test_rank_a_fixed_tree_has_the_bits_of_one_process(
 )
 def test_rank_training_has_the_bits_of_one_process(comm: Communicator, folder: Path, keys: dict[str, Any]) -> None:
     alone, together = _trainer(solo(), folder, keys), _trainer(comm, folder, keys)
-    assert _losses(together, STEPS) == _losses(alone, STEPS)
-    assert _digest(together) == _digest(alone)
+    assert losses_and_norms(together, STEPS) == losses_and_norms(alone, STEPS)
+    assert digest(together) == digest(alone)
     assert mean_validation_loss(together) == mean_validation_loss(alone)
     check_replicas(comm, together.exchange.parameters, STEPS)
 
@@ -123,31 +94,25 @@ def test_rank_zero_has_the_bits_of_allreduce_in_one_process(
         pytest.skip("pairs of ranks")
     keys = {"optimizer.clip_norm": 0.1, **keys}
     alone, together = _trainer(solo(), folder, keys), _trainer(comm, folder, keys | way)
-    assert _losses(together, 3) == _losses(alone, 3)
+    assert losses_and_norms(together, 3) == losses_and_norms(alone, 3)
     assert mean_validation_loss(together) == mean_validation_loss(alone)
-    expected = {(piece.kind, piece.tensor): piece.array.tobytes() for piece in alone.exchange.pieces()}
-    found: dict[tuple[str, str], bytearray] = {key: bytearray(len(whole)) for key, whole in expected.items()}
-    own = [(piece.kind, piece.tensor, piece.flat.start, piece.array) for piece in together.exchange.pieces()]
-    for kind, tensor, start, values in chain.from_iterable(comm.allgather_object(own)):
-        at = start * values.itemsize
-        found[kind, tensor][at : at + values.nbytes] = values.tobytes()
-    assert found == expected
+    assert state_bits(together) == state_bits(alone)
     together.close()
     alone.close()
 
 
 def test_rank_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks(comm: Communicator, folder: Path) -> None:
     whole = _trainer(solo(), folder, {})
-    losses = _losses(whole, 9)
+    losses = losses_and_norms(whole, 9)
     together = _trainer(comm, folder, {})
-    first = _losses(together, 3)
+    first = losses_and_norms(together, 3)
     saved = CheckpointSaver(together, folder / "checkpoints").save(3)
     comm.barrier()
     mine = folder / f"alone-{comm.rank}"
     alone = _trainer(solo(), folder, {}, resume=saved)  # from all ranks to one
-    second = _losses(alone, 6)
+    second = losses_and_norms(alone, 6)
     back = CheckpointSaver(alone, mine).save(6)
     resumed = _trainer(comm, folder, {}, resume=Path(comm.broadcast_object(str(back))))  # and from one to all
     assert resumed.first_step == 6
-    assert first + second + _losses(resumed, 9) == losses
-    assert _digest(resumed) == _digest(whole)
+    assert first + second + losses_and_norms(resumed, 9) == losses
+    assert digest(resumed) == digest(whole)

@@ -1,21 +1,18 @@
 """Trainings with run.device = "gpu" over MPI, on the double of cupy: device buffers are staged, and nothing is lost."""
 
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
+from harness.inputs import write_text
+from harness.trainings import LAYOUTS, Trained, check_same
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device
 from hpcdist.comm.communicator import Communicator
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
-
-import cupy_double
-from gpu_runs import LAYOUTS, Trained, check_same, write_text
+from stubs.gpu import cupy_double
 
 # All kinds of messages of device buffers; tests/unit/training/build/test_gpu.py has every architecture, on threads.
 CHOSEN = {"allreduce": True, "zero3": True, "1f1b": False, "a server": False, "servers that work": False}

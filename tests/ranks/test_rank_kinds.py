@@ -1,17 +1,14 @@
 """Every kind of model over real messages, on 1 to 4 ranks, is the run of one process."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from harness.inputs import KINDS, STEPS, keys_of, write_data
+from harness.trainings import alone, difference, losses, trainer_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.training.run.loop import mean_validation_loss
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
-from kinds import KINDS, STEPS, keys_of, write_data
-from rank_runs import alone, difference, losses, trainer_of
 
 WAYS: dict[str, dict[str, object]] = {
     "replicas": {},

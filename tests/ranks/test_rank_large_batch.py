@@ -5,14 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.trainings import results, trainer_of
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.placement import locate
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.strategies.schedule.executor import StepResult
-from hpcdist.training.build.assemble import assemble
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.recipe import recipe as recipes
 
 STEPS = 5
 KEYS: dict[str, object] = {
@@ -33,18 +30,9 @@ KEYS: dict[str, object] = {
 }
 
 
-def _abort(code: int) -> None:
-    raise SystemExit(code)
-
-
 def _trained(comm: Communicator, keys: dict[str, object]) -> tuple[Trainer, list[StepResult]]:
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
-    trainer = assemble(Session(comm, locate(comm, None), "test", _abort), recipe)
-    steps = []
-    with trainer.batches(STEPS) as batches:
-        for number, batch in enumerate(batches, start=1):
-            steps.append(trainer.step(number, trainer.cut(trainer.place(batch)), np.zeros(2)))
-    return trainer, steps
+    trainer = trainer_of(comm, keys)
+    return trainer, results(trainer, STEPS)
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero2"])

@@ -4,18 +4,15 @@ A part of the products runs by default, and fewer steps of them; HPCDIST_TEST_LA
 """
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from harness.trainings import alone, difference, losses, trainer_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.training.run.loop import mean_validation_loss
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
-from rank_runs import alone, difference, losses, trainer_of
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 LAYOUTS = ((1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4))  # data, pipeline, tensor

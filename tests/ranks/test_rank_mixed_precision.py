@@ -1,40 +1,25 @@
 """16-bit working copies over real messages: sharded training has the bits of allreduce, skips and resumes included."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from harness.trainings import small, state_bits
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.placement import locate
-from hpcdist.comm.start import Session
 from hpcdist.strategies.core.replica_check import check_replicas
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.training.build.assemble import assemble
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.saving import CheckpointSaver
 
 SAMPLES, STEPS, BAD = 12, 8, (3, 4)
 
 
-def _trainer(comm: Communicator, folder: Path, keys: dict[str, object], resume: Path | None = None) -> Trainer:
-    settings = {
-        "model.layers": 1,
-        "model.hidden": 16,
-        "model.heads": 2,
-        "data.path": folder / "text.txt",
-        "data.context": 8,
-        "run.steps": 40,
-        "run.global_batch": SAMPLES,
-        "optimizer.warmup_steps": 2,
-        "optimizer.clip_norm": 0,  # its norm is summed by shards
-        **keys,
-    }
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {}).recipe
-    return assemble(Session(comm, locate(comm, None), "test", lambda code: None), recipe, resume)
+# The norm of clipping would be summed by shards.
+_trainer = partial(small, **{"run.steps": 40, "run.global_batch": SAMPLES, "optimizer.clip_norm": 0})
 
 
 def _train(trainer: Trainer, last: int = STEPS) -> list[tuple[float, bool, float]]:
@@ -56,22 +41,13 @@ def _train(trainer: Trainer, last: int = STEPS) -> list[tuple[float, bool, float
     return found
 
 
-def _state(trainer: Trainer) -> dict[tuple[str, str], bytes]:
-    held = [(p.kind, p.tensor, p.flat.start, np.array(p.array).tobytes()) for p in trainer.exchange.pieces()]
-    whole: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
-    for pieces in trainer.comm.allgather_object(held):
-        for kind, tensor, start, values in pieces:
-            whole.setdefault((kind, tensor), []).append((start, values))
-    return {key: b"".join(values for _, values in sorted(parts)) for key, parts in whole.items()}
-
-
 @pytest.mark.parametrize("mode", ["bfloat16", "float16"])
 def test_rank_sharded_working_copies_have_the_bits_of_allreduce(comm: Communicator, folder: Path, mode: str) -> None:
     keys: dict[str, Any] = {"precision.mode": mode, "communication.algorithm": "all_to_all"}
     if mode == "float16":
         keys |= {"precision.hysteresis": 1, "precision.growth_interval": 3}
     reference = _trainer(comm, folder, keys)
-    expected, state = _train(reference), _state(reference)
+    expected, state = _train(reference), state_bits(reference)
     scales = [scale for _, _, scale in expected]
     if mode == "float16":
         assert [step for step, (_, skipped, _) in enumerate(expected, start=1) if skipped] == list(BAD)
@@ -83,7 +59,7 @@ def test_rank_sharded_working_copies_have_the_bits_of_allreduce(comm: Communicat
         # Losses are summed by another algorithm: the last of their 53 bits may differ.
         np.testing.assert_allclose([loss for loss, *_ in found], [loss for loss, *_ in expected], rtol=1e-14)
         assert [rest for _, *rest in found] == [rest for _, *rest in expected], strategy
-        assert _state(trainer) == state, strategy
+        assert state_bits(trainer) == state, strategy
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
@@ -99,7 +75,7 @@ def test_rank_a_resumed_run_with_working_copies_has_the_same_bits(
     saved = CheckpointSaver(half, folder / "checkpoints").save(3)
     resumed = _trainer(comm, folder, keys, resume=saved)
     assert first + _train(resumed) == expected
-    assert _state(resumed) == _state(whole)
+    assert state_bits(resumed) == state_bits(whole)
     assert resumed.executor.loss_scale.state() == whole.executor.loss_scale.state()
 
 
@@ -109,18 +85,18 @@ def test_rank_overlapped_sums_of_16_bits_have_the_same_bits(comm: Communicator, 
         plain = _trainer(comm, folder, keys)
         behind = _trainer(comm, folder, keys | {"communication.overlap": "thread", "parallel.microbatches": 1})
         assert _train(behind) == _train(plain)
-        assert _state(behind) == _state(plain)
+        assert state_bits(behind) == state_bits(plain)
         behind.close()
 
 
 def test_rank_servers_of_working_copies_have_the_bits_of_allreduce(comm: Communicator, folder: Path) -> None:
     keys: dict[str, Any] = {"precision.mode": "bfloat16"}
     reference = _trainer(comm, folder, keys | {"communication.algorithm": "all_to_all"})
-    expected, state = _train(reference, 3), _state(reference)
+    expected, state = _train(reference, 3), state_bits(reference)
     served = {"parallel.strategy": "parameter_server", "parameter_server.placement": "colocated"}
     trainer = _trainer(comm, folder, keys | served | {"communication.algorithm": "native"})
     np.testing.assert_allclose([loss for loss, *_ in _train(trainer, 3)], [loss for loss, *_ in expected], rtol=1e-14)
-    assert _state(trainer) == state
+    assert state_bits(trainer) == state
     trainer.close()
 
 
@@ -157,13 +133,13 @@ def test_rank_an_overflow_in_one_stage_of_one_rank_leaves_no_trace(
             for step, batch in enumerate(batches, start=1):
                 parts = met.cut(batch)
                 for culprit in (comm.size - 1, 0):
-                    before = _state(met), met.exchange.parameters.array.tobytes(), met.exchange.state()
+                    before = state_bits(met), met.exchange.parameters.array.tobytes(), met.exchange.state()
                     check = _overflow_once(met) if comm.rank == culprit else lambda: None
                     assert met.executor.run(met.operations, parts, SAMPLES, step, np.zeros(2)).skipped
                     check()
-                    assert (_state(met), met.exchange.parameters.array.tobytes(), met.exchange.state()) == before
+                    assert (state_bits(met), met.exchange.parameters.array.tobytes(), met.exchange.state()) == before
                 assert not met.executor.run(met.operations, parts, SAMPLES, step, np.zeros(2)).skipped
         _train(never, 2)
-        assert _state(met) == _state(never)
+        assert state_bits(met) == state_bits(never)
         met.close()
         never.close()

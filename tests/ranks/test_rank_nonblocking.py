@@ -5,20 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.trainings import dotted, losses, small
 from hpcdist import collectives
 from hpcdist.collectives.nonblocking import engines
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import BUCKET_BYTES
-from hpcdist.comm.placement import locate
 from hpcdist.comm.record.timing import count_traffic
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import CommunicationError, MissingCapabilityError
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.training.build.assemble import assemble
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.data import microbatches
-from hpcdist.training.recipe import recipe as recipes
 
 KINDS = sorted(engines.KINDS)
 HALVES = [("poll", "ring"), *(("thread", name) for name in sorted(collectives.SHARDED))]
@@ -120,31 +116,21 @@ def test_rank_polled_ring_sends_what_the_ring_sends(comm: Communicator) -> None:
     assert comm.size == 1 or traffic.calls["isend"] > 2 * (comm.size - 1), "several lanes"
 
 
-def _abort(code: int) -> None:
-    raise SystemExit(code)
+KEYS = {
+    "model.layers": 2,
+    "model.hidden": 32,
+    "data.context": 16,
+    "run.steps": 6,
+    "run.global_batch": 9,
+    "communication.bucket_bytes": 16384,
+}
 
 
 def _trained(comm: Communicator, folder: Path, **keys: object) -> tuple[list[float], bytes, Trainer]:
-    settings = {
-        "model.layers": 2,
-        "model.hidden": 32,
-        "model.heads": 2,
-        "data.path": folder / "text.txt",
-        "data.context": 16,
-        "run.steps": 6,
-        "run.global_batch": 9,
-        "communication.bucket_bytes": 16384,
-        **{key.replace("__", "."): value for key, value in keys.items()},
-    }
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()]).recipe
-    trainer = assemble(Session(comm, locate(comm, None), "test", _abort), recipe)
-    losses = []
-    with trainer.batches(recipe.run.steps) as batches:
-        for step, batch in enumerate(batches, start=1):
-            parts = microbatches(batch, recipe.parallel.microbatches)
-            losses.append(trainer.executor.run(trainer.operations, parts, 9, step, np.zeros(2)).loss)
+    trainer = small(comm, folder, KEYS | dotted(keys))
+    found = losses(trainer, 6)
     trainer.close()
-    return losses, trainer.exchange.parameters.array.tobytes(), trainer
+    return found, trainer.exchange.parameters.array.tobytes(), trainer
 
 
 @pytest.mark.parametrize(
@@ -154,9 +140,9 @@ def test_rank_training_has_the_same_bits(comm: Communicator, folder: Path, overl
     keys = {"communication__algorithm": algorithm, "parallel__microbatches": 2}
     if overlap == "thread":
         begun(comm, overlap).close()
-    losses, weights, _ = _trained(comm, folder, **keys)
+    expected, weights, _ = _trained(comm, folder, **keys)
     behind, found, trainer = _trained(comm, folder, communication__overlap=overlap, **keys)
-    assert (behind, found) == (losses, weights)
+    assert (behind, found) == (expected, weights)
     starts = sum(op.kind is Kind.START for op in trainer.operations)
     assert starts == sum(op.kind is Kind.WAIT for op in trainer.operations)
     assert (starts > 2) == (comm.size > 1)
@@ -202,10 +188,10 @@ def test_rank_zero_behind_the_computation_has_the_same_bits(
     keys["communication__bucket_bytes"] = BUCKET_BYTES  # ZeRO has no buckets
     if overlap == "thread":
         begun(comm, overlap).close()
-    losses, weights, _ = _trained(comm, folder, **keys)
+    expected, weights, _ = _trained(comm, folder, **keys)
     keys |= {"communication__overlap": overlap, "zero__prefetch": prefetch}
     behind, found, trainer = _trained(comm, folder, **keys)
-    assert (behind, found) == (losses, weights)
+    assert (behind, found) == (expected, weights)
     overlapped = trainer.exchange.overlap
     assert (overlapped is None) == (comm.size == 1)
     if overlapped is not None:
@@ -219,9 +205,9 @@ def test_rank_delayed_gradients_are_those_of_one_rank(comm: Communicator, folder
     keys = {"communication__algorithm": "ring", "communication__delayed": "true", "precision__mode": "float64"}
     begun(comm, overlap).close()
     alone, right, _ = _trained(solo(), folder, communication__overlap=overlap, **keys)
-    losses, weights, _ = _trained(comm, folder, communication__overlap=overlap, **keys)
+    late, weights, _ = _trained(comm, folder, communication__overlap=overlap, **keys)
     again, bits, _ = _trained(comm, folder, communication__overlap=overlap, **keys)
-    assert (again, bits) == (losses, weights)
-    np.testing.assert_allclose(losses, alone, rtol=1e-10)
+    assert (again, bits) == (late, weights)
+    np.testing.assert_allclose(late, alone, rtol=1e-10)
     found, one = np.frombuffer(weights), np.frombuffer(right)
     assert np.linalg.norm(found - one) <= 1e-4 * np.linalg.norm(one), "the bias of the keys is noise under Adam"

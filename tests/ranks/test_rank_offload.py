@@ -2,17 +2,12 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from harness.trainings import losses, small
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.placement import locate
-from hpcdist.comm.start import Session
 from hpcdist.errors import StorageError
-from hpcdist.training.build.assemble import assemble
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.data import microbatches
-from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -29,43 +24,25 @@ CASES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
 }
 
 
-def _abort(code: int) -> None:
-    raise SystemExit(code)
+KEYS = {
+    "model.layers": 2,
+    "model.hidden": 32,
+    "model.tied": "true",
+    "data.context": 16,
+    "run.global_batch": 7,
+    "run.validation_samples": 20,
+    "optimizer.clip_norm": 0.3,
+    "communication.algorithm": "ring",
+}
 
 
 def _trainer(comm: Communicator, folder: Path, keys: dict[str, object], resume: Path | None = None) -> Trainer:
-    settings = {
-        "model.layers": 2,
-        "model.hidden": 32,
-        "model.heads": 2,
-        "model.tied": "true",
-        "data.path": folder / "text.txt",
-        "data.context": 16,
-        "run.steps": 6,
-        "run.global_batch": 7,
-        "run.validation_samples": 20,
-        "optimizer.warmup_steps": 2,
-        "optimizer.clip_norm": 0.3,
-        "communication.algorithm": "ring",
-        "parallel.microbatches": 1 if comm.size == 1 else 2,  # one rank in memory adds them up in another order
-        **keys,
-    }
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {}).recipe
-    return assemble(Session(comm, locate(comm, None), "test", _abort), recipe, resume)
+    parts = 1 if comm.size == 1 else 2  # one rank in memory adds them up in another order
+    return small(comm, folder, {"parallel.microbatches": parts, **keys}, resume, **KEYS)
 
 
 def _away(folder: Path, what: tuple[str, ...]) -> dict[str, object]:
     return {f"zero.offload_{name}": "file" for name in what} | {"zero.offload_directory": folder}
-
-
-def _losses(trainer: Trainer, last: int) -> list[float]:
-    losses = []
-    with trainer.batches(last) as batches:
-        for step, batch in enumerate(batches, start=trainer.first_step + 1):
-            parts = microbatches(batch, trainer.recipe.parallel.microbatches)
-            found = trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, step, np.zeros(2))
-            losses.append(found.loss)
-    return losses
 
 
 def _state(trainer: Trainer) -> dict[str, bytes]:
@@ -80,7 +57,7 @@ def test_rank_states_in_files_are_those_in_memory(comm: Communicator, folder: Pa
     keys, what = CASES[case][0] | {"optimizer.name": optimizer}, CASES[case][1]
     memory, files = _trainer(comm, folder, keys), _trainer(comm, folder, keys | _away(folder, what))
     assert files.ledger.peak["optimizer"] == 0
-    assert _losses(memory, 4) == _losses(files, 4)
+    assert losses(memory, 4) == losses(files, 4)
     assert _state(memory) == _state(files)
     assert mean_validation_loss(memory) == mean_validation_loss(files)
     saved = CheckpointSaver(files, folder / "checkpoints").save(4)

@@ -6,52 +6,38 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.trainings import TOLERANCE, dotted, losses, losses_and_norms, session_of, small
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.placement import locate
 from hpcdist.comm.record.timing import count_traffic
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
 from hpcdist.telemetry.metrics import step_metrics
-from hpcdist.training.build.assemble import assemble
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.data import microbatches
 from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.observe.instrumentation import ConsoleProgress
-from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.async_loop import AsyncTrainingLoop
 from hpcdist.training.run.loop import RunOutcome, mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 from hpcdist.training.run.stop_requests import StopRequests
 
 STEPS, FEW = 30, 12
-TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
-
-
-def _abort(code: int) -> None:
-    raise SystemExit(code)
-
-
-def _session(comm: Communicator) -> Session:
-    return Session(comm, locate(comm, None), "test", _abort)
+KEYS = {
+    "model.hidden": 32,
+    "data.context": 16,
+    "run.steps": STEPS,
+    "run.global_batch": 7,
+    "optimizer.warmup_steps": 5,
+    "optimizer.clip_norm": 0.3,
+}
 
 
 def _trainer(comm: Communicator, folder: Path, resume: Path | None = None, **keys: object) -> Trainer:
-    settings = {
-        "model.layers": 1,
-        "model.hidden": 32,
-        "model.heads": 2,
-        "data.path": folder / "text.txt",
-        "data.context": 16,
-        "run.steps": STEPS,
-        "run.global_batch": 7,
-        "optimizer.warmup_steps": 5,
-        "optimizer.clip_norm": 0.3,
-        **{key.replace("__", "."): value for key, value in keys.items()},
-    }
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()]).recipe
-    return assemble(_session(comm), recipe, resume)
+    return small(comm, folder, KEYS | dotted(keys), resume)
+
+
+def _losses(trainer: Trainer, last: int = STEPS) -> list[float]:
+    return losses(trainer, last)
 
 
 def _served(comm: Communicator, folder: Path, servers: int, placement: str, **keys: object) -> Trainer:
@@ -63,16 +49,6 @@ def _served(comm: Communicator, folder: Path, servers: int, placement: str, **ke
         parameter_server__placement=placement,
         **keys,
     )
-
-
-def _losses(trainer: Trainer, last: int = STEPS) -> list[float]:
-    losses = []
-    with trainer.batches(last) as batches:
-        for step, batch in enumerate(batches, start=trainer.first_step + 1):
-            parts = microbatches(batch, trainer.recipe.parallel.microbatches)
-            found = trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, step, np.zeros(2))
-            losses.append(found.loss)
-    return losses
 
 
 def _places(size: int) -> list[tuple[int, str]]:
@@ -114,21 +90,15 @@ def test_rank_logical_shards_have_the_bits_of_allreduce(comm: Communicator, fold
     """After some steps of one process, whoever works and serves, by every transport."""
     keys = {"run__logical_shards": 6, "run__global_batch": 12, "run__steps": FEW}
 
-    def run(trainer: Trainer) -> list[tuple[float, float]]:
-        with trainer.batches(5) as batches:
-            parts = [trainer.cut(batch) for batch in batches]
-        found = [trainer.executor.run(trainer.operations, own, 12, step, np.zeros(2)) for step, own in enumerate(parts)]
-        return [(step.loss, step.gradient_norm) for step in found]
-
     for name in ("adamw", "lamb"):
         alone = _trainer(solo(), folder, optimizer__name=name, **keys)
-        expected, weights = run(alone), alone.exchange.parameters
+        expected, weights = losses_and_norms(alone, 5), alone.exchange.parameters
         for (servers, placement), transport in product(_extremes(comm.size), ("messages", "shared", "rma")):
             if name == "lamb" and transport != "messages":
                 continue
             keep = keys | {"optimizer__name": name, "parameter_server__transport": transport}
             together = _served(comm, folder, servers, placement, **keep)
-            assert run(together) == expected, f"{servers} {placement} {transport}"
+            assert losses_and_norms(together, 5) == expected, f"{servers} {placement} {transport}"
             comm.barrier()  # a server that does not work does not wait for what others write into the copy of the node
             own = together.exchange.parameters
             assert all(own.range(part).tobytes() == weights.range(part).tobytes() for part in own.parts)
@@ -275,7 +245,7 @@ def test_rank_asp_learns_and_restores_its_bits(comm: Communicator, folder: Path)
 def _loop(comm: Communicator, out: Path, trainer: Trainer) -> RunOutcome:
     """Run a training as a job does."""
     energy, progress = EnergyRecorder(comm, trainer.recipe, None), ConsoleProgress(STEPS, 0, 1e9, shown=False)
-    return AsyncTrainingLoop(_session(comm), trainer, out, progress, {}, StopRequests(), energy).run()
+    return AsyncTrainingLoop(session_of(comm), trainer, out, progress, {}, StopRequests(), energy).run()
 
 
 @pytest.mark.parametrize("name", ["ssp", "backup"])

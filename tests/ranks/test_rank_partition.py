@@ -1,17 +1,14 @@
 """Stages that are cut by what their units take on these ranks: the same cut on all, the same run, also resumed."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from harness.trainings import alone, losses, trainer_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.training.run.saving import CheckpointSaver
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
-from rank_runs import alone, losses, trainer_of
 
 STEPS = 4
 KEYS: dict[str, object] = {

@@ -1,18 +1,15 @@
 """Samples shared unevenly over real ranks, on nodes of unequal size: the run is that of even shares."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from harness.inputs import write_text
+from harness.trainings import assembled, losses
 from hpcdist.comm.communicator import Communicator
 from hpcdist.training.data import SampleShares
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
-
-from gpu_runs import assembled, write_text
 
 STEPS = 6
 LAYOUTS: dict[str, dict[str, object]] = {
@@ -40,13 +37,9 @@ def _losses(comm: Communicator, settings: dict[str, object], *, uneven: bool) ->
         samples = trainer.recipe.run.global_batch
         for batch in range(1, STEPS):  # all samples are those of one rank, every rank in its turn
             trainer.shares.change(batch, tuple(samples * (rank == batch % comm.size) for rank in range(comm.size)))
-    losses = []
-    with trainer.batches(STEPS) as batches:
-        for step, batch in enumerate(batches, start=1):
-            parts, samples = trainer.cut(trainer.place(batch)), trainer.recipe.run.global_batch
-            losses.append(trainer.executor.run(trainer.operations, parts, samples, step, np.zeros(2)).loss)
+    found = losses(trainer, STEPS)
     trainer.close()
-    return losses
+    return found
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -1,14 +1,9 @@
 """Skip connections over real messages: the bits of one process."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
+from harness.pipelines import alone, planned, run
 from hpcdist.comm.communicator import Communicator
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
-from skipping import alone, planned, run
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-v", 2)])

@@ -1,15 +1,11 @@
 """A steady step over real messages: each process finds its memory as it was, whatever it exchanges."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from harness.steady import steps_of
 from hpcdist.comm.communicator import Communicator
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
-
-from steady import steps_of
 
 ALLOWED = 160 << 10  # bytes: numpy's buffers of 32 KiB, views, lists, floats, requests
 LEFT = 16 << 10

@@ -1,16 +1,13 @@
 """A gpt over tensor ranks is the run of one process, over real messages and a node's shared memory."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from harness.trainings import alone, difference, losses, trainer_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.training.run.loop import mean_validation_loss
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
-from rank_runs import alone, difference, losses, trainer_of
 
 STEPS = 8
 KEYS: dict[str, object] = {

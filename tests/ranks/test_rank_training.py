@@ -5,50 +5,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.trainings import TOLERANCE, dotted, losses, small
 from hpcdist import collectives
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.placement import locate
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
-from hpcdist.training.build.assemble import assemble
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.data import microbatches
-from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 50
-TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
-
-
-def _abort(code: int) -> None:
-    raise SystemExit(code)
+KEYS = {
+    "model.hidden": 32,
+    "data.context": 16,
+    "run.steps": STEPS,
+    "run.global_batch": 7,
+    "optimizer.warmup_steps": 5,
+}
 
 
 def _trainer(comm: Communicator, folder: Path, resume: Path | None = None, **keys: object) -> Trainer:
-    settings = {
-        "model.layers": 1,
-        "model.hidden": 32,
-        "model.heads": 2,
-        "data.path": folder / "text.txt",
-        "data.context": 16,
-        "run.steps": STEPS,
-        "run.global_batch": 7,
-        "optimizer.warmup_steps": 5,
-        **{key.replace("__", "."): value for key, value in keys.items()},
-    }
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()]).recipe
-    return assemble(Session(comm, locate(comm, None), "test", _abort), recipe, resume)
+    return small(comm, folder, KEYS | dotted(keys), resume)
 
 
 def _losses(trainer: Trainer, last: int = STEPS) -> list[float]:
-    losses = []
-    with trainer.batches(last) as batches:
-        for step, batch in enumerate(batches, start=trainer.first_step + 1):
-            parts = microbatches(batch, trainer.recipe.parallel.microbatches)
-            found = trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, step, np.zeros(2))
-            losses.append(found.loss)
-    return losses
+    return losses(trainer, last)
 
 
 @pytest.mark.parametrize("mode", ["float32", "float64"])
@@ -74,13 +54,13 @@ def test_rank_accumulation_and_optimizers_equal_one_process(comm: Communicator, 
 def test_rank_resume_is_bit_equal(comm: Communicator, folder: Path, name: str) -> None:
     keys = {"optimizer__name": name, "communication__algorithm": "ring"}
     whole = _trainer(comm, folder, **keys)
-    losses = _losses(whole)
+    expected = _losses(whole)
     half = _trainer(comm, folder, **keys)
     first = _losses(half, STEPS // 2)
     saved = CheckpointSaver(half, folder / "checkpoints").save(STEPS // 2)
     resumed = _trainer(comm, folder, resume=saved, **keys)
     assert resumed.first_step == STEPS // 2
-    assert first + _losses(resumed) == losses
+    assert first + _losses(resumed) == expected
     assert resumed.exchange.parameters.array.tobytes() == whole.exchange.parameters.array.tobytes()
     assert all(
         store.array.tobytes() == whole.exchange.sharded_update.slots()[slot].array.tobytes()

@@ -1,9 +1,7 @@
 """What unit tests share: a double of cupy in the place of the real one."""
 
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -11,10 +9,7 @@ import pytest
 from hpcdist.arrays.gpu import device
 from hpcdist.collectives.gpu import peer_memory
 from hpcdist.comm.failure import failfast
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
-
-import cupy_double
+from stubs.gpu import cupy_double
 
 
 @pytest.fixture

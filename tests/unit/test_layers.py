@@ -2,8 +2,6 @@
 
 import ast
 import re
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import hpcdist
+from harness import jobs
 
 FLOORS = {
     "arrays": 0,
@@ -404,7 +403,7 @@ def test_every_package_has_a_floor() -> None:
 def loaded_after(statement: str, watched: tuple[str, ...]) -> list[str]:
     """Return which of ``watched`` a fresh interpreter has loaded after ``statement``."""
     code = f"import sys\n{statement}\nprint(*[name for name in {watched!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = jobs.python(code)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 

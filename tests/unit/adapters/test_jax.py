@@ -11,9 +11,8 @@ jax = pytest.importorskip("jax")
 pytest.importorskip("optax")
 
 import jax.numpy as jnp
-import jax_models as models
-import jax_runs as runs
 
+from harness import jax_models as models
 from hpcdist.adapters.jax import model as adapter
 from hpcdist.adapters.jax import parameters
 from hpcdist.arrays.backend import Array
@@ -326,9 +325,9 @@ def test_the_layer_that_went_wrong_is_named(rng):
     functions[2] = lambda p, x: models.active(p, x) * jnp.where(x[:, :1] > -jnp.inf, jnp.inf, 1)
     x, targets = models.rows(rng, 4)
     model = adapter.wrap(functions, params, models.squares, example=(x, targets))
-    trainer = runs.trainer_of(solo(), model, 4, {})
+    trainer = models.trainer_of(solo(), model, 4, {})
     with pytest.raises(ArithmeticError):
-        runs.step(trainer, 1, (x, targets))
+        models.step(trainer, 1, (x, targets))
     found = trainer.executor.inspect(trainer.operations, trainer.cut((x, targets)))
     assert found == "output of layer 2 in micro-batch 0"
     trainer.close()
@@ -352,10 +351,10 @@ def test_every_strategy_trains_as_jax_and_optax_do(rng, x64):
     """Three steps, on 1 to 4 ranks: losses to 1e-12, params to 1e-8; tied tensors across the pipeline."""
     functions, params, loss = tied_gpt(rng, "float64")
     batches = [models.tokens(rng, 8) for _ in range(3)]
-    losses, after = runs.plain(params, loss, batches)
+    losses, after = models.plain(params, loss, batches)
     model = wrapped_tied(functions, params, batches[0])  # of all ranks: it holds no state, and compiles once
     for size, keys in STRATEGIES:
-        for found in run_threads(size, lambda comm, keys=keys: runs.train(comm, lambda: model, batches, keys)):
+        for found in run_threads(size, lambda comm, keys=keys: models.train(comm, lambda: model, batches, keys)):
             assert found.losses == pytest.approx(losses, rel=1e-12), keys
             trees = model.trees(found.tensors)
             del trees[-1]["table"]
@@ -466,7 +465,7 @@ def test_a_model_on_another_device_than_the_recipe(monkeypatch):
     model = adapter.wrap([product], [{"w": leaf}], models.squares, example=(ROW, ROW))
     assert model.on == "gpu"
     with pytest.raises(ConfigurationError, match="run.device"):
-        runs.trainer_of(solo(), model, 2, {})
+        models.trainer_of(solo(), model, 2, {})
     Elsewhere.platform = "tpu"
     with pytest.raises(ConfigurationError, match="tpu"):
         adapter.wrap([product], [{"w": leaf}], models.squares, example=(ROW, ROW))

@@ -3,19 +3,20 @@
 import copy
 import gc
 import os
-import subprocess
 import sys
 import weakref
 
 import numpy as np
 import pytest
 
+from harness import jobs
+
 torch = pytest.importorskip("torch")
 
-import torch_models
 from torch import nn
 from torch.nn import functional
 
+from harness import torch_models
 from hpcdist.adapters.torch.model import load, wrap
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
@@ -522,7 +523,7 @@ def test_a_step_works_in_the_memory_of_the_last_one():
     """No page of activations, thousands of them, is faulted in anew after the first steps."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     command = [sys.executable, "-c", FAULTS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=kept)
+    done = jobs.run(command, env=kept)
     assert done.returncode == 0, done.stderr
     faults = [int(word) for word in done.stdout.split()]
     assert faults[0] > 20_000, "the activations are smaller than this test thinks"

@@ -7,8 +7,8 @@ torch = pytest.importorskip("torch")
 
 from torch import nn
 from torch.nn import functional
-from torch_models import Layout, Training, compare, gpt, tokens, wrapped
 
+from harness.torch_models import Layout, Training, compare, gpt, tokens, wrapped
 from hpcdist.adapters.torch.model import wrap
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads
@@ -70,7 +70,7 @@ def losses_of(ranks, layout, seed, batches, **options):
 
     def body(comm):
         training = Training(comm, models[comm.rank], layout, seed=9)
-        return [training.step(x, y).loss for x, y in batches], training.state()
+        return [training.advance(x, y).loss for x, y in batches], training.parameters()
 
     return run_threads(ranks, body)
 
@@ -104,7 +104,7 @@ def test_an_evaluation_between_steps(rng):
             training = Training(comm, models[comm.rank], layout)
             found = training.executor.evaluate(x, y)
             assert not training.executor.arena._live
-            training.step(*batches[1])
+            training.advance(*batches[1])
             training.executor.evaluate(x, y)
             return found
 
@@ -120,7 +120,7 @@ def test_memory_of_stages_elsewhere_is_given_back(rng):
     def body(comm):
         training = Training(comm, models[comm.rank], Layout(pipeline=2, microbatches=2))
         for x, y in batches:
-            training.step(x, y)
+            training.advance(x, y)
         return [sum(parameter.numel() for parameter in stage.parameters()) for stage in modules[comm.rank]]
 
     sizes = [sum(parameter.numel() for parameter in stage.parameters()) for stage in gpt(1)]
@@ -153,7 +153,7 @@ def test_a_value_that_is_not_finite_is_found_with_its_stage(rng):
     def body(comm):
         training = Training(comm, model, Layout(microbatches=3))
         with pytest.raises(NonFiniteError):
-            training.step(x, y)
+            training.advance(x, y)
         batches = list(zip(np.array_split(x, 3), np.array_split(y, 3), strict=True))
         return training.executor.inspect(training.operations, batches)
 

@@ -9,6 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
+from harness.jobs import called
 from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint.directory import VAL_LOSS
@@ -16,16 +17,12 @@ from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.restoring.restore import newest_complete
 from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.checkpoint.verify import verify
-from hpcdist.cli import main
 from hpcdist.comm.threads.communicator import run_threads
 
 
 def hpcdist(capsys, *arguments):
     """Run a command; return its exit code, what it printed, and what it said beside."""
-    with pytest.raises(SystemExit) as leaving:
-        main.main(["checkpoint", *map(str, arguments)])
-    told = capsys.readouterr()
-    return leaving.value.code or 0, told.out, told.err
+    return called(capsys, "checkpoint", *arguments)
 
 
 def figures(capsys, *arguments):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.jobs import called
 from hpcdist.checkpoint import stripe
 from hpcdist.checkpoint.config import CheckpointConfig
-from hpcdist.cli import main
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.training.run import saving
@@ -132,9 +132,7 @@ def test_a_run_goes_on_where_the_tool_fails(site):
 
 def test_the_command(site, capsys):
     def hpcdist(*arguments):
-        with pytest.raises(SystemExit) as leaving:
-            main.main(["checkpoint", "stripe", *map(str, arguments)])
-        return leaving.value.code or 0, *capsys.readouterr()
+        return called(capsys, "checkpoint", "stripe", *arguments)
 
     folder = site / "lustre/run"
     code, out, err = hpcdist(folder, "--plan", "--bytes", "40G", "--writers", 4)

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
+from harness.jobs import called
 from hpcdist.batch import ledger
-from hpcdist.cli import main
 from hpcdist.cli.jobs import begin
 from hpcdist.errors import CONFIGURATION, OK, REQUEUE, STORAGE, USAGE
 from hpcdist.training import run_directory
@@ -47,9 +47,7 @@ def jobs(capsys):
     """``jobs(*arguments)`` -> exit code, stdout, stderr of `hpcdist jobs`."""
 
     def call(*arguments):
-        with pytest.raises(SystemExit) as leaving:
-            main.main(["jobs", *map(str, arguments)])
-        return leaving.value.code, *capsys.readouterr()
+        return called(capsys, "jobs", *arguments)
 
     return call
 

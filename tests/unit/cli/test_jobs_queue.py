@@ -9,15 +9,16 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import pytest
-import slurm_double
 
+from harness.jobs import called, python
+from harness.jobs import run as run_program
 from hpcdist.batch import ledger
 from hpcdist.batch.schedulers import local
 from hpcdist.batch.schedulers.base import JobState
-from hpcdist.cli import main
 from hpcdist.cli.jobs import log as jobs_log
 from hpcdist.cli.jobs import lookup
 from hpcdist.errors import CONFIGURATION, MISSING_CAPABILITY, OK, STORAGE, USAGE
+from stubs import slurm_double
 
 NOW = 1795321600  # seconds since 1970, when the played Slurm was asked
 
@@ -36,9 +37,7 @@ def jobs(slurm, capsys):
     """``jobs(*arguments)`` -> exit code, stdout, stderr of `hpcdist jobs`."""
 
     def call(*arguments):
-        with pytest.raises(SystemExit) as leaving:
-            main.main(["jobs", *map(str, arguments)])
-        return leaving.value.code, *capsys.readouterr()
+        return called(capsys, "jobs", *arguments)
 
     return call
 
@@ -257,7 +256,7 @@ def test_each_task_of_an_array_has_a_log(jobs, tmp_path):
 def test_whoever_reads_a_log_may_have_read_enough(run, slurm):
     (run / "30.out").write_bytes(b"a line\n" * 100_000)
     line = f"{sys.executable} -P -m hpcdist jobs log 30 -n 0 | head -n 1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["/bin/bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    done = run_program(["/bin/bash", "-c", line])
     assert (done.returncode, done.stdout) == (1, "a line\n") and "Error" not in done.stderr
 
 
@@ -489,6 +488,6 @@ def test_help_and_status_load_nothing_heavy(slurm):
         "    try:\n        main(words)\n    except SystemExit as leaving:\n        assert not leaving.code\n"
         f"print('loaded:', *[name for name in {heavy!r} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    done = python(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].strip() == "loaded:"

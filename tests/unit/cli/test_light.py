@@ -6,6 +6,8 @@ import sys
 import click
 import pytest
 
+from harness import jobs
+from harness.jobs import called
 from hpcdist import __version__, errors
 from hpcdist.cli import main
 
@@ -13,9 +15,7 @@ HEAVY = ("mpi4py", "numba", "llvmlite", "h5py", "cupy", "matplotlib", "numpy", "
 
 
 def hpcdist(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "hpcdist", *arguments], capture_output=True, text=True, timeout=240, check=False
-    )
+    return jobs.hpcdist(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_help_loads_nothing_heavy(arguments):
         f"try:\n    main({arguments!r})\nexcept SystemExit as leaving:\n    assert not leaving.code, leaving.code\n"
         f"print('loaded:', *[name for name in {HEAVY!r} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    done = jobs.python(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].strip() == "loaded:"
 
@@ -117,10 +117,8 @@ def test_a_command_that_returns_a_number_leaves_with_it(monkeypatch):
 def test_run_refuses_to_nest(monkeypatch, capsys):
     monkeypatch.setenv("PMI_SIZE", "4")
     monkeypatch.setenv("PMI_RANK", "0")
-    with pytest.raises(SystemExit) as leaving:
-        main.main(["run", "-n", "2", "train"])
-    assert leaving.value.code == errors.USAGE
-    assert "already one of 4 ranks" in capsys.readouterr().err
+    code, _, err = called(capsys, "run", "-n", "2", "train")
+    assert code == errors.USAGE and "already one of 4 ranks" in err
 
 
 def test_run_shows_what_it_would_start():

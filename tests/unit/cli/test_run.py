@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from harness import jobs
+from harness.jobs import called
 from hpcdist.cli import main
 from hpcdist.cli import run as run_command
 from hpcdist.comm.launch import launchers, mpirun
@@ -65,10 +67,8 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_training_that_cannot_run_starts_no_rank(
     before: list[str], after: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        main.main(["run", "-n", "3", *before, "train", *after])
-    assert leaving.value.code == code
-    assert message in capsys.readouterr().err
+    code, _, err = called(capsys, "run", "-n", "3", *before, "train", *after)
+    assert code == code and message in err
 
 
 @pytest.mark.usefixtures("no_launcher")
@@ -94,7 +94,7 @@ def test_the_check_loads_nothing_that_starts_threads(tmp_path: Path) -> None:
         "print(*[name for name in ('numpy', 'mpi4py', 'h5py', 'numba') if name in sys.modules])"
     )
     line = [sys.executable, "-c", program]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    done = jobs.run(line, check=True)
     assert done.stdout.strip() == "", "the process forks to start the launcher"
 
 
@@ -153,10 +153,8 @@ def test_a_program_is_started_as_it_is(
 def test_what_a_program_cannot_have_is_refused_by_name(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        main.main(["run", "-n", "3", *arguments])
-    assert leaving.value.code == 2
-    assert message in capsys.readouterr().err
+    code, _, err = called(capsys, "run", "-n", "3", *arguments)
+    assert code == 2 and message in err
 
 
 @pytest.mark.parametrize(("kind", "code"), [("foreign", 5), ("own", 128 + signal.SIGUSR1)])

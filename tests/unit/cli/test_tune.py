@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import jobs
 from hpcdist.collectives.tuning import cache
 from hpcdist.collectives.tuning.cache import Tuning, TuningRow
 
@@ -18,7 +19,7 @@ TUNED = Tuning("native<=64,ring", (TuningRow(64, {"ring": 1e-6}, {"native": 1e-6
 def tune(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "XDG_CACHE_HOME": str(home)}
     command = [sys.executable, "-m", "hpcdist", "tune", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
+    return jobs.run(command, env=env)
 
 
 @pytest.fixture

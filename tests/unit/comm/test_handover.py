@@ -3,7 +3,6 @@
 import gc
 from types import ModuleType
 
-import cuda_double
 import numpy as np
 import pytest
 
@@ -11,6 +10,7 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device, staging
 from hpcdist.arrays.memory import Ledger
 from hpcdist.comm.handover import COLLECTIVES, MESSAGES, OPERATIONS, Handover
+from stubs.gpu import cuda_double
 
 
 def on_device(gpu: ModuleType, values: np.ndarray) -> backend.Array:

@@ -3,8 +3,8 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from compressed import encoded, through, values
 
+from harness.compressed.compressors import encoded, through, values
 from hpcdist.compression.casts import LARGEST16, LARGEST_BFLOAT16, BFloat16, Float16
 
 CASTS = [(Float16(), np.float16, LARGEST16), (BFloat16(), ml_dtypes.bfloat16, LARGEST_BFLOAT16)]

@@ -4,8 +4,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from compressed import KEY, decoded, encoded, values
 
+from harness.compressed.compressors import KEY, decoded, encoded, values
 from hpcdist.compression.casts import BFloat16, Float16
 from hpcdist.compression.compressor import Compressor, RandomKey, align
 from hpcdist.compression.quantise.adaptive import Adaptive

@@ -4,8 +4,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from compressed import decoded
 
+from harness.compressed.compressors import decoded
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
 from hpcdist.compression.casts import Float16

@@ -4,7 +4,6 @@ import errno
 import itertools
 import json
 import os
-import subprocess
 import sys
 import textwrap
 import threading
@@ -14,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from harness import jobs
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import datasets, files
 from hpcdist.hdf5.datasets import Column
@@ -168,7 +168,7 @@ def test_a_kill_at_any_point_leaves_the_old_or_the_new_and_never_a_mixture(tmp_p
             file.create_dataset(name, data=rows, maxshape=(None, *width), chunks=(1024, *width))
         file.attrs["rows"] = 3000
     line = [sys.executable, "-c", textwrap.dedent(KILLED), str(path)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    done = jobs.run(line)
     assert done.returncode == 0, done.stderr
     *killed, last = json.loads(done.stdout)
     assert last == [0, 6000, 6000, 6000, ["f.h5"]]

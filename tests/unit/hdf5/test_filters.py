@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 
+from harness import jobs
 from hpcdist.cli.doctor import job
 from hpcdist.comm.doctor import mpi_library
 from hpcdist.errors import MISSING_CAPABILITY, MissingCapabilityError
@@ -118,15 +119,7 @@ def run(folder: Path, *line: str, **environment: str) -> "subprocess.CompletedPr
     (folder / "hidden" / "hdf5plugin").mkdir(parents=True, exist_ok=True)
     (folder / "hidden" / "hdf5plugin" / "__init__.py").write_text("raise ModuleNotFoundError('no hdf5plugin')\n")
     (folder / "recipe.toml").write_text(RECIPE + "path = 'data.h5'\n")
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "hpcdist", *line],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=folder,
-        env={**os.environ, "HPCDIST_TUNING": "off", **environment},
-    )
+    return jobs.hpcdist(*line, env={**os.environ, "HPCDIST_TUNING": "off", **environment}, cwd=folder)
 
 
 def test_submit_the_doctor_of_a_job_and_the_training_say_it(tmp_path):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rank_runs import alone, difference, losses, trainer_of
-from rank_runs import state as state_of
 
+from harness.trainings import alone, difference, losses, recipe_of, trainer_of
+from harness.trainings import state as state_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
@@ -35,13 +35,6 @@ RUN: dict[str, object] = {
     "optimizer.warmup_samples": 30,
     "communication.algorithm": "ring",
 }
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(" ".join("".join(word) for word in np.random.default_rng(3).choice(list("abcdefgh"), (800, 4))))
-    return path
 
 
 def counted(batches: BatchSchedule, steps: int) -> list[int]:
@@ -88,10 +81,10 @@ def test_the_rate_follows_the_batch_of_each_update_and_the_warm_up_its_samples(r
 
 @pytest.mark.parametrize(("ranks", "warmup"), [(1, WARMUP), (3, WARMUP), (2, ()), (4, (8, 4, 24, 8))])
 def test_every_sample_comes_once_in_the_same_order_whatever_the_stages(
-    ranks: int, warmup: tuple[int, ...], text: Path
+    ranks: int, warmup: tuple[int, ...], shared_text: Path
 ) -> None:
-    keys = {**RUN, "data.path": text, "run.batch_warmup": list(warmup)}
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
+    keys = {**RUN, "data.path": shared_text, "run.batch_warmup": list(warmup)}
+    recipe = recipe_of(keys)
     steps = 8
 
     def body(comm: Communicator) -> list[np.ndarray]:
@@ -102,7 +95,7 @@ def test_every_sample_comes_once_in_the_same_order_whatever_the_stages(
 
     shares = run_threads(ranks, body)
     taken = np.concatenate([shares[rank][step] for step in range(steps) for rank in range(ranks)])
-    plain = recipes.load(None, [f"data.path={text}", "data.context=8", "run.global_batch=1"], {}).recipe
+    plain = recipes.load(None, [f"data.path={shared_text}", "data.context=8", "run.global_batch=1"], {}).recipe
     with Prefetcher(open_source(plain.data, plain.model, solo()), plain, solo(), 0, len(taken)) as one_by_one:
         expected = np.concatenate([x for x, _ in one_by_one])
     assert len(taken) == recipe.run.batches.samples_before(steps)
@@ -119,9 +112,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_exchange_makes_the_same_steps(layout: str, text: Path) -> None:
+def test_every_exchange_makes_the_same_steps(layout: str, shared_text: Path) -> None:
     ranks, keys = LAYOUTS[layout]
-    settings = {**RUN, "data.path": text}
+    settings = {**RUN, "data.path": shared_text}
     if "communication.delayed" in keys:  # another run, the same on all ranks
         settings |= keys
         trainer = trainer_of(solo(), settings)
@@ -140,8 +133,8 @@ def test_every_exchange_makes_the_same_steps(layout: str, text: Path) -> None:
 
 
 @pytest.mark.parametrize("stop", [2, 3, 5, 7])
-def test_a_run_goes_on_in_any_stage_bit_for_bit(stop: int, text: Path, tmp_path: Path) -> None:
-    settings = {**RUN, "data.path": text, "communication.algorithm": "auto"}
+def test_a_run_goes_on_in_any_stage_bit_for_bit(stop: int, shared_text: Path, tmp_path: Path) -> None:
+    settings = {**RUN, "data.path": shared_text, "communication.algorithm": "auto"}
     whole = trainer_of(solo(), settings)
     expected = losses(whole, 9)
     first = trainer_of(solo(), settings)

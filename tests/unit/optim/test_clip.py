@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from harness.states import filled
 from hpcdist.arrays.dtypes import BFLOAT16
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range, split
@@ -16,16 +17,9 @@ LAYOUT = Layout.of([TensorSpec(0, "a", (9, 7)), TensorSpec(0, "b", (5,)), Tensor
 ALL = Range(0, LAYOUT.size)
 
 
-def filled(rng, dtype):
-    store = FlatStore(LAYOUT, dtype)
-    for segment in LAYOUT.segments:
-        store.range(segment.range)[...] = rng.standard_normal(segment.range.size).astype(dtype)
-    return store
-
-
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", BFLOAT16], ids=str)
 def test_parts_add_up_to_the_norm_without_padding(rng, dtype):
-    store = filled(rng, np.dtype(dtype))
+    store = filled(LAYOUT, rng, np.dtype(dtype))
     expected = sum(np.sum(store.view(s.key).astype(np.float64) ** 2) for s in LAYOUT.segments)
     store.array[63:64] = 1e4  # padding behind 0.a
     for parts in range(1, 6):
@@ -53,7 +47,7 @@ def test_halves_are_widened_block_by_block(rng, dtype, size):
 
 
 def test_scale_brings_the_norm_to_the_limit(rng):
-    store = filled(rng, np.dtype("float64"))
+    store = filled(LAYOUT, rng, np.dtype("float64"))
     squared = norms.sum_of_squares(store, ALL)
     factor = norms.clip_scale(squared, 1.5)
     store.array *= factor
@@ -73,7 +67,7 @@ def test_a_norm_that_is_not_finite_is_an_error(bad, limit):
 
 @pytest.mark.parametrize("dtype", ["float32", BFLOAT16], ids=str)
 def test_first_nonfinite_names_the_tensor(rng, dtype):
-    store = filled(rng, np.dtype(dtype))
+    store = filled(LAYOUT, rng, np.dtype(dtype))
     store.array[63] = np.nan  # padding does not count
     assert norms.first_nonfinite(store, ALL) is None
     store.view("1.a")[69_999] = np.inf

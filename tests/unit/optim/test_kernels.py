@@ -1,12 +1,12 @@
 """The loops and their twins for a GPU against plain formulas, and the rounding to bfloat16 on awkward bits."""
 
-import host_kernels
 import numpy as np
 import pytest
 
 from hpcdist.arrays import jit
 from hpcdist.arrays.dtypes import BFLOAT16
 from hpcdist.optim.update import fused, kernels
+from stubs.gpu import host_kernels
 
 
 @pytest.fixture(params=["loops", "gpu"], autouse=True)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rank_runs import alone, difference, losses, trainer_of
 
+from harness.trainings import alone, difference, losses, trainer_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.training.build.trainer import Trainer
@@ -49,18 +49,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(" ".join("".join(word) for word in np.random.default_rng(3).choice(list("abcdefgh"), (800, 4))))
-    return path
-
-
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_exchange_makes_the_same_steps(layout: str, options: str, text: Path) -> None:
+def test_every_exchange_makes_the_same_steps(layout: str, options: str, shared_text: Path) -> None:
     ranks, keys = LAYOUTS[layout]
-    settings = {**SMALL, "data.path": text, **OPTIONS[options]}
+    settings = {**SMALL, "data.path": shared_text, **OPTIONS[options]}
     expected = alone(settings, STEPS)
 
     def body(comm: Communicator) -> tuple[list[float], float]:
@@ -74,20 +67,22 @@ def test_every_exchange_makes_the_same_steps(layout: str, options: str, text: Pa
     assert options == "lars" or plain != expected.losses
 
 
-def trained(text: Path, **keys: object) -> tuple[Trainer, list[float]]:
-    trainer = trainer_of(solo(), {**SMALL, "data.path": text, **{key.replace("__", "."): v for key, v in keys.items()}})
+def trained(shared_text: Path, **keys: object) -> tuple[Trainer, list[float]]:
+    trainer = trainer_of(
+        solo(), {**SMALL, "data.path": shared_text, **{key.replace("__", "."): v for key, v in keys.items()}}
+    )
     return trainer, losses(trainer, STEPS)
 
 
-def test_a_scaled_rate_is_that_of_a_recipe_that_says_it_itself(text: Path) -> None:
+def test_a_scaled_rate_is_that_of_a_recipe_that_says_it_itself(shared_text: Path) -> None:
     scaled, found = trained(
-        text,
+        shared_text,
         optimizer__learning_rate=2e-3,
         optimizer__base_batch=40,
         optimizer__scaling="linear",
         optimizer__decay="constant",
     )
-    plain, expected = trained(text, optimizer__learning_rate=5e-4, optimizer__decay="constant")
+    plain, expected = trained(shared_text, optimizer__learning_rate=5e-4, optimizer__decay="constant")
     assert found == expected and len(set(found)) == STEPS
     rates = [scaled.learning_rate(step) for step in range(1, 5)]
     assert rates == pytest.approx([2e-4, 4e-4, 5e-4, 5e-4])  # 10, 20, 30 and 40 of 25 samples

@@ -1,11 +1,10 @@
 """The schedule at its corners, and the checks of the optimizer section."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 
+from harness import jobs
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim import rates as optim_rates
 from hpcdist.optim.config import OptimizerConfig
@@ -127,5 +126,5 @@ def test_the_section_is_light():
         "import sys, hpcdist.optim.config, hpcdist.optim.rates, hpcdist.optim.rates; "
         "print([m for m in ('numpy', 'numba', 'mpi4py', 'h5py', 'cupy') if m in sys.modules])"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    shown = jobs.python(code, check=True)
     assert shown.stdout.strip() == "[]"

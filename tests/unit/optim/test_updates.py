@@ -2,7 +2,6 @@
 
 import math
 
-import host_kernels
 import numpy as np
 import pytest
 
@@ -15,6 +14,7 @@ from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.optim import base, norms, optimizer, rates
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.optim.update import fused, kernels
+from stubs.gpu import host_kernels
 
 STEPS = 100
 FLOAT64 = np.dtype("float64")

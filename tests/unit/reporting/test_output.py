@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from harness import jobs
+
 LIMIT_S = 120.0
 RECIPE = "[run]\nsteps = 2\nglobal_batch = 2\n[model]\nlayers = 1\nhidden = 16\nheads = 1\n[data]\ncontext = 8\n"
 CLOSED = ">&- 2>&-"
@@ -25,14 +27,7 @@ sys.exit(outcome.code)
 
 def shell(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``command`` in bash, where $0 is this Python and $1 and so on are the ``arguments``."""
-    return subprocess.run(
-        ["bash", "-c", command, sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env={**os.environ, "HPCDIST_TUNING": "off"},
-        check=False,
-    )
+    return jobs.run(["bash", "-c", command, sys.executable, *arguments], env={**os.environ, "HPCDIST_TUNING": "off"})
 
 
 @pytest.mark.parametrize("ends", [FULL, CLOSED], ids=["full", "closed"])

@@ -1,13 +1,15 @@
 """Delayed gradients: the rule of the module, against references of their own; bits, flushes, and what is refused."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu_runs import assembled, write_text
 
-from hpcdist import models
+from harness.inputs import write_text
+from harness.rank_run import RankRun, gpt, text
+from harness.trainings import assembled, refused
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
@@ -18,17 +20,10 @@ from hpcdist.models.runtime.arena import Arena
 from hpcdist.optim import optimizer as optimizers
 from hpcdist.optim import rates
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.build import build_executor, operations
-from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
-from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.delayed import DelayedExchange
-from hpcdist.strategies.pipeline.partition import split_by_parameters
-from hpcdist.strategies.schedule.operations import Kind, looped
+from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -40,12 +35,11 @@ ADAMW = OptimizerConfig(learning_rate=1e-2, warmup_steps=3, clip_norm=0.5)
 LAMB = replace(ADAMW, name="lamb")
 
 
-def gpt() -> models.model.Model:
-    return models.build(ModelConfig(layers=2, hidden=16, heads=2, tied=True), "float64", context=8)
+MODEL = ModelConfig(layers=2, hidden=16, heads=2, tied=True)
 
 
-class Run:
-    """A run of a tiny gpt on one rank; a context manager."""
+class Run(RankRun):
+    """A run of a tiny gpt on one rank."""
 
     def __init__(
         self,
@@ -57,49 +51,14 @@ class Run:
         microbatches: int = 1,
         pipeline: int = 1,
     ):
-        self.comm, self.microbatches, self.model = comm, microbatches, gpt()
-        self.grid = ProcessGrid(data=comm.size // pipeline, pipeline=pipeline)
-        axes = GridCommunicators(self.grid, comm)
-        self.context = RankContext(
-            world=comm,
-            data=axes.data,
-            pipeline=axes.pipeline,
-            model=self.model,
-            placement=looped(split_by_parameters(self.model, pipeline), pipeline),
-            optimizer=optimizer,
-            total_steps=STEPS,
-            algorithm=algorithm,
-            bucket_bytes=4096,
-            overlap=overlap,
-        )
-        self.exchange = DelayedExchange(self.context)
-        for unit, part in self.context.ranges.items():
-            initial = FlatStore(self.model.layout, self.model.dtype, part)
-            self.model.initialise_stage(unit, initial, 3)
-            self.exchange.load_initial(initial)
-        self.executor = build_executor(self.context, self.exchange)
-        self.executor.copies.refresh()
-        parallel = ParallelConfig(pipeline=pipeline, microbatches=microbatches)
-        self.operations = operations(self.context, self.exchange, self.executor.copies, parallel)
-
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None and self.exchange.overlap is not None:
-            self.exchange.overlap.close()
-
-    def step(self, samples: np.ndarray, number: int = 1) -> float:
-        return self.executor.run(self.operations, self.batches(samples), SAMPLES, number, np.zeros(2)).loss
-
-    def batches(self, samples: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        mine = np.array_split(samples, self.context.data.size)[self.context.data.rank]
-        return [(part[:, :-1], part[:, 1:]) for part in np.array_split(mine, self.microbatches)]
+        keys = {"microbatches": microbatches, "pipeline": pipeline, "algorithm": algorithm, "overlap": overlap}
+        keys |= {"config": MODEL, "optimizer": optimizer, "total_steps": STEPS, "bucket_bytes": 4096}
+        super().__init__(comm, DelayedExchange, **keys)
 
     def flush(self) -> bool:
-        found = self.exchange.finish()
+        left = self.exchange.finish()
         self.executor.copies.refresh()
-        return found
+        return left
 
     def train(self, data: np.ndarray, flushes: tuple[int, ...] = ()) -> tuple[list[float], np.ndarray]:
         """Losses, and the weights of this rank's stages after the last step; flushed behind the steps ``flushes``."""
@@ -116,7 +75,7 @@ class Reference:
     """Gradients of the whole batch at any weights, by the model alone; updates are those of a subclass."""
 
     def __init__(self, config: OptimizerConfig) -> None:
-        self.config, self.model = config, gpt()
+        self.config, self.model = config, gpt(MODEL, "float64")
         self.weights, self.gradient = (FlatStore(self.model.layout, self.model.dtype) for _ in range(2))
         self.model.initialise(self.weights, 3)
         self.arena, self.updates = Arena(), 0
@@ -187,10 +146,6 @@ class ByTheOptimizer(Reference):
         self.optimizer.apply(whole, self.weights, store, None, norms)
 
 
-def text(rng: np.random.Generator) -> np.ndarray:
-    return rng.integers(0, 256, (STEPS, SAMPLES, 9)).astype(np.uint8)
-
-
 def distance(found: np.ndarray, right: np.ndarray) -> float:
     return float(np.linalg.norm(found - right) / np.linalg.norm(right))
 
@@ -204,7 +159,7 @@ def test_the_rule_is_that_of_the_reference(
     overlap: str, size: int, flushes: tuple[int, ...], rng: np.random.Generator
 ) -> None:
     """Eight ranks on seven samples: one of them has none."""
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
     losses, weights = ByHand(SGD).train(data, flushes)
 
     def body(comm: Communicator) -> tuple[list[float], np.ndarray]:
@@ -221,7 +176,7 @@ def test_the_rule_is_that_of_the_reference(
 def test_any_optimizer_is_that_of_one_rank(
     config: OptimizerConfig, flushes: tuple[int, ...], rng: np.random.Generator
 ) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
     losses, weights = ByTheOptimizer(config).train(data, flushes)
 
     def body(comm: Communicator, **keys: int) -> tuple[list[float], np.ndarray]:
@@ -239,7 +194,7 @@ def test_any_optimizer_is_that_of_one_rank(
 
 def test_without_a_flush_the_last_gradient_is_left(rng: np.random.Generator) -> None:
     """The first step changes nothing; a flush behind every step is no delay at all."""
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
 
     def body(comm: Communicator) -> None:
         with Run(comm, "thread", SGD) as run:
@@ -263,7 +218,7 @@ def test_without_a_flush_the_last_gradient_is_left(rng: np.random.Generator) -> 
 def test_bits_are_reproducible_and_those_of_the_other_kind(
     algorithm: str, microbatches: int, rng: np.random.Generator
 ) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
 
     def body(comm: Communicator, overlap: str) -> tuple[list[float], bytes]:
         with Run(comm, overlap, algorithm=algorithm, microbatches=microbatches) as run:
@@ -310,19 +265,15 @@ def test_the_list_is_proven_and_broken_ones_are_refused(overlap: str, pipeline: 
 
 @pytest.mark.parametrize("overlap", KINDS)
 def test_a_value_that_is_not_finite_ends_the_run_on_all_ranks(overlap: str, rng: np.random.Generator) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
 
     def body(comm: Communicator) -> None:
         with Run(comm, overlap) as run:
             run.step(data[0])
             if comm.rank == 1:
                 run.exchange.parameters.view(run.model.layout.segments[4].key)[...] = np.nan
-            before = run.exchange.parameters.array.tobytes()
-            with pytest.raises(NonFiniteError) as caught:
-                run.step(data[1], 2)
-            said = explain_nonfinite(comm, run.executor, run.operations, run.batches(data[1]), caught.value)
-            assert "step 2" in str(said) and "rank 1: parameter" in str(said)
-            assert run.exchange.parameters.array.tobytes() == before
+            why = run.failure(data[1], 2)
+            assert "step 2" in why and "rank 1: parameter" in why
 
     run_threads(3, body)
 
@@ -332,16 +283,12 @@ def test_a_value_that_is_not_finite_ends_the_run_on_all_ranks(overlap: str, rng:
             for bucket in run.exchange._buckets:
                 run.exchange._settle(run.exchange.gradients, bucket)
             run.exchange.gradients.array[...] = np.inf
-            before = run.exchange.parameters.array.tobytes()
             with pytest.raises(NonFiniteError, match="step 1: the gradient of this last step has"):
                 run.flush()
-            with pytest.raises(NonFiniteError, match=r"step 2: loss [0-9.]+, gradient norm of step 1 inf") as caught:
-                run.step(data[1], 2)
-            said = explain_nonfinite(comm, run.executor, run.operations, run.batches(data[1]), caught.value)
-            key = run.model.layout.segments[0].key
-            assert f"the step before left it in the gradient of {key}, summed" in str(said)
-            assert "samples of that step" in str(said) and "rank 0:" not in str(said)
-            assert run.exchange.parameters.array.tobytes() == before
+            why, key = run.failure(data[1], 2), run.model.layout.segments[0].key
+            assert re.search(r"step 2: loss [0-9.]+, gradient norm of step 1 inf", why)
+            assert f"the step before left it in the gradient of {key}, summed" in why
+            assert "samples of that step" in why and "rank 0:" not in why
 
     run_threads(2, late)
 
@@ -410,6 +357,4 @@ def test_where_a_run_saves_changes_no_bit_of_it(
     ],
 )
 def test_recipes_that_cannot_be_had_are_refused(settings: list[str], match: str) -> None:
-    with pytest.raises(ConfigurationError, match=match) as caught:
-        recipes.load(None, ["communication.delayed=true", *settings])
-    assert caught.value.exit_code == 78
+    refused(["communication.delayed=true", *settings], match)

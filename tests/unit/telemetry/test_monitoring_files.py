@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from harness import jobs
 from hpcdist.batch import job
 from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
 from hpcdist.telemetry.provenance import OWNER_VARIABLES
@@ -255,7 +255,7 @@ def promtool() -> str:
     ids=" ".join,
 )
 def test_promtool(promtool, arguments):
-    done = subprocess.run([promtool, *arguments], cwd=FOLDER, capture_output=True, text=True, timeout=120, check=False)
+    done = jobs.run([promtool, *arguments], cwd=FOLDER)
     assert done.returncode == 0 and "SUCCESS" in done.stdout + done.stderr, done.stdout + done.stderr
 
 
@@ -271,6 +271,6 @@ def test_the_tests_of_the_rules_can_fail(promtool, expression, tmp_path):
         text = text.replace(body[2], expression)
     (tmp_path / "alerts.yml").write_text(re.sub(r"for: \d+m", "for: 0m", text))
     line = [promtool, "test", "rules", "rules_test.yml"]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = jobs.run(line, cwd=tmp_path)
     assert done.returncode != 0
     assert [name for name in alerts if f"alertname: {name}" not in done.stdout + done.stderr] == []

@@ -5,15 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness import trainings
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.placement import locate
 from hpcdist.comm.record.timing import count_traffic
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import CommunicationError, DataError, StorageError, UsageError
 from hpcdist.training import inference
 from hpcdist.training.build.assemble import assemble
-from hpcdist.training.data import microbatches
 from hpcdist.training.inference import InspectionSession, generate, load, sample
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
@@ -37,44 +35,31 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> Path:
-    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
-    path = tmp_path / "text.txt"
-    path.write_text(" ".join(rng.choice(words, 600)))
-    return path
+KEYS = {
+    "model.layers": 2,
+    "run.steps": STEPS,
+    "run.global_batch": 8,
+    "run.validation_samples": 37,
+    "optimizer.name": "adamw",
+    "optimizer.warmup_steps": 50,
+}
 
 
-def recipe_of(text: Path, keys: dict[str, object]) -> recipes.Recipe:
-    settings = {
-        "model.layers": 2,
-        "model.hidden": 16,
-        "model.heads": 2,
-        "data.path": text,
-        "data.context": 8,
-        "run.steps": STEPS,
-        "run.global_batch": 8,
-        "run.validation_samples": 37,
-        "optimizer.name": "adamw",
-        **keys,
-    }
-    return recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {}).recipe
+def small_recipe(text: Path, keys: dict[str, object]) -> recipes.Recipe:
+    return trainings.recipe_of({**trainings.SMALL, **KEYS, "data.path": text, **keys})
 
 
 def train(text: Path, layout: str = "one process", **keys: object) -> tuple[Path, float, dict[str, np.ndarray]]:
     """Train a few steps; return the run directory, the validation loss and every tensor."""
     ranks, layout_keys = LAYOUTS[layout]
-    recipe = recipe_of(text, layout_keys | keys)
+    recipe = small_recipe(text, layout_keys | keys)
     run = text.parent / "run"
     run.mkdir()
     (run / "recipe.toml").write_text(recipes.dump(recipe))
 
     def body(comm: Communicator) -> tuple[float, list[tuple[str, np.ndarray]]]:
-        trainer = assemble(Session(comm, locate(comm, None), "test", lambda code: None), recipe)
-        with trainer.batches(STEPS) as batches:
-            for step, batch in enumerate(batches, start=1):
-                parts = microbatches(batch, recipe.parallel.microbatches)
-                trainer.executor.run(trainer.operations, parts, recipe.run.global_batch, step, np.zeros(2))
+        trainer = assemble(trainings.session_of(comm), recipe)
+        trainings.results(trainer, STEPS)
         CheckpointSaver(trainer, run / "checkpoints").save(STEPS)
         pieces = [(piece, piece.array.copy()) for piece in trainer.exchange.pieces() if piece.kind == "parameters"]
         return mean_validation_loss(trainer), [(piece.tensor, piece.flat, values) for piece, values in pieces]

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from harness import jobs
 from hpcdist import models
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
@@ -269,7 +269,7 @@ def test_a_recipe_that_cannot_be_run_ends_the_script_with_its_code(tmp_path):
     program = "from hpcdist.training.script import Training\nTraining(None, {'run.stepps': 2})"
     line = [sys.executable, "-c", program]
     environment = {**os.environ, "HPCDIST_FAILURE_DIR": str(tmp_path)}
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = jobs.run(line, env=environment)
     assert done.returncode == 78, done.stderr
     assert "the nearest known is 'run.steps'" in (tmp_path / "rank-0.txt").read_text()
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcdist
+from harness import jobs
 from hpcdist.batch import job
 from hpcdist.batch.packaging import modulefile
 from hpcdist.batch.packaging.modulefile import Modulefile
@@ -58,7 +59,7 @@ def test_the_command_alone_does_not_find_itself(tmp_path, there):
     (tmp_path / "bin").symlink_to("usr/bin")
     link = tmp_path / "usr" / "bin" / "hpcdist"
     link.symlink_to(package / "libexec" / "hpcdist")
-    done = subprocess.run([link, "a"], capture_output=True, text=True, timeout=20, check=False)
+    done = jobs.run([link, "a"])
     assert (done.returncode, done.stdout) == ((0, f"{tmp_path}/prefix/bin/hpcdist a\n") if there else (69, ""))
     assert there or "no command hpcdist in" in done.stderr
 
@@ -115,7 +116,7 @@ def test_the_completion_is_clean_shell(tmp_path):
         pytest.skip("shellcheck is not installed")
     body = modulefile.source()["completion"]["bash"]
     (tmp_path / "function").write_text(f"#!/bin/bash\ncomplete_it() {{\n{body}}}\ncomplete_it hpcdist\n")
-    done = subprocess.run([checker, str(tmp_path / "function")], capture_output=True, text=True, check=False)
+    done = jobs.run([checker, str(tmp_path / "function")])
     assert done.returncode == 0, done.stdout
 
 
@@ -154,7 +155,7 @@ class TestTheCommandAlone:
 
     def run(self, path: Path, code: int = 0) -> str:
         line = [str(path), "run", "a b"]
-        done = subprocess.run(line, env=SHELL, capture_output=True, text=True, check=False)
+        done = jobs.run(line, env=SHELL)
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 
@@ -318,6 +319,6 @@ def test_it_is_light():
         "modulefile(['--in-place'], standalone_mode=False)\n"
         f"print('loaded:', *[name for name in {heavy!r} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = jobs.python(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].strip() == "loaded:"

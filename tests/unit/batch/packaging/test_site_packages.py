@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_scripts import check_by_bash
 
 import hpcdist
+from harness.job_scripts import check_by_bash
 from hpcdist.batch import job
 from hpcdist.cli.doctor import command
 

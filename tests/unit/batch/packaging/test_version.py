@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 import hpcdist
+from harness import jobs
 from hpcdist.batch import job
 from hpcdist.telemetry.metrics import step_metrics
 
@@ -72,7 +72,7 @@ def old(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def hpcdist_says(*arguments: object) -> str:
     line = [sys.executable, "-P", "-m", "hpcdist", *map(str, arguments)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=240, check=False)
+    done = jobs.run(line)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

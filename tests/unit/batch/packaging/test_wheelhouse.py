@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness import jobs
 from hpcdist.batch.packaging import wheelhouse
 from hpcdist.cli.site import wheelhouse as site_wheelhouse
 from hpcdist.errors import MissingCapabilityError, UsageError
@@ -95,7 +96,7 @@ def install(folder: Path, target: Path) -> "subprocess.CompletedProcess[str]":
     line = f"install --no-index --find-links {folder} --require-hashes -r {folder}/requirements.txt --target {target}"
     kept = {name: value for name, value in os.environ.items() if name not in ("PIP_FIND_LINKS", "PYTHONPATH")}
     words = [sys.executable, "-m", "pip", *line.split()]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=kept)
+    return jobs.run(words, env=kept)
 
 
 def test_pip_installs_what_was_collected_and_refuses_another_byte(own, tmp_path):

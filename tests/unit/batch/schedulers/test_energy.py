@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 
 import pytest
-import slurm_double
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from hpcdist.batch.schedulers import dispatch
 from hpcdist.batch.schedulers.slurm import energy
 from hpcdist.cli import main
 from hpcdist.errors import OK
+from stubs import slurm_double
 
 JOB = "710"
 RECORDED = Path(slurm_double.__file__).with_name("sacct_energy.txt").read_text().split("## ")[1:]

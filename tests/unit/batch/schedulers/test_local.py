@@ -6,12 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
+from harness.jobs import until
 from hpcdist.batch.schedulers import local
 from hpcdist.batch.schedulers.base import SchedulerState
 from hpcdist.comm.launch.environment import boot_id
@@ -29,14 +29,6 @@ def home(tmp_path, monkeypatch):
     for folder in (tmp_path / "state" / "hpcdist" / "local").glob("local-*"):
         if local._alive(folder.name):
             os.killpg(local._pid_and_start(folder.name)[0], signal.SIGKILL)
-
-
-def until(true):
-    limit = time.monotonic() + 60
-    while not (found := true()):
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-    return found
 
 
 def over(job):

@@ -1,7 +1,6 @@
 """What schedulers say of jobs, in one vocabulary; Slurm is played by scripts that print what a real one has printed."""
 
 import pytest
-import slurm_double
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +8,7 @@ from hpcdist.batch.schedulers import dispatch, local, pbs
 from hpcdist.batch.schedulers.base import FINAL_STATES, WAITING_STATES, JobState, SchedulerState
 from hpcdist.batch.schedulers.slurm import energy, queue
 from hpcdist.errors import MissingCapabilityError
+from stubs import slurm_double
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from harness import jobs
 from hpcdist.batch import job, ledger
 from hpcdist.batch.schedulers.slurm import submit as slurm_submit
 from hpcdist.cli import main
@@ -49,9 +50,7 @@ def submit(*arguments, folder, **environment):
     line = [sys.executable, "-P", "-m", "hpcdist", "submit", *arguments]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HPCDIST_S")}
     kept |= {"XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config")}
-    return subprocess.run(
-        line, capture_output=True, text=True, timeout=60, check=False, cwd=folder, env=kept | environment
-    )
+    return jobs.run(line, env=kept | environment, cwd=folder)
 
 
 def test_the_number_alone_is_on_stdout(sbatch):
@@ -512,7 +511,7 @@ def test_submit_loads_nothing_heavy(tmp_path):
         "try:\n    main(['submit', '--nodes=2', '--dry-run'])\nexcept SystemExit as leaving:\n"
         f"    print('loaded:', leaving.code, [name for name in {watched} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = jobs.python(code, cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == "loaded: 0 []", done.stderr
 
 

@@ -11,13 +11,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from job_scripts import EVIL, PLAIN, check_by_bash, check_golden, played_python
 
+from harness.job_scripts import EVIL, PLAIN, check_by_bash, check_golden, played_python
+from harness.jobs import called
 from hpcdist.batch import submission
 from hpcdist.batch.array import BenchmarkJob, MergeJob, ServersJob, SweepJob
 from hpcdist.batch.job import SUITES, SWEEP
 from hpcdist.batch.sites import search
-from hpcdist.cli import main
 from hpcdist.comm.launch import launchers
 from hpcdist.errors import CONFIGURATION, STORAGE, UsageError
 
@@ -349,9 +349,7 @@ def submit(tmp_path, monkeypatch, capsys):
     (tmp_path / "sweep.toml").write_text("[sweep]\nranks = [1, 2]\nrepeats = 2\n[axes]\nrun.seed = [1, 2]\n")
 
     def submitting(*arguments, site="slurm-mpich"):
-        with pytest.raises(SystemExit) as leaving:
-            main.main(["submit", "--site", site, "--nodes", "1", "--dry-run", *arguments])
-        return leaving.value.code, *capsys.readouterr()
+        return called(capsys, "submit", "--site", site, "--nodes", "1", "--dry-run", *arguments)
 
     return submitting
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.jobs import run
 from hpcdist.batch import job as batch_job
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm.launch.exit_file import is_segment
@@ -253,6 +254,6 @@ def test_it_is_clean_shell():
     found = shutil.which("shellcheck") or shutil.which("shellcheck", path=Path(sys.executable).parent)
     if found is None:
         pytest.skip("shellcheck is not installed")
-    done = subprocess.run([found, str(EPILOG)], capture_output=True, text=True, check=False)
+    done = run([found, str(EPILOG)])
     assert done.returncode == 0, done.stdout
     assert os.access(EPILOG, os.X_OK)

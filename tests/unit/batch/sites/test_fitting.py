@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
-from job_scripts import PLAIN
 
+from harness.job_scripts import PLAIN
 from hpcdist.batch.sites import search
 from hpcdist.errors import ConfigurationError
 

@@ -10,8 +10,8 @@ import subprocess
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
-from job_scripts import PLAIN
 
+from harness.job_scripts import PLAIN
 from hpcdist.batch import submission
 from hpcdist.batch.sites import search
 from hpcdist.errors import ConfigurationError, UsageError

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import jinja2
 import pytest
-from job_scripts import EVIL, PLAIN, RECIPE, check_by_bash, check_golden, played_python
 
+from harness import jobs
+from harness.job_scripts import EVIL, PLAIN, RECIPE, check_by_bash, check_golden, played_python
 from hpcdist.batch import job as batch_job
 from hpcdist.batch import submission
 from hpcdist.batch.array import ScriptArrayJob
@@ -304,15 +305,7 @@ def test_a_recipe_that_is_missing_or_cannot_be_written_ends_the_job(stage, tmp_p
     (tmp_path / "run").unlink()
     job = dataclasses.replace(PLAIN, run_dir=tmp_path / "run")
     (tmp_path / "job.sh").write_text(submission.render(job, GENERIC))
-    done = subprocess.run(
-        ["bash", "job.sh"],
-        cwd=tmp_path,
-        env=os.environ | {"SLURM_JOB_ID": "7"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = jobs.run(["bash", "job.sh"], env=os.environ | {"SLURM_JOB_ID": "7"}, cwd=tmp_path)
     assert done.returncode == 74 and f"{job.input_file} is missing" in done.stderr
     assert not list((tmp_path / "run").iterdir()) and not (tmp_path / "arguments").exists()
 
@@ -439,11 +432,8 @@ def test_kernels_are_compiled_by_the_python_of_the_ranks():
 
 def test_the_threads_of_a_rank_are_its_cores():
     text = submission.render(PLAIN, GENERIC)
-    done = subprocess.run(
+    done = jobs.run(
         ["bash", "-c", "\n".join(re.findall(r"export .*", text)) + "\necho $OMP_NUM_THREADS $OPENBLAS_NUM_THREADS"],
-        capture_output=True,
-        text=True,
-        timeout=60,
         check=True,
     )
     assert done.stdout == "8 8\n"

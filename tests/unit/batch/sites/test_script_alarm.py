@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from job_scripts import EVIL, PLAIN, RECIPE, check_by_bash, check_golden, played_python
 
+from harness.job_scripts import EVIL, PLAIN, RECIPE, check_by_bash, check_golden, played_python
 from hpcdist.batch import submission
 from hpcdist.batch.sites import search
 from hpcdist.errors import UsageError

@@ -3,13 +3,13 @@
 import dataclasses
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from job_scripts import PLAIN
 
+from harness import jobs
+from harness.job_scripts import PLAIN
 from hpcdist.batch import job as batch_job
 from hpcdist.batch import submission
 from hpcdist.batch.sites import search
@@ -244,7 +244,7 @@ def test_a_profile_that_cannot_be_used_hides_no_other(tmp_path):
     own = os.environ | {"XDG_CONFIG_HOME": str(tmp_path), "HPCDIST_SITE_PATH": str(tmp_path / "of the site")}
     (tmp_path / "of the site").mkdir()
     (tmp_path / "of the site" / "ours.toml").write_text("description = 'our cluster'\n")
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True, env=own)
+    done = jobs.run(line, env=own, check=True)
     assert re.search(rf"^ours +our cluster \[{tmp_path}/of the site\]$", done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"^cray +HPE .* node$", done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"^mine +cannot be used: unknown field 'nodes'", done.stdout, re.MULTILINE)
@@ -254,14 +254,7 @@ def test_a_profile_that_cannot_be_used_hides_no_other(tmp_path):
 @pytest.mark.parametrize("arguments", [["list"], ["show", "cray"], ["show", "--json", "pbs"]])
 def test_profiles_are_shown(arguments, tmp_path):
     line = [sys.executable, "-P", "-m", "hpcdist", "site", *arguments]
-    done = subprocess.run(
-        line,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-        env=os.environ | {"XDG_CONFIG_HOME": str(tmp_path)},
-    )
+    done = jobs.run(line, env=os.environ | {"XDG_CONFIG_HOME": str(tmp_path)}, check=True)
     words = {"list": SHIPPED, "show": ("cray", "cray-mpich"), "--json": ('"kind": "pbs"',)}
     for word in words["--json" if "--json" in arguments else arguments[0]]:
         assert word in done.stdout

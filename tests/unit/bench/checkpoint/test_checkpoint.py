@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import h5py
 import numpy as np
 import pytest
 
+from harness import jobs
 from hpcdist.bench.checkpoint import throughput as bench
 from hpcdist.bench.checkpoint.background import SavingSteps, text
 from hpcdist.bench.checkpoint.throughput import RAW, raw_files
@@ -69,7 +69,7 @@ def test_the_command_on_one_rank(tmp_path):
     sizes = ["--bytes", "1M", "--bytes", "64k"]
     arguments = [*sizes, "--rounds", "2", "--no-torch", "--asynchronous", "--step-s", "0.001", "--json"]
     line = [sys.executable, "-P", "-m", "hpcdist", "bench", "checkpoint", *arguments, "--output", "out.h5"]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = jobs.run(line, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert [one["bytes"] for one in told["sizes"]] == [1 << 20, 1 << 16] and told["ranks"] == 1

@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import click.testing
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 
 import hpcdist
+from harness import jobs
 from hpcdist.bench.power import pareto, plot, report
 from hpcdist.bench.power.pareto import BEHIND, FRONT, NEAR, EstimateInterval, ParetoCandidate
 from hpcdist.bench.sweep import results
@@ -649,14 +648,7 @@ def test_the_gpus_are_those_that_the_trials_hold(nvml_stub, tmp_path):
     (tmp_path / "gpus").write_text("".join(rows))
     added = {"LD_LIBRARY_PATH": str(nvml_stub), "NVML_STUB": str(tmp_path / "gpus")}
     added["PYTHONPATH"] = os.pathsep.join([str(Path(hpcdist.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", CHOOSING],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | added,
-        check=False,
-    )
+    done = jobs.python(CHOOSING, env=os.environ | added)
     assert done.returncode == 0, done.stderr
     permuted, every, several, none, processors, beyond, few, mixed = json.loads(done.stdout)
     assert permuted == ["gpu", ["GPU-02", "GPU-00"], "GPU-00 (H200): at 300 W, takes 100 to 350 W, by default 300 W"]

@@ -1,16 +1,15 @@
 """One trial of a sweep: named, listed, and run alone; and what `hpcdist run` is told for it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from harness import jobs
+from harness.jobs import called
 from hpcdist.bench.sweep import definition, results, series
 from hpcdist.bench.sweep.definition import SweepTrial
 from hpcdist.bench.sweep.trial import FAILED, TrialOutcome
-from hpcdist.cli import main
 from hpcdist.cli.bench import trials as bench_trials
 from hpcdist.cli.bench.trials import run_options
 from hpcdist.errors import FAILURE, OK, USAGE, UsageError
@@ -73,9 +72,7 @@ def sweep_file(tmp_path, monkeypatch):
 
 
 def hpcdist(capsys, *arguments):
-    with pytest.raises(SystemExit) as leaving:
-        main.main([str(argument) for argument in arguments])
-    return leaving.value.code, *capsys.readouterr()
+    return called(capsys, *arguments)
 
 
 def test_the_list_loads_neither_mpi_nor_hdf5(sweep_file):
@@ -85,7 +82,7 @@ def test_the_list_loads_neither_mpi_nor_hdf5(sweep_file):
         "except SystemExit as leaving:\n    assert leaving.code == 0\n"
         f"print('loaded:', *[name for name in {NOT_FOR_A_LIST!r} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = jobs.python(code, check=True)
     said, loaded = done.stdout.splitlines()
     assert loaded.strip() == "loaded:"
     listed = json.loads(said)
@@ -106,8 +103,7 @@ def test_the_list_of_a_benchmark_loads_no_numpy(benchmark):
         "except SystemExit as leaving:\n    assert leaving.code == 0\n"
         f"print('loaded:', *[name for name in {('numpy', *NOT_FOR_A_LIST)!r} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    *listed, loaded = done.stdout.splitlines()
+    *listed, loaded = jobs.python(code, check=True).stdout.splitlines()
     assert len(listed) > 5 and loaded.strip() == "loaded:"
 
 

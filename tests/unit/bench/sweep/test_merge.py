@@ -6,11 +6,11 @@ import h5py
 import numpy as np
 import pytest
 
+from harness.jobs import called
 from hpcdist.bench.sweep import merge, results, series
 from hpcdist.bench.sweep.definition import SweepTrial
 from hpcdist.bench.sweep.series import SeriesLimits
 from hpcdist.bench.sweep.trial import FAILED, OK, PHASES, TrialOutcome, TrialSample
-from hpcdist.cli import main
 from hpcdist.errors import STORAGE, USAGE, StorageError, UsageError
 from hpcdist.hdf5 import files
 
@@ -191,9 +191,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, parts, monkeypatch):
 
 
 def hpcdist(capsys, *arguments):
-    with pytest.raises(SystemExit) as leaving:
-        main.main([str(argument) for argument in arguments])
-    return leaving.value.code, *capsys.readouterr()
+    return called(capsys, *arguments)
 
 
 def test_the_command(tmp_path, parts, capsys):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import hpcdist
+from harness import jobs
 from hpcdist.bench.sweep import results, series
 from hpcdist.bench.sweep.definition import SweepTrial
 from hpcdist.bench.sweep.series import SeriesItem, SeriesLimits, SweepStopped, SweepTally
@@ -163,7 +164,7 @@ KILLED = """
 def test_a_kill_at_any_point_of_an_append_costs_one_trial_at_most(path, rng):
     results.append(path, trial("old"), 0, 0, good(rng), "abc")
     line = [sys.executable, "-c", textwrap.dedent(KILLED), str(path)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    done = jobs.run(line)
     assert done.returncode == 0, done.stderr
     *killed, last = json.loads(done.stdout)
     assert last == [0, ["id-old-2", "new"]]

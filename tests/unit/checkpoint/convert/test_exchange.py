@@ -13,6 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from harness.jobs import called
+from harness.trainings import recipe_of
 from hpcdist import models
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.piece import Piece, whole_box
@@ -22,7 +24,6 @@ from hpcdist.checkpoint.convert.importing import ForeignFile, import_checkpoint
 from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.restoring.restore import newest, restore
 from hpcdist.checkpoint.saving.two_phase import save
-from hpcdist.cli import main
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 from hpcdist.training import data, inference
@@ -34,10 +35,7 @@ SCALARS = {"steps": 12, "seed": 2**70, "data": "x", "optimizer": {"count": 12}}
 
 
 def hpcdist(capsys, *arguments):
-    with pytest.raises(SystemExit) as leaving:
-        main.main(["checkpoint", *map(str, arguments)])
-    told = capsys.readouterr()
-    return leaving.value.code or 0, told.out, told.err
+    return called(capsys, "checkpoint", *arguments)
 
 
 @pytest.fixture
@@ -326,7 +324,7 @@ def test_models_whose_size_the_data_decides_are_imported_with_their_recipe(kind,
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file["x"], file["y"] = rng.standard_normal(shape).astype("f4"), np.arange(40) % 3
     keys = {"model.kind": kind, "data.path": tmp_path / "data.h5", "run.global_batch": 8, "run.steps": 2}
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
+    recipe = recipe_of(keys)
     inputs = data.open_source(recipe.data, recipe.model, solo()).model_inputs()
     segments = models.build(recipe.model, **inputs).layout.segments
     tensors = {one.key: rng.standard_normal(one.spec.shape).astype("f4") for one in segments}

@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
+from harness.states import FLOAT, LAYOUT, pieces_of
 from hpcdist.arrays.filestore import FileStore
-from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import split
@@ -23,13 +23,6 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.comm.threads.group import RankDeath
 from hpcdist.errors import RankDiedError
 from hpcdist.strategies.core.exchange import pieces_of as stored
-
-LAYOUT = Layout.of([TensorSpec(0, "table", (11, 7)), TensorSpec(1, "weight", (33, 19)), TensorSpec(1, "scale", ())])
-FLOAT = np.dtype("float32")
-
-
-def pieces_of(store, part):
-    return [Piece.of("parameters", seg, touched, store.range(touched)) for seg, touched in LAYOUT.within(part)]
 
 
 def values_after(step):

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_runs import trainer_of
 
+from harness.trainings import trainer_of
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.piece import Piece, runs, whole_box

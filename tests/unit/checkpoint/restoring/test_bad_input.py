@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from rank_runs import trainer_of
 
+from harness.trainings import recipe_of, trainer_of
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.directory import LATEST
@@ -28,7 +28,6 @@ from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityError, StorageError
 from hpcdist.training import inference, run_directory
 from hpcdist.training.build.state_source import CheckpointSource, from_intact_source
-from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.saving import CheckpointSaver
 
 Keys = dict[str, Any]
@@ -40,10 +39,6 @@ SMALL = {"model.layers": 1, "model.hidden": 8, "model.heads": 2, "data.context":
 def keys(tmp_path: Path) -> Keys:
     (tmp_path / "text.txt").write_text("to be or not to be " * 40)
     return {**SMALL, "data.path": tmp_path / "text.txt"}
-
-
-def recipe_of(keys: Keys) -> recipes.Recipe:
-    return recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
 
 
 @pytest.fixture

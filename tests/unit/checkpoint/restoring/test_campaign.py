@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu_runs import SETTINGS, write_text
 
+from harness.inputs import write_text
+from harness.trainings import SETTINGS
 from hpcdist.checkpoint.restoring.restore import newest
 from hpcdist.checkpoint.verify import verify
 from hpcdist.cli.main import main

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hpcdist.arrays.dtypes import dtype_of
+from harness.states import filled, pieces_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece, first_gap, intersect_runs, runs, whole_box
 from hpcdist.arrays.ranges import Range, split
@@ -34,21 +34,10 @@ LAYOUT = Layout.of(
 WHOLE = Range(0, LAYOUT.size)
 
 
-def pieces_of(store, kind, part):
-    return [Piece.of(kind, seg, touched, store.range(touched)) for seg, touched in LAYOUT.within(part)]
-
-
-def filled(rng, dtype="float32"):
-    store = FlatStore(LAYOUT, dtype_of(dtype))
-    for segment in LAYOUT.segments:
-        store.range(segment.range)[...] = rng.standard_normal(segment.range.size).astype(store.dtype)
-    return store
-
-
 def save_on(ranks, directory, step, stores, **options):
     def body(comm):
         part = split(LAYOUT.size, comm.size, 4)[comm.rank]
-        pieces = [piece for kind, store in stores.items() for piece in pieces_of(store, kind, part)]
+        pieces = [piece for kind, store in stores.items() for piece in pieces_of(store, part, kind)]
         return save(directory / "checkpoints", step, pieces, {"step": step, "seed": 2**70}, comm, **options)
 
     return run_threads(ranks, body)[0]
@@ -86,14 +75,18 @@ def test_first_gap():
 
 @pytest.mark.parametrize(("saved", "restored"), list(itertools.product((1, 2, 3, 4), repeat=2)))
 def test_any_number_of_ranks_bit_equal(tmp_path, rng, saved, restored):
-    stores = {"parameters": filled(rng), "optimizer.m": filled(rng, "float64"), "half": filled(rng, "bfloat16")}
+    stores = {
+        "parameters": filled(LAYOUT, rng),
+        "optimizer.m": filled(LAYOUT, rng, "float64"),
+        "half": filled(LAYOUT, rng, "bfloat16"),
+    }
     path = save_on(saved, tmp_path, 7, stores)
     assert path.name == "step-7"
 
     def body(comm):
         part = split(LAYOUT.size, comm.size, 4)[comm.rank]
         into = {kind: FlatStore(LAYOUT, store.dtype, part) for kind, store in stores.items()}
-        wanted = [piece for kind, store in into.items() for piece in pieces_of(store, kind, part)]
+        wanted = [piece for kind, store in into.items() for piece in pieces_of(store, part, kind)]
         assert newest(tmp_path, comm) == path
         assert restore(path, wanted) == {"step": 7, "seed": 2**70}
         for kind, store in into.items():
@@ -128,7 +121,7 @@ def test_cut_by_columns_to_cut_by_rows_over_several_blocks(tmp_path, rng, monkey
 
 
 def test_shards_open_with_plain_h5py(tmp_path, rng):
-    stores = {"parameters": filled(rng), "half": filled(rng, "bfloat16")}
+    stores = {"parameters": filled(LAYOUT, rng), "half": filled(LAYOUT, rng, "bfloat16")}
     path = save_on(1, tmp_path, 3, stores)
     with h5py.File(path / "shard-00000.h5") as file:
         assert file.attrs["schema"] == "hpcdist.shard" and file.attrs["step"] == 3
@@ -144,12 +137,12 @@ def test_shards_open_with_plain_h5py(tmp_path, rng):
 
 
 def test_restore_does_not_use_libhdf5(tmp_path, rng, monkeypatch):
-    store = filled(rng)
+    store = filled(LAYOUT, rng)
     path = save_on(2, tmp_path, 3, {"parameters": store})
     monkeypatch.setattr(h5py, "File", None)
     into = FlatStore(LAYOUT, store.dtype)
     assert newest(tmp_path) == path
-    restore(path, pieces_of(into, "parameters", WHOLE))
+    restore(path, pieces_of(into, WHOLE))
     assert (into.array == store.array).all()
 
 
@@ -180,7 +173,7 @@ DAMAGE = {
 @pytest.mark.parametrize("reason", DAMAGE)
 @pytest.mark.parametrize("ranks", (1, 3))
 def test_damage_falls_back_and_says_why(tmp_path, rng, capfd, reason, ranks):
-    old, new = filled(rng), filled(rng)
+    old, new = filled(LAYOUT, rng), filled(LAYOUT, rng)
     save_on(2, tmp_path, 10, {"parameters": old})
     path = save_on(2, tmp_path, 20, {"parameters": new})
     DAMAGE[reason](path)
@@ -191,19 +184,19 @@ def test_damage_falls_back_and_says_why(tmp_path, rng, capfd, reason, ranks):
 
 
 def test_every_flipped_byte_of_the_data_is_noticed(tmp_path, rng):
-    path = save_on(1, tmp_path, 1, {"parameters": filled(rng)})
+    path = save_on(1, tmp_path, 1, {"parameters": filled(LAYOUT, rng)})
     into = FlatStore(LAYOUT, np.dtype("float32"))
     for entry in manifest.load(path).pieces:
         position = entry.offset + int(rng.integers(entry.nbytes))
         flip(path / entry.file, position)
         with pytest.raises(StorageError, match=rf"shard-00000.h5.*{entry.tensor}.*damaged"):
-            restore(path, pieces_of(into, "parameters", WHOLE))
+            restore(path, pieces_of(into, WHOLE))
         flip(path / entry.file, position)
-    restore(path, pieces_of(into, "parameters", WHOLE))
+    restore(path, pieces_of(into, WHOLE))
 
 
 def test_a_damaged_manifest_is_told_never_believed(tmp_path, rng):
-    path = save_on(2, tmp_path, 1, {"parameters": filled(rng)})
+    path = save_on(2, tmp_path, 1, {"parameters": filled(LAYOUT, rng)})
     good, text = manifest.load(path), (path / "manifest.json").read_bytes()
     for _ in range(200):
         damaged = bytearray(text)
@@ -224,7 +217,7 @@ def test_newest_of_nothing(tmp_path):
 
 
 def test_wrong_shape_dtype_tensor_and_uncovered_tensor(tmp_path, rng):
-    path = save_on(1, tmp_path, 1, {"parameters": filled(rng)})
+    path = save_on(1, tmp_path, 1, {"parameters": filled(LAYOUT, rng)})
     for piece, said in (
         (Piece.whole("parameters", "1.weight", np.zeros((33, 19))), "float32.*expected float64"),
         (Piece.whole("parameters", "1.weight", np.zeros((19, 33), "f4")), r"\[33, 19\], expected float32\[19, 33\]"),
@@ -239,7 +232,7 @@ def test_wrong_shape_dtype_tensor_and_uncovered_tensor(tmp_path, rng):
 
 
 def test_optional_pieces_may_be_absent_altogether_but_not_in_part(tmp_path, rng):
-    kept = {"parameters": filled(rng), "velocity": filled(rng)}
+    kept = {"parameters": filled(LAYOUT, rng), "velocity": filled(LAYOUT, rng)}
     path = save_on(1, tmp_path, 1, {"parameters": kept["parameters"]})
     fresh = Piece.whole("velocity", "1.weight", np.full((33, 19), 7, "f4"))
     restore(path, [fresh], optional=("velocity",))
@@ -254,7 +247,7 @@ def test_optional_pieces_may_be_absent_altogether_but_not_in_part(tmp_path, rng)
 
 
 def test_keep_latest_and_abandoned(tmp_path, rng, capfd):
-    store = {"parameters": filled(rng)}
+    store = {"parameters": filled(LAYOUT, rng)}
     for step in (1, 2, 3, 4):
         save_on(1, tmp_path, step, store, keep=2)
     root = tmp_path / "checkpoints"
@@ -264,7 +257,7 @@ def test_keep_latest_and_abandoned(tmp_path, rng, capfd):
     save_on(1, tmp_path, 2, store, keep=1)  # continued from an earlier step
     assert sorted(os.listdir(root)) == ["latest", "step-2", "step-3.abandoned", "step-4.abandoned"]
     assert newest(tmp_path).name == "step-2"
-    save_on(1, tmp_path, 2, {"parameters": filled(rng)}, keep=1)  # the same step again
+    save_on(1, tmp_path, 2, {"parameters": filled(LAYOUT, rng)}, keep=1)  # the same step again
     assert sorted(os.listdir(root)) == ["latest", "step-2", "step-3.abandoned", "step-4.abandoned"]
 
 
@@ -289,7 +282,7 @@ def crash_at(count, directory, step, store, keep):
 
         for name in CALLS:
             setattr(os, name, dying(getattr(os, name)))
-        save(directory / "checkpoints", step, pieces_of(store, "parameters", WHOLE), {"step": step}, solo(), keep)
+        save(directory / "checkpoints", step, pieces_of(store, WHOLE), {"step": step}, solo(), keep)
         os._exit(0)
     except BaseException:  # noqa: BLE001 - the child must not return into pytest
         sys.excepthook(*sys.exc_info())
@@ -298,21 +291,21 @@ def crash_at(count, directory, step, store, keep):
 
 @pytest.mark.parametrize("step", (20, 10))
 def test_a_crash_at_any_operation_loses_nothing(tmp_path, rng, step):
-    old, new = filled(rng), filled(rng)
+    old, new = filled(LAYOUT, rng), filled(LAYOUT, rng)
     outcomes = []
     for count in itertools.count(1):
         run = tmp_path / str(count)
-        save(run / "checkpoints", 10, pieces_of(old, "parameters", WHOLE), {"step": 10}, solo(), 1)
+        save(run / "checkpoints", 10, pieces_of(old, WHOLE), {"step": 10}, solo(), 1)
         crashed = crash_at(count, run, step, new, 1)
         found = newest(run)
         into = FlatStore(LAYOUT, old.dtype)
         assert found is not None, count
-        restore(found, pieces_of(into, "parameters", WHOLE))
+        restore(found, pieces_of(into, WHOLE))
         is_new = bool((into.array == new.array).all())
         assert is_new or (into.array == old.array).all()
         outcomes.append(is_new)
         # The next save clears up what the crash left.
-        save(run / "checkpoints", 30, pieces_of(new, "parameters", WHOLE), {"step": 30}, solo(), 1)
+        save(run / "checkpoints", 30, pieces_of(new, WHOLE), {"step": 30}, solo(), 1)
         assert sorted(os.listdir(run / "checkpoints")) == ["latest", "step-30"]
         if not crashed:
             break
@@ -322,7 +315,7 @@ def test_a_crash_at_any_operation_loses_nothing(tmp_path, rng, step):
 
 @pytest.mark.parametrize("failing", range(1, 12))
 def test_full_disk_is_told_on_all_ranks_and_harms_nothing(tmp_path, rng, monkeypatch, failing):
-    store = filled(rng)
+    store = filled(LAYOUT, rng)
     before = save_on(2, tmp_path, 1, {"parameters": store})
     true, seen = os.pwrite, itertools.count(1)
 
@@ -336,7 +329,7 @@ def test_full_disk_is_told_on_all_ranks_and_harms_nothing(tmp_path, rng, monkeyp
     def body(comm):
         part = split(LAYOUT.size, comm.size, 4)[comm.rank]
         with pytest.raises(StorageError, match=r"rank \d: .*No space left") as caught:
-            save(tmp_path / "checkpoints", 2, pieces_of(store, "parameters", part), {}, comm)
+            save(tmp_path / "checkpoints", 2, pieces_of(store, part), {}, comm)
         return caught.value.exit_code
 
     assert run_threads(2, body) == [74, 74]
@@ -347,7 +340,7 @@ def test_full_disk_is_told_on_all_ranks_and_harms_nothing(tmp_path, rng, monkeyp
 def test_a_directory_that_cannot_be_made(tmp_path, rng):
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(StorageError, match="cannot be written"):
-        save_on(2, tmp_path, 1, {"parameters": filled(rng)})
+        save_on(2, tmp_path, 1, {"parameters": filled(LAYOUT, rng)})
 
 
 def test_scalars_round_trip(tmp_path):

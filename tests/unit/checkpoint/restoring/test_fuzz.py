@@ -18,10 +18,10 @@ from types import SimpleNamespace
 import h5py
 import numpy as np
 import pytest
-from rank_runs import trainer_of
 
+from harness.states import pieces_of
+from harness.trainings import trainer_of
 from hpcdist.arrays.layout import Layout, TensorSpec
-from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint import listing
@@ -64,10 +64,6 @@ NASTY = [
     *("ab/shard-00000.h5", "float64", "int8", "complex128", "manifest.json", "a" * 5000, None, True, [], {}, [[]]),
     *([2**40, 2**40], [2**62, 0], [1] * 60, [[0, 2**62]] * 2, [-5, 5], [5, 3], [[5, 3]], {"a": 1}, [0, 10**9]),
 ]
-
-
-def pieces_of(store, part):
-    return [Piece.of("parameters", seg, touched, store.range(touched)) for seg, touched in LAYOUT.within(part)]
 
 
 class Guarded:

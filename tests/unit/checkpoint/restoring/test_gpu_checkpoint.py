@@ -6,7 +6,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from hpcdist.arrays.dtypes import dtype_of
+from harness.states import filled
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import split
@@ -27,9 +27,7 @@ def pieces_of(store: FlatStore) -> list[Piece]:
 def test_saved_on_one_side_restored_on_the_other(
     gpu: ModuleType, dtype: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    whole = FlatStore(LAYOUT, dtype_of(dtype))
-    for segment in LAYOUT.segments:
-        whole.range(segment.range)[...] = rng.standard_normal(segment.range.size).astype(whole.dtype)
+    whole = filled(LAYOUT, rng, dtype)
 
     def save_shard(comm: Communicator, on: str) -> Path:
         shard = FlatStore(LAYOUT, whole.dtype, split(LAYOUT.size, comm.size, 8)[comm.rank], on=on)

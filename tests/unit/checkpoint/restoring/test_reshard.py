@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.states import LAYOUT
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.filestore import FileSlice, FileStore
@@ -95,7 +96,6 @@ def test_any_cut_to_any_other(rng, ranks, monkeypatch):
     assert received[0] == 0 if ranks == 1 else sum(received) > 0
 
 
-LAYOUT = Layout.of([TensorSpec(0, "table", (11, 7)), TensorSpec(1, "weight", (33, 19)), TensorSpec(1, "scale", ())])
 KINDS = ("parameters", "optimizer.m")
 
 

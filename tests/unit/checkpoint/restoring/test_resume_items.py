@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_runs import trainer_of
-from resume_runs import COLOCATED, HALF, LOCAL, POLL, SERVED, SMALL, bits, steps
 
+from harness.combinations import COLOCATED, HALF, LOCAL, POLL, SERVED, SMALL
+from harness.trainings import bits, outcomes, trainer_of
 from hpcdist.checkpoint.directory import VAL_LOSS, Retention, loss_of
 from hpcdist.checkpoint.format import manifest
 from hpcdist.comm.communicator import Communicator
@@ -121,13 +121,13 @@ def test_a_run_goes_on_as_it_would_have(item: str, keys: Body, tmp_path: Path) -
 
     def body(comm: Communicator) -> tuple[Path, Any]:
         trainer = prepared(trainer_of(comm, settings))
-        steps(trainer, 0, HALF)
+        outcomes(trainer, HALF, 0)
         path = CheckpointSaver(trainer, tmp_path / "run").save(HALF)
-        return path, (steps(trainer, HALF, 2 * HALF), trainer.flush(), bits(trainer))
+        return path, (outcomes(trainer, 2 * HALF, HALF), trainer.flush(), bits(trainer))
 
     def resumed(comm: Communicator) -> Any:
         trainer = trainer_of(comm, settings, path)
-        return steps(trainer, trainer.first_step, 2 * HALF), trainer.flush(), bits(trainer)
+        return outcomes(trainer, 2 * HALF, trainer.first_step), trainer.flush(), bits(trainer)
 
     done = run_threads(ranks, body)
     path, right = done[0][0], [one for _, one in done]
@@ -276,4 +276,4 @@ def test_another_data_set_is_refused(keys: Body, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="was written by a run on other data than .*other.txt") as caught:
         trainer_of(solo(), {**keys, "data.path": tmp_path / "other.txt"}, path)
     assert caught.value.exit_code == 78
-    assert np.isfinite(steps(trainer_of(solo(), keys, path), 1, 2)[0][0])
+    assert np.isfinite(outcomes(trainer_of(solo(), keys, path), 2, 1)[0][0])

@@ -4,12 +4,10 @@ import errno
 import os
 import threading
 
-import numpy as np
 import pytest
 
-from hpcdist.arrays.layout import Layout, TensorSpec
+from harness.states import FLOAT, LAYOUT, pieces_of
 from hpcdist.arrays.memory import Ledger
-from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.restoring.restore import newest, restore
@@ -19,13 +17,6 @@ from hpcdist.checkpoint.saving.two_phase import SavePlan
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.training.recipe.recipe import load
-
-LAYOUT = Layout.of([TensorSpec(0, "table", (11, 7)), TensorSpec(1, "weight", (33, 19)), TensorSpec(1, "scale", ())])
-FLOAT = np.dtype("float32")
-
-
-def pieces_of(store, part):
-    return [Piece.of("parameters", seg, touched, store.range(touched)) for seg, touched in LAYOUT.within(part)]
 
 
 class Run:

@@ -4,14 +4,14 @@ import errno
 import itertools
 import os
 import shutil
-import subprocess
 
 import h5py
 import ml_dtypes
 import numpy as np
 import pytest
 
-from hpcdist.arrays.dtypes import dtype_of
+from harness import jobs
+from harness.states import filled, pieces_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
@@ -42,21 +42,10 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(shard, "PART_BYTES", 128)
 
 
-def pieces_of(store, kind, part):
-    return [Piece.of(kind, seg, touched, store.range(touched)) for seg, touched in LAYOUT.within(part)]
-
-
-def filled(rng, dtype="float32"):
-    store = FlatStore(LAYOUT, dtype_of(dtype))
-    for segment in LAYOUT.segments:
-        store.range(segment.range)[...] = rng.standard_normal(segment.range.size).astype(store.dtype)
-    return store
-
-
 def save_on(ranks, directory, stores, step=7, **options):
     def body(comm):
         part = split(LAYOUT.size, comm.size, 4)[comm.rank]
-        pieces = [piece for kind, store in stores.items() for piece in pieces_of(store, kind, part)]
+        pieces = [piece for kind, store in stores.items() for piece in pieces_of(store, part, kind)]
         return save(directory / "checkpoints", step, pieces, {"step": step}, comm, **options)
 
     return run_threads(ranks, body)[0]
@@ -65,7 +54,7 @@ def save_on(ranks, directory, stores, step=7, **options):
 def check(path, stores):
     for kind, store in stores.items():
         into = FlatStore(LAYOUT, store.dtype)
-        restore(path, pieces_of(into, kind, Range(0, LAYOUT.size)))
+        restore(path, pieces_of(into, Range(0, LAYOUT.size), kind))
         assert into.array.tobytes() == store.array.tobytes()
 
 
@@ -74,7 +63,11 @@ def check(path, stores):
     [(1, "node", 1), (4, "node", 1), (5, "1", 1), (5, "2", 2), (5, "3", 3), (3, "9", 3), (4, "rank", 4)],
 )
 def test_any_writers_bit_equal(tmp_path, rng, ranks, writers, files):
-    stores = {"parameters": filled(rng), "optimizer.m": filled(rng, "float64"), "half": filled(rng, "bfloat16")}
+    stores = {
+        "parameters": filled(LAYOUT, rng),
+        "optimizer.m": filled(LAYOUT, rng, "float64"),
+        "half": filled(LAYOUT, rng, "bfloat16"),
+    }
     path = save_on(ranks, tmp_path, stores, writers=writers, about={"recipe": {"run.steps": 3}})
     loaded = manifest.load(path)
     assert sorted(loaded.files) == [f"shard-{index:05d}.h5" for index in range(files)]
@@ -84,11 +77,11 @@ def test_any_writers_bit_equal(tmp_path, rng, ranks, writers, files):
 
 
 def test_what_all_ranks_of_a_group_have_is_written_once(tmp_path, rng):
-    store = filled(rng)
+    store = filled(LAYOUT, rng)
     whole = Range(0, LAYOUT.size)
 
     def body(comm):
-        return save(tmp_path / "checkpoints", 1, pieces_of(store, "parameters", whole), {}, comm, writers="2")
+        return save(tmp_path / "checkpoints", 1, pieces_of(store, whole), {}, comm, writers="2")
 
     path = run_threads(4, body)[0]
     assert len(manifest.load(path).pieces) == 2 * len(LAYOUT.segments)
@@ -100,7 +93,7 @@ def test_shards_are_spread_over_directories(tmp_path, rng, monkeypatch):
     names = [shard.file_name(writer, 5000) for writer in range(5000)]
     assert len(set(names)) == 5000 and max(sum(n.startswith(d) for n in names) for d in shard.directories(5000)) <= 1000
     monkeypatch.setattr(shard, "PER_DIRECTORY", 2)
-    stores = {"parameters": filled(rng)}
+    stores = {"parameters": filled(LAYOUT, rng)}
     path = save_on(5, tmp_path, stores)
     assert sorted(manifest.load(path).files) == [
         *("00/shard-00000.h5", "00/shard-00004.h5", "01/shard-00001.h5", "02/shard-00002.h5", "03/shard-00003.h5")
@@ -123,7 +116,7 @@ def test_rectangles_against_index_arrays(rng):
 
 @pytest.mark.parametrize(("ranks", "writers"), [(1, "rank"), (4, "rank"), (5, "2")])
 def test_the_index_shows_whole_tensors(tmp_path, rng, ranks, writers):
-    stores = {"parameters": filled(rng), "half": filled(rng, "bfloat16")}
+    stores = {"parameters": filled(LAYOUT, rng), "half": filled(LAYOUT, rng, "bfloat16")}
     path = save_on(ranks, tmp_path, stores, writers=writers)
     index = manifest.load(path).index
     assert (index.file, index.nbytes) == ("index.h5", (path / "index.h5").stat().st_size)
@@ -135,7 +128,7 @@ def test_the_index_shows_whole_tensors(tmp_path, rng, ranks, writers):
             assert half.attrs["dtype"] == "bfloat16"
             assert (half[...].view(ml_dtypes.bfloat16) == stores["half"].view(segment.key)).all()
     if shutil.which("h5ls"):
-        listed = subprocess.run(["h5ls", "-r", "-v", path / "index.h5"], capture_output=True, text=True, timeout=60)
+        listed = jobs.run(["h5ls", "-r", "-v", path / "index.h5"])
         assert listed.returncode == 0 and "1.weight" in listed.stdout
     (path / "index.h5").unlink()
     assert newest(tmp_path) == path, "nobody needs the index"
@@ -160,7 +153,7 @@ def test_the_index_of_columns_shows_them_in_place(tmp_path, rng):
 
 
 def test_a_writer_whose_disk_is_full_holds_nobody_up(tmp_path, rng, monkeypatch):
-    stores = {"parameters": filled(rng), "optimizer.m": filled(rng)}
+    stores = {"parameters": filled(LAYOUT, rng), "optimizer.m": filled(LAYOUT, rng)}
     before = save_on(4, tmp_path, stores, step=1, writers="2")
     true, seen = os.pwrite, itertools.count(1)
 
@@ -172,7 +165,7 @@ def test_a_writer_whose_disk_is_full_holds_nobody_up(tmp_path, rng, monkeypatch)
     monkeypatch.setattr(os, "pwrite", full)
 
     def body(comm):
-        pieces = pieces_of(stores["parameters"], "parameters", split(LAYOUT.size, comm.size, 4)[comm.rank])
+        pieces = pieces_of(stores["parameters"], split(LAYOUT.size, comm.size, 4)[comm.rank])
         with pytest.raises(StorageError, match=r"rank [02]: .*No space left"):
             save(tmp_path / "checkpoints", 2, pieces, {}, comm, writers="2")
 

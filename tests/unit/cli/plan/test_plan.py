@@ -2,14 +2,13 @@
 
 import json
 import shlex
-import subprocess
-import sys
 from dataclasses import fields, replace
 
 import click
 import pytest
 
-from hpcdist.cli import main
+from harness import jobs
+from harness.jobs import called
 from hpcdist.cli.plan import group
 from hpcdist.cli.plan.options import LAYOUT_FIELDS
 from hpcdist.planner.cluster import toml_file
@@ -23,10 +22,7 @@ ON = ["--cluster", "a100-selene"]
 
 def hpcdist(capsys, *arguments):
     """Run the command here; return its exit code and what it said."""
-    with pytest.raises(SystemExit) as leaving:
-        main.main([*arguments])
-    said = capsys.readouterr()
-    return leaving.value.code or 0, said.out, said.err
+    return called(capsys, *arguments)
 
 
 @pytest.fixture
@@ -77,9 +73,7 @@ def in_a_child(code):
         "import sys\nfrom hpcdist.cli.main import main\ndef run(*words):\n    try:\n        main(['plan', *words])\n"
         "    except SystemExit as leaving:\n        assert not leaving.code, (words, leaving.code)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", before + code], capture_output=True, text=True, timeout=480, check=False
-    )
+    done = jobs.python(before + code, timeout=480)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -3,7 +3,6 @@
 import pickle
 from types import ModuleType
 
-import cuda_double
 import numpy as np
 import pytest
 
@@ -14,6 +13,7 @@ from hpcdist.collectives.gpu import peer_memory
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
+from stubs.gpu import cuda_double
 
 HOST = np.arange(6.0).reshape(2, 3)
 

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import cuda_double
-import nccl_double
 import numpy as np
 import pytest
-from gpu_runs import LAYOUTS, Trained, assembled, check_same, write_text
 
+from harness.inputs import write_text
+from harness.trainings import LAYOUTS, Trained, assembled, check_same
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.collectives.gpu import nccl, peer_memory, staging
@@ -20,6 +19,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, ConfigurationError, MissingCapabilityError
+from stubs.gpu import cuda_double, nccl_double
 
 COUNT = 1003
 

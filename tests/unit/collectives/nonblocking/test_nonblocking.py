@@ -2,8 +2,6 @@
 
 import contextlib
 import gc
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from harness import jobs
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.memory import Ledger
@@ -518,7 +517,7 @@ def test_a_process_ends_though_nobody_closed() -> None:
         "kept = run_threads(2, lambda comm: engines.begin(comm, 'thread'))\n"
         "print('left')"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = jobs.python(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
 
 

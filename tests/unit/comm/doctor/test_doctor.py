@@ -2,11 +2,10 @@
 
 import collections
 import json
-import subprocess
-import sys
 
 import pytest
 
+from harness import jobs
 from hpcdist.arrays.gpu import device
 from hpcdist.cli.doctor import command, report
 from hpcdist.comm.doctor import mpi_library
@@ -19,13 +18,7 @@ from hpcdist.errors import MissingCapabilityError
 
 
 def test_the_whole_report():
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "hpcdist", "doctor", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = jobs.hpcdist("doctor", "--json")
     report = json.loads(done.stdout)
     failed = [check for check in report["checks"] if check["status"] == FAIL]
     assert report["ok"] is (not failed) is (done.returncode == 0), done.stdout
@@ -40,7 +33,7 @@ def test_examining_the_machine_starts_no_mpi():
         "import sys\nfrom hpcdist.cli.doctor import command\ncommand._examine_machine()\n"
         "print(*[name for name in ('mpi4py.MPI', 'mpi4py', 'h5py', 'numba') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = jobs.python(code)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import errno
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from harness.jobs import run
 from hpcdist.batch.schedulers.base import JobState
 from hpcdist.batch.schedulers.slurm import queue
 from hpcdist.checkpoint import stripe
@@ -667,7 +667,7 @@ def test_a_world_that_fell_apart_names_the_plugins_of_srun(monkeypatch):
 
 def test_a_single_process_is_a_job_too(tmp_path):
     line = [sys.executable, "-P", "-m", "hpcdist", "doctor", "--job", "--json", "--device", "cpu", "--out", "run"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    done = run(line, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert (report["ok"], report["ranks"], len(report["nodes"])) == (True, 1, 1)

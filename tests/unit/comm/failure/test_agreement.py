@@ -1,7 +1,6 @@
 """Failing alike: ranks that all say the same find out, those that are alone do too, and one voice speaks."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,8 @@ import numpy as np
 import pytest
 
 import hpcdist
+from harness import jobs
+from harness.jobs import called
 from hpcdist.cli import main
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.failure.rank_failures import all_agree
@@ -72,7 +73,7 @@ def run(rank: int, agree: str, error: str = "DataError('no data')", **environmen
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HPCDIST_")}
     kept["PYTHONPATH"] = str(Path(hpcdist.__file__).parents[1])
     line = [sys.executable, "-c", PROGRAM.format(error=error), str(rank), agree]
-    done = subprocess.run(line, env=kept | environment, capture_output=True, text=True, timeout=120, check=False)
+    done = jobs.run(line, env=kept | environment)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -98,9 +99,7 @@ def test_an_error_of_the_code_is_not_put_to_a_vote() -> None:
 
 def test_a_vote_that_fails_itself_hides_nothing() -> None:
     program = PROGRAM.replace('print("asked", text) or agree', "1 / 0").format(error="DataError('no data')")
-    done = subprocess.run(
-        [sys.executable, "-c", program, "1", "yes"], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = jobs.python(program, "1", "yes")
     assert done.returncode == 78 and "no data" in done.stderr and "abort 78" in done.stdout
 
 
@@ -122,7 +121,5 @@ def test_before_a_job_has_started_rank_0_speaks_first(
     if rank is not None:
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
-    with pytest.raises(SystemExit) as leaving:
-        main.main(["train", "/does/not/exist.toml"])
-    assert leaving.value.code == StorageError.exit_code
-    assert slept == waits and "exist.toml" in capsys.readouterr().err
+    code, _, err = called(capsys, "train", "/does/not/exist.toml")
+    assert code == StorageError.exit_code and slept == waits and "exist.toml" in err

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import hpcdist
+from harness import jobs
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.record import flight_recorder
 from hpcdist.errors import CommunicationError, ConfigurationError, StorageError
@@ -31,13 +32,8 @@ failfast.install(abort, None, 2)
 
 def run(source: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HPCDIST_")}
-    return subprocess.run(
-        [sys.executable, "-c", PREAMBLE + source, *arguments],
-        env={**kept, "PYTHONPATH": str(Path(hpcdist.__file__).parents[1]), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    return jobs.python(
+        PREAMBLE + source, *arguments, env={**kept, "PYTHONPATH": str(Path(hpcdist.__file__).parents[1]), **environment}
     )
 
 

@@ -1,10 +1,10 @@
 """Which launcher is found, whose it is, and the command line made for it."""
 
-import subprocess
 import sys
 
 import pytest
 
+from harness import jobs
 from hpcdist.comm.launch import mpirun
 from hpcdist.comm.launch.mpirun import INTEL_MPI, MPICH, OPEN_MPI, Launcher
 from hpcdist.errors import MissingCapabilityError
@@ -163,7 +163,7 @@ def test_daemons_in_a_slurm_job_block_the_signal_that_announces_a_preemption(tmp
     words = mpirun.daemons(launcher, [], job | path)[AGENT].split(" ")  # as PRRTE splits them
     assert words[0] == sys.executable and words[-1] == "prted"
     shown = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
-    done = subprocess.run([*words[:-1], sys.executable, "-c", shown], capture_output=True, text=True, check=True)
+    done = jobs.run([*words[:-1], sys.executable, "-c", shown], check=True)
     assert "SIGTERM" in done.stdout
     monkeypatch.setattr("sys.executable", f"{tmp_path}/with blank/python")
     assert mpirun.daemons(launcher, [], job | path) == {}

@@ -4,10 +4,10 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from compressed import decoded, encoded, students, through, values
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
+from harness.compressed.compressors import decoded, encoded, students, through, values
 from hpcdist.compression.compressor import RandomKey
 from hpcdist.compression.quantise.adaptive import BINS, HEAD_BYTES, LEVELS, Adaptive, fit_levels, spacing, tables
 from hpcdist.compression.quantise.uniform import Blockwise

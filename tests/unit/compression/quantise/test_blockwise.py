@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from compressed import KEY, SMALLEST, decoded, encoded, through, values
 
+from harness.compressed.compressors import KEY, SMALLEST, decoded, encoded, through, values
 from hpcdist.compression.compressor import RandomKey
 from hpcdist.compression.quantise.uniform import Blockwise
 

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from compressed import LARGEST, through, values
 
+from harness.compressed.compressors import LARGEST, through, values
 from hpcdist.compression.quantise.sign import SignSgd, magnitude
 
 

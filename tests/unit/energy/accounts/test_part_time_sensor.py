@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-import synthetic_load
 
 from hpcdist.energy.accounts.part_time_sensor import (
     UNKNOWN_SENSOR,
@@ -15,6 +14,7 @@ from hpcdist.energy.accounts.part_time_sensor import (
     naive_j,
     sensor_of,
 )
+from stubs import synthetic_load
 
 A100 = PowerSensor(0.1, 0.025)
 BEGIN_NS = 10**15 + 12_345  # eleven days after a boot

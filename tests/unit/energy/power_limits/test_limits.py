@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import hpcdist
+from harness import jobs
 from hpcdist.energy.power_limits import apply, devices
 from hpcdist.energy.power_limits import journal as kept
 from hpcdist.energy.power_limits.devices import check_value
@@ -83,7 +84,7 @@ def program(place):
         if gpus is not None:
             (folder / "gpus").write_text("".join(gpus))
         line = [sys.executable, "-c", PRELUDE + source]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
+        done = jobs.run(line, env=environment)
         assert done.returncode == code, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 

@@ -5,13 +5,13 @@ Each test is a program of its own, since the dynamic loader reads LD_LIBRARY_PAT
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import hpcdist
+from harness import jobs
 from hpcdist.energy.sources import nvml
 from hpcdist.errors import MissingCapabilityError
 
@@ -61,14 +61,7 @@ def program(nvml_stub, tmp_path):
         added = {"LD_LIBRARY_PATH": str(nvml_stub), "NVML_STUB": str(tmp_path / "gpus")}
         kept = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
         added["PYTHONPATH"] = os.pathsep.join([str(Path(hpcdist.__file__).parents[1]), kept.get("PYTHONPATH", "")])
-        done = subprocess.run(
-            [sys.executable, "-c", PRELUDE + source],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            env=kept | added | environment,
-            check=False,
-        )
+        done = jobs.python(PRELUDE + source, env=kept | added | environment)
         assert done.returncode == 0, done.stderr
         return done.stdout if raw else json.loads(done.stdout.splitlines()[-1])
 

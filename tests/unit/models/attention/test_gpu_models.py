@@ -4,7 +4,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from gpu_runs import MODELS, ModelRun, batches_of, placed
+
+from harness.devices import MODELS, ModelRun, batches_of, placed
 
 BOUNDS = {"float32": 1e-5, "float64": 1e-12}
 

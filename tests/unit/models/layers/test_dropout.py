@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gpu_runs import MODELS, ModelRun, batches_of
 
+from harness.devices import MODELS, ModelRun, batches_of
 from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.attention.tiles import LONG
 from hpcdist.models.layers.dropout import ATTENTION, MAX_SITES, LocalDropout

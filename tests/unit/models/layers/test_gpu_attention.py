@@ -4,7 +4,6 @@ import math
 from types import ModuleType
 from typing import Any
 
-import cuda_compiler
 import numpy as np
 import pytest
 
@@ -15,6 +14,7 @@ from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.layers.dropout import ATTENTION, mask
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Draw
+from stubs.gpu import cuda_compiler
 
 UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 # batch, context, query heads, key heads, head size: odd ones, more than one block, each padded size

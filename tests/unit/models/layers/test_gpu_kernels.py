@@ -3,13 +3,13 @@
 from types import ModuleType
 from typing import Any
 
-import cuda_compiler
 import numpy as np
 import pytest
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import accumulation_dtype, dtype_of
 from hpcdist.models.layers import cuda_kernels
+from stubs.gpu import cuda_compiler
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}

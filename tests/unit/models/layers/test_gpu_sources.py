@@ -3,12 +3,12 @@
 import ctypes
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from harness import jobs
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.gpu.kernels import OPTIONS, KernelSource
 from hpcdist.models.attention import flash
@@ -39,9 +39,7 @@ def test_the_compiler_takes_every_source(name: str, tmp_path: Path) -> None:
     text = tmp_path / "kernels.cu"
     text.write_text(source.code(REAL=dtype_of(real), **types))
     command = [compiler, "-std=c++17", "-arch=sm_80", "-cubin", "-Xptxas=-v", "-Werror=all-warnings", str(text)]
-    done = subprocess.run(
-        [*command, "-o", str(tmp_path / "kernels.cubin")], capture_output=True, text=True, timeout=250, check=False
-    )
+    done = jobs.run([*command, "-o", str(tmp_path / "kernels.cubin")], timeout=250)
     assert done.returncode == 0, done.stderr
     spilled = [int(count) for count in re.findall(r"(\d+) bytes spill stores", done.stderr)]
     assert len(spilled) == len(re.findall(r'extern "C" __global__', source.path.read_text()))

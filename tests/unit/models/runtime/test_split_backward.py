@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from gpu_runs import MODELS, ModelRun, batches_of
 
+from harness.devices import MODELS, ModelRun, batches_of
 from hpcdist.models.runtime.arena import Arena
 
 

@@ -5,8 +5,8 @@ That smaller arrays do not come and go either shows where a model four times as 
 """
 
 import pytest
-from steady import Steady, steady, unseen_messages
 
+from harness.steady import Steady, steady, unseen_messages
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.counts import counts
 

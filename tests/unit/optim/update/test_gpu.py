@@ -4,8 +4,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from gpu_runs import OPTIMIZERS, TENSORS, UPDATES, OptimizerRun, drawn
 
+from harness.devices import OPTIMIZERS, TENSORS, UPDATES, OptimizerRun, drawn
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore

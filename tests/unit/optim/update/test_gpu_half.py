@@ -4,8 +4,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from gpu_runs import MODELS, ModelRun, batches_of, placed
 
+from harness.devices import MODELS, ModelRun, batches_of, placed
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore

@@ -4,15 +4,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rank_runs import losses, trainer_of
 
+from harness.made_plans import cluster_of
+from harness.trainings import losses, trainer_of
 from hpcdist import models
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.planner.cluster import toml_file
-from hpcdist.planner.cluster.hardware import Cluster, ClusterNode, ClusterStorage, Device, FailureRates
+from hpcdist.planner.cluster.hardware import Device
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.device import by_rank, memory
 from hpcdist.planner.memory.model_states import exchanged, states
@@ -24,17 +25,9 @@ from hpcdist.strategies.pipeline.memory import StateBytes
 from hpcdist.strategies.pipeline.plan import plan
 from hpcdist.strategies.schedule.generate.operation_list import generated
 
-CLUSTER = Cluster(
-    name="test",
-    about="",
+CLUSTER = cluster_of(
+    Device(name="x", peak_flops={}, matmul={}, memory_bytes=80e9, memory_bytes_per_s=2e12, reserved_bytes=1.5e9),
     devices=4096,
-    device=Device(name="x", peak_flops={}, matmul={}, memory_bytes=80e9, memory_bytes_per_s=2e12, reserved_bytes=1.5e9),
-    node=ClusterNode(devices=8),
-    levels=(),
-    storage=ClusterStorage(
-        write_bytes_per_s=1e9, read_bytes_per_s=1e9, node_write_bytes_per_s=1e9, node_read_bytes_per_s=1e9
-    ),
-    failures=FailureRates(node_mtbf_s=1e6, restart_s=60),
 )
 BARE = replace(CLUSTER, device=replace(CLUSTER.device, reserved_bytes=0.0))
 

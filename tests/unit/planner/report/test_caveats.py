@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from made_plans import CLUSTER, ESTIMATE, GB, LAYOUT
 
+from harness.made_plans import CLUSTER, ESTIMATE, GB, LAYOUT
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model import transformer

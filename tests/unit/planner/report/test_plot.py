@@ -4,8 +4,8 @@ import sys
 from dataclasses import replace
 
 import pytest
-from made_plans import CLUSTER, ESTIMATE, MEMORY
 
+from harness.made_plans import CLUSTER, ESTIMATE, MEMORY
 from hpcdist import errors
 from hpcdist.planner.report import plot
 from hpcdist.planner.report.plot import KINDS, PlannedTimeline, TimelineBar

@@ -4,8 +4,8 @@ import math
 from dataclasses import replace
 
 import pytest
-from made_plans import CLUSTER, DESCRIPTION, ESTIMATE, GB, MEMORY
 
+from harness.made_plans import CLUSTER, DESCRIPTION, ESTIMATE, GB, MEMORY
 from hpcdist.planner.report import table, text
 from hpcdist.planner.report.quantities import (
     bytes_in_both,

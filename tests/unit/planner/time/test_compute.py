@@ -5,17 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from harness.made_plans import cluster_of
 from hpcdist.arrays.dtypes import BFLOAT16
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner.calibrate import device_fits
 from hpcdist.planner.cluster.hardware import (
     ITEM_BYTES,
     Cluster,
-    ClusterNode,
-    ClusterStorage,
     Device,
     EfficiencyCurve,
-    FailureRates,
     LinkLevel,
 )
 from hpcdist.planner.layout import ParallelLayout
@@ -35,18 +33,7 @@ DEVICE = Device(
     memory_share=1.0,
     attention_share=0.25,
 )
-CLUSTER = Cluster(
-    name="test",
-    about="",
-    devices=8,
-    device=DEVICE,
-    node=ClusterNode(devices=8),
-    levels=(LinkLevel(name="links", devices=0, latency_s=1e-6, bytes_per_s=1e10),),
-    storage=ClusterStorage(
-        write_bytes_per_s=1e9, read_bytes_per_s=1e9, node_write_bytes_per_s=1e9, node_read_bytes_per_s=1e9
-    ),
-    failures=FailureRates(node_mtbf_s=1e6, restart_s=60.0),
-)
+CLUSTER = cluster_of(DEVICE, LinkLevel(name="links", devices=0, latency_s=1e-6, bytes_per_s=1e10), devices=8)
 LAYOUT = ParallelLayout(precision="float32", microbatch=2)
 SHAPE = TransformerShape(layers=3, hidden=256, heads=4, vocabulary=1000, context=128)
 _, BLOCK, HEAD = describe(SHAPE, "small").units

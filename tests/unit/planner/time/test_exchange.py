@@ -3,51 +3,37 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
-from hpcdist import models
+from harness.made_plans import cluster_of
+from harness.rank_run import RankRun, optimizer_of
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import BUCKET_BYTES
 from hpcdist.comm.record.timing import count_traffic
-from hpcdist.comm.threads.communicator import run_threads, solo
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.compression.casts import BFloat16
 from hpcdist.compression.powersgd import wire_bytes
 from hpcdist.compression.quantise.uniform import Blockwise
 from hpcdist.compression.sparsify.topk import TopK
 from hpcdist.errors import UsageError
 from hpcdist.models.config import ModelConfig
-from hpcdist.optim.config import OptimizerConfig
-from hpcdist.planner.cluster.hardware import Cluster, ClusterNode, ClusterStorage, Device, FailureRates, LinkLevel
+from hpcdist.planner.cluster.hardware import Device, LinkLevel
 from hpcdist.planner.layout import COMPRESSIONS, ParallelLayout
 from hpcdist.planner.time.exchange import ExchangeCost, exchange
 from hpcdist.planner.time.gradient_payloads import gradient_item_bytes, payload, summed_item_bytes
-from hpcdist.strategies import build
-from hpcdist.strategies import build as servers
-from hpcdist.strategies.allreduce import AllreduceExchange
-from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.build import EXCHANGES, server_exchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
-from hpcdist.strategies.parameter_server.partition import Roles
-from hpcdist.strategies.zero.exchange import ZeroExchange
 
 RATE, ALPHA = 1e9, 1e-6
-CLUSTER = Cluster(
-    name="made",
-    about="",
-    devices=1 << 17,
-    device=Device(
+CLUSTER = cluster_of(
+    Device(
         name="d", peak_flops={"float32": 1e13}, matmul={}, memory_bytes=1e9, memory_bytes_per_s=1e12, memory_share=1.0
     ),
-    node=ClusterNode(devices=8),
-    levels=(LinkLevel(name="flat", devices=0, latency_s=ALPHA, bytes_per_s=RATE),),
-    storage=ClusterStorage(
-        write_bytes_per_s=1e9, read_bytes_per_s=1e9, node_write_bytes_per_s=1e9, node_read_bytes_per_s=1e9
-    ),
-    failures=FailureRates(node_mtbf_s=1e9, restart_s=60.0),
+    LinkLevel(name="flat", devices=0, latency_s=ALPHA, bytes_per_s=RATE),
 )
 N = 1e8  # parameters
 MODEL = ModelConfig(layers=2, hidden=64, heads=2, vocabulary=256)
@@ -71,45 +57,16 @@ def test_volumes_are_those_of_the_zero_paper(p: int, m: int) -> None:
         assert found.exposed_s == pytest.approx(volume * psi / RATE, rel=1e-2)
 
 
-class Run:
+def counted(comm: Communicator, strategy: str, microbatches: int, dedicated: int, working: str) -> RankRun:
     """A small gpt on one rank, with messages that are counted."""
-
-    def __init__(self, comm: Communicator, strategy: str, microbatches: int, dedicated: int, working: str):
+    config, make = None, EXCHANGES.get(strategy)
+    if make is None:
         config = ParameterServerConfig(servers=dedicated, placement="dedicated" if dedicated else "colocated")
-        roles = Roles.of(config, comm.size)
-        part = roles.part_of(comm) if strategy == "parameter_server" else comm
-        self.model = models.build(MODEL, "float32", context=8)
-        context = RankContext(
-            world=comm,
-            data=part,
-            pipeline=solo() if part is comm else part.split(part.rank),
-            model=self.model,
-            optimizer=OptimizerConfig(learning_rate=1e-2, clip_norm=0.0),
-            total_steps=STEPS,
-            algorithm="ring",
-            working=dtype_of(working) if working else None,
-            computes=strategy != "parameter_server" or comm.rank in roles.workers,
-        )
-        if strategy == "parameter_server":
-            self.exchange = servers.server_exchange(context, config)
-        elif strategy == "allreduce":
-            self.exchange = AllreduceExchange(context)
-        else:
-            self.exchange = ZeroExchange(context, int(strategy[-1]))
-        initial = FlatStore(self.model.layout, self.model.dtype)
-        self.model.initialise(initial, seed=3)
-        self.exchange.load_initial(initial)
-        self.executor = build.build_executor(context, self.exchange)
-        self.works, self.rank, self.workers = context.computes, part.rank, part.size
-        self.operations = build.operations(
-            context, self.exchange, self.executor.copies, ParallelConfig(microbatches=microbatches)
-        )
-        self.microbatches = microbatches
-
-    def step(self, data: np.ndarray, step: int) -> None:
-        mine = np.array_split(data, self.workers)[self.rank]
-        parts = [(part[:, :-1], part[:, 1:]) for part in np.array_split(mine, self.microbatches)] if self.works else []
-        self.executor.run(self.operations, parts, len(data), step, np.zeros(2))
+        make = partial(server_exchange, config=config)
+    keys = {"optimizer": optimizer_of(clip_norm=0.0), "working": dtype_of(working) if working else None}
+    return RankRun(
+        comm, make, config=MODEL, dtype="float32", servers=config, microbatches=microbatches, total_steps=STEPS, **keys
+    )
 
 
 def sent(
@@ -119,10 +76,10 @@ def sent(
     data = np.random.default_rng(3).integers(0, 256, (16, 9)).astype(np.uint8)
 
     def body(comm: Communicator) -> tuple[int, list[int]]:
-        run = Run(comm, strategy, microbatches, dedicated, working)
-        run.step(data, 1)  # communicators are split, scratch memory is taken
+        run = counted(comm, strategy, microbatches, dedicated, working)
+        run.step(data)  # communicators are split, scratch memory is taken
         with count_traffic(comm) as traffic:
-            run.step(data, 2)
+            run.step(data)
         assert not traffic.unknown
         return traffic.sent_bytes, [sum(spec.size for spec in stage.tensors()) for stage in run.model.stages]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from harness.made_plans import cluster_of
 from hpcdist import collectives
 from hpcdist.arrays.ranges import split
 from hpcdist.collectives.tuning.cost_model import CROWDED, NODE, WIRE, LinkParameters, MachineCosts, Topology
@@ -17,10 +18,7 @@ from hpcdist.errors import UsageError
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.cluster.hardware import (
     Cluster,
-    ClusterNode,
-    ClusterStorage,
     Device,
-    FailureRates,
     LinkLevel,
     MeasuredFit,
 )
@@ -34,19 +32,7 @@ ALPHA, BETA, GAMMA = 3e-6, 1 / 40e9, 0.0
 
 
 def made(*levels: LinkLevel, fits: tuple[MeasuredFit, ...] = ()) -> Cluster:
-    return Cluster(
-        name="made",
-        about="",
-        devices=1 << 17,
-        device=DEVICE,
-        node=ClusterNode(devices=8),
-        levels=levels,
-        storage=ClusterStorage(
-            write_bytes_per_s=1e9, read_bytes_per_s=1e9, node_write_bytes_per_s=1e9, node_read_bytes_per_s=1e9
-        ),
-        failures=FailureRates(node_mtbf_s=1e9, restart_s=60.0),
-        fits=fits,
-    )
+    return cluster_of(DEVICE, *levels, fits=fits)
 
 
 FLAT = made(LinkLevel(name="flat", devices=0, latency_s=ALPHA, bytes_per_s=1 / BETA))

@@ -5,15 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from harness.made_plans import cluster_of
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.planner.cluster.hardware import (
-    Cluster,
-    ClusterNode,
-    ClusterStorage,
     Device,
     EfficiencyCurve,
-    FailureRates,
     LinkLevel,
 )
 from hpcdist.planner.layout import ParallelLayout
@@ -30,11 +27,8 @@ from hpcdist.planner.time.step import bytes_each, owned, tied_sum, timing, updat
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 CURVE = EfficiencyCurve(sizes=(16.0, 4096.0), shares=(0.1, 0.7))
-CLUSTER = Cluster(
-    name="test",
-    about="",
-    devices=64,
-    device=Device(
+CLUSTER = cluster_of(
+    Device(
         name="of a test",
         peak_flops={"float32": 1e12, "bfloat16": 2e12},
         matmul={"float32": CURVE, "bfloat16": CURVE},
@@ -42,15 +36,9 @@ CLUSTER = Cluster(
         memory_bytes_per_s=1e11,
         kernel_s=1e-6,
     ),
-    node=ClusterNode(devices=8),
-    levels=(
-        LinkLevel(name="inside", devices=8, latency_s=1e-6, bytes_per_s=1e11),
-        LinkLevel(name="outside", devices=0, latency_s=5e-6, bytes_per_s=1e10),
-    ),
-    storage=ClusterStorage(
-        write_bytes_per_s=1e9, read_bytes_per_s=1e9, node_write_bytes_per_s=1e9, node_read_bytes_per_s=1e9
-    ),
-    failures=FailureRates(node_mtbf_s=1e6, restart_s=60.0),
+    LinkLevel(name="inside", devices=8, latency_s=1e-6, bytes_per_s=1e11),
+    LinkLevel(name="outside", devices=0, latency_s=5e-6, bytes_per_s=1e10),
+    devices=64,
 )
 FAST = replace(CLUSTER, levels=(LinkLevel(name="at once", devices=0, latency_s=0.0, bytes_per_s=1e30),))
 SHAPE = TransformerShape(layers=8, hidden=256, heads=8, kv_heads=4, vocabulary=1024, context=128)

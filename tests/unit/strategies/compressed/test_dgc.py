@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from compressed_optimizers import layout, padded, seat_of, step, steps
 
+from harness.compressed.optimizers import layout, padded, seat_of, step, steps
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_runs import losses, state, trainer_of
-from resume_runs import EXCHANGES, HALF, SMALL, bits, steps
 
+from harness.combinations import EXCHANGES, HALF, SMALL
+from harness.trainings import bits, losses, outcomes, state, trainer_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
@@ -100,11 +100,11 @@ def test_a_resumed_run_owes_what_was_owed(keys: dict[str, Any], tmp_path: Path, 
 
     def begun(comm: Communicator) -> tuple[Path, Any, Any, dict[Any, np.ndarray]]:
         trainer = trainer_of(comm, given)
-        steps(trainer, 0, HALF)
+        outcomes(trainer, HALF, 0)
         path = CheckpointSaver(trainer, tmp_path).save(HALF)
         kept = bits(trainer)
         saved = state(trainer)
-        return path, kept, steps(trainer, HALF, 2 * HALF), saved
+        return path, kept, outcomes(trainer, 2 * HALF, HALF), saved
 
     def resumed(comm: Communicator, path: Path) -> tuple[Any, Any, np.ndarray]:
         trainer = trainer_of(comm, given, path)
@@ -113,7 +113,7 @@ def test_a_resumed_run_owes_what_was_owed(keys: dict[str, Any], tmp_path: Path, 
         owed = np.zeros(trainer.model.layout.size)
         for part in residuals.feedback.residuals.parts:
             owed[part.slice] = residuals.feedback.residuals.range(part)
-        return bits(trainer), steps(trainer, HALF, 2 * HALF), owed
+        return bits(trainer), outcomes(trainer, 2 * HALF, HALF), owed
 
     found = run_threads(2, begun)
     again = run_threads(ranks, lambda comm: resumed(comm, found[0][0]))
@@ -136,11 +136,11 @@ def test_an_overflow_of_one_rank_changes_nothing(keys: dict[str, Any], name: str
 
     def run(comm: Communicator) -> tuple[bool, bool]:
         trainer = trainer_of(comm, given)
-        steps(trainer, 0, HALF)
+        outcomes(trainer, HALF, 0)
         before = bits(trainer)
         if comm.rank == 1:
             spoil(exchange_of(trainer), np.inf)
-        skipped = steps(trainer, HALF, HALF + 1)[0][2]
+        skipped = outcomes(trainer, HALF + 1, HALF)[0][2]
         return skipped, bits(trainer)[:-1] == before[:-1]  # but for the count of skipped steps
 
     assert run_threads(2, run) == [(True, True)] * 2
@@ -151,12 +151,12 @@ def test_a_gradient_that_is_not_finite_ends_a_float32_run(keys: dict[str, Any]) 
 
     def run(comm: Communicator) -> tuple[bytes, bytes]:
         trainer = trainer_of(comm, given)
-        steps(trainer, 0, 1)
+        outcomes(trainer, 1, 0)
         before = trainer.exchange.parameters.array.tobytes()
         if comm.rank == 0:
             spoil(exchange_of(trainer), np.nan)
         with pytest.raises(NonFiniteError):
-            steps(trainer, 1, 2)
+            outcomes(trainer, 2, 1)
         return before, trainer.exchange.parameters.array.tobytes()
 
     for before, after in run_threads(2, run):

@@ -1,12 +1,10 @@
 """Compressed gradients with run.device = "gpu", on the double that refuses implicit copies: the numbers of the CPU."""
 
-from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
-from gpu_runs import Trained, check_same, write_text
 
+from harness.trainings import Trained, check_same
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 
@@ -20,14 +18,9 @@ BOUNDS = {"powersgd": 1e-3}  # columns are made orthonormal otherwise
 ONE_OF_A_KIND = ("int8", "topk", "randomk", "powersgd")  # each sums its own way; what encodes has tests of its own
 
 
-@pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
-    return {"data.path": write_text(tmp_path / "text.txt", rng)}
-
-
 @pytest.mark.parametrize("name", ONE_OF_A_KIND)
-def test_a_compressed_run_on_the_gpu_is_that_of_the_cpu(gpu: ModuleType, text: dict[str, object], name: str) -> None:
-    settings = {**text, **OWN.get(name, {}), "communication.compression": name, "precision.mode": "float32"}
+def test_a_compressed_run_on_the_gpu_is_that_of_the_cpu(gpu: ModuleType, words: dict[str, object], name: str) -> None:
+    settings = {**words, **OWN.get(name, {}), "communication.compression": name, "precision.mode": "float32"}
     host = run_threads(2, lambda comm: Trained(comm, settings))
     device = run_threads(2, lambda comm: Trained(comm, {**settings, "run.device": "gpu"}))
     for one in (*host, *device):  # which follow the last bit of a sum: a code more or less is a whole step of them
@@ -36,11 +29,11 @@ def test_a_compressed_run_on_the_gpu_is_that_of_the_cpu(gpu: ModuleType, text: d
 
 
 def test_a_choice_is_measured_on_the_gpu(
-    gpu: ModuleType, text: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    gpu: ModuleType, words: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HPCDIST_TUNING", "on")
     candidates = '["int8", "topk", "powersgd"]'
-    settings = {**text, "communication.compression": "auto", "compression.candidates": candidates, "run.device": "gpu"}
+    settings = {**words, "communication.compression": "auto", "compression.candidates": candidates, "run.device": "gpu"}
 
     def run(comm: Communicator) -> list[str]:
         trained = Trained(comm, {**settings, "communication.algorithm": "ring", "precision.mode": "float32"})

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from compressed_optimizers import layout, padded, seat_of, step, steps
 
+from harness.compressed.optimizers import layout, padded, seat_of, step, steps
 from hpcdist import models
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import Range

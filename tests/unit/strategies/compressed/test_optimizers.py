@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compressed_optimizers import layout, padded, seat_of
-from compressed_optimizers import steps as given_steps
-from rank_runs import trainer_of
-from resume_runs import SMALL, bits, steps
 
+from harness.combinations import SMALL
+from harness.compressed.optimizers import layout, padded, seat_of
+from harness.compressed.optimizers import steps as given_steps
+from harness.trainings import bits, outcomes, trainer_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
@@ -46,10 +46,8 @@ PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 2}
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> dict[str, Any]:
-    path = tmp_path / "text.txt"
-    path.write_text("to be or not to be, that is the question " * 30)
-    return {**SMALL, "data.path": path}
+def text(text: Path) -> dict[str, Any]:
+    return {**SMALL, "data.path": text}
 
 
 @pytest.mark.parametrize(
@@ -67,13 +65,13 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(
 
     def whole(comm: Communicator) -> tuple[Any, Path]:
         trainer = trainer_of(comm, settings)
-        steps(trainer, 0, kept)
+        outcomes(trainer, kept, 0)
         path = CheckpointSaver(trainer, tmp_path / "saved").save(kept)
-        return (steps(trainer, kept, last), bits(trainer)), path
+        return (outcomes(trainer, last, kept), bits(trainer)), path
 
     def resumed(comm: Communicator) -> Any:
         trainer = trainer_of(comm, settings, path)
-        found = steps(trainer, kept, last)
+        found = outcomes(trainer, last, kept)
         check_replicas(trainer.data_axis, trainer.exchange.parameters, last)
         return found, bits(trainer)
 
@@ -106,13 +104,13 @@ def test_another_number_of_ranks_owes_as_much(text: dict[str, Any], tmp_path: Pa
 
     def before(comm: Communicator) -> tuple[Path, dict[str, np.ndarray]]:
         trainer = trainer_of(comm, settings)
-        steps(trainer, 0, 5)
+        outcomes(trainer, 5, 0)
         return CheckpointSaver(trainer, tmp_path / "saved").save(5), owed(trainer)
 
     def now(comm: Communicator) -> tuple[dict[str, np.ndarray], bool]:
         trainer = trainer_of(comm, settings, path)
         found = owed(trainer)
-        losses = [loss for loss, *_ in steps(trainer, 5, 8)]
+        losses = [loss for loss, *_ in outcomes(trainer, 8, 5)]
         check_replicas(trainer.data_axis, trainer.exchange.parameters, 8)
         return found, bool(np.isfinite(losses).all())
 
@@ -133,7 +131,7 @@ def test_a_frozen_variance_is_for_adam_only_once_one_rank_has_thawed_it(text: di
 
     def frozen(comm: Communicator) -> Path:
         trainer = trainer_of(comm, adamw | ONEBIT)
-        steps(trainer, 0, 4)
+        outcomes(trainer, 4, 0)
         path = CheckpointSaver(trainer, tmp_path / "saved").save(4)
         with pytest.raises(ConfigurationError, match="has the frozen variance of 1-bit Adam"):
             trainer_of(comm, adamw, path)
@@ -141,9 +139,9 @@ def test_a_frozen_variance_is_for_adam_only_once_one_rank_has_thawed_it(text: di
 
     path = run_threads(2, frozen)[0]
     alone = trainer_of(solo(), adamw | ONEBIT, path)
-    steps(alone, 4, 5)
+    outcomes(alone, 5, 4)
     plain = trainer_of(solo(), adamw, CheckpointSaver(alone, tmp_path / "thawed").save(5))
-    ours, theirs = ([loss for loss, *_ in steps(one, 5, 8)] for one in (alone, plain))
+    ours, theirs = ([loss for loss, *_ in outcomes(one, 8, 5)] for one in (alone, plain))
     assert theirs == pytest.approx(ours, rel=1e-6)
 
 
@@ -179,12 +177,12 @@ def test_a_bad_gradient_on_one_rank_changes_nothing_anywhere(
 
     def body(comm: Communicator) -> str:
         trainer = trainer_of(comm, settings)
-        steps(trainer, 0, steps_before)
+        outcomes(trainer, steps_before, 0)
         before, healthy = bits(trainer), trainer.model.loss.backward
         if comm.rank == comm.size - 1:  # the last stage, where there are several
             trainer.model.loss.backward = lambda scale, *rest: healthy(np.nan * scale, *rest)  # type: ignore[method-assign]
         with pytest.raises(NonFiniteError) as refused:
-            steps(trainer, steps_before, steps_before + 1)
+            outcomes(trainer, steps_before + 1, steps_before)
         trainer.model.loss.backward = healthy  # type: ignore[method-assign]
         assert bits(trainer) == before
         return str(refused.value)
@@ -201,7 +199,7 @@ def test_a_pipeline_steps_as_one_rank_does(text: dict[str, Any], clip: float) ->
 
     def body(comm: Communicator, keys: dict[str, Any]) -> tuple[Range, np.ndarray, list[float]]:
         trainer = trainer_of(comm, settings | keys)
-        found = [norm for _, norm, *_ in steps(trainer, 0, 4)]
+        found = [norm for _, norm, *_ in outcomes(trainer, 4, 0)]
         part = trainer.context.part
         return part, trainer.exchange.parameters.range(part).copy(), found
 
@@ -217,7 +215,7 @@ def test_tensors_that_are_not_cut_stay_the_same_on_the_tensor_axis(text: dict[st
 
     def body(comm: Communicator) -> dict[str, bytes]:
         trainer = trainer_of(comm, settings)
-        losses = [loss for loss, *_ in steps(trainer, 0, 6)]
+        losses = [loss for loss, *_ in outcomes(trainer, 6, 0)]
         assert np.isfinite(losses).all()
         check_replicas(trainer.data_axis, trainer.exchange.parameters, 6)
         segments = [segment for segment in trainer.model.layout.segments if not segment.spec.whole]

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_runs import trainer_of
-from resume_runs import SMALL, steps
 
+from harness.combinations import SMALL
+from harness.trainings import outcomes, trainer_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import COMPRESSIONS
 from hpcdist.comm.threads.communicator import run_threads
@@ -64,13 +64,6 @@ WORKING = {
 WORKING |= {(f"zero{stage}", "auto") for stage in (1, 2, 3)}
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("pairs") / "text.txt"
-    path.write_text("to be or not to be, that is the question " * 30)
-    return path
-
-
 def refusal(keys: dict[str, Any]) -> str:
     """Return why a recipe cannot be, "" where it can."""
     try:
@@ -81,10 +74,10 @@ def refusal(keys: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_pair_trains_or_says_why_not(exchange: str, text: Path) -> None:
+def test_a_pair_trains_or_says_why_not(exchange: str, shared_text: Path) -> None:
     """The names of the keys that refuse, and of those to change, are those of the recipe."""
     for name in NAMES:
-        keys = SMALL | {"model.dropout": 0, "data.path": text, "communication.compression": name}
+        keys = SMALL | {"model.dropout": 0, "data.path": shared_text, "communication.compression": name}
         keys |= OWN.get(name, {}) | EXCHANGES[exchange]
         said = refusal(keys)
         if said:
@@ -95,7 +88,7 @@ def test_a_pair_trains_or_says_why_not(exchange: str, text: Path) -> None:
 
         def run(comm: Communicator, keys: dict[str, Any] = keys) -> tuple[list[float], bool]:
             trainer = trainer_of(comm, keys)
-            found = [done[0] for done in steps(trainer, 0, STEPS)]
+            found = [done[0] for done in outcomes(trainer, STEPS, 0)]
             return found, bool(np.isfinite(trainer.exchange.parameters.array).all())
 
         ranks = 4 if {"parallel.pipeline", "parallel.tensor"} & keys.keys() else 3

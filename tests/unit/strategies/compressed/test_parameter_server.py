@@ -6,8 +6,20 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from compressed_server import EVEN, SOME, UNEVEN, Case, Job, OneProcess, colocated, dedicated, float32, gradients, start
 
+from harness.compressed.server import (
+    EVEN,
+    SOME,
+    UNEVEN,
+    Case,
+    Job,
+    OneProcess,
+    colocated,
+    dedicated,
+    float32,
+    gradients,
+    start,
+)
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import CommunicationConfig

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu_runs import PIPELINE, SERVER, Trained, assembled, write_text
 
+from harness import trainings
+from harness.trainings import PIPELINE, SERVER, Trained, assembled, refused
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.errors import ConfigurationError, NonFiniteError
+from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.compressed.error_feedback import Residuals
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.saving import CheckpointSaver
 
 Settings = dict[str, object]
@@ -22,18 +22,9 @@ INT8 = {"communication.compression": "int8"}
 TOPK = {"communication.compression": "topk", "compression.density": 0.1}
 
 
-@pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> Settings:
-    return {"data.path": write_text(tmp_path / "text.txt", rng)}
-
-
 def steps(trainer: Trainer, last: int) -> list[float]:
     """Return the losses up to step ``last``."""
-    losses = []
-    with trainer.batches(last) as batches:
-        for step, batch in enumerate(batches, start=trainer.first_step + 1):
-            losses.append(trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2)).loss)
-    return losses
+    return trainings.losses(trainer, last)
 
 
 def state(trainer: Trainer) -> dict[tuple[str, str, int], bytes]:
@@ -44,9 +35,9 @@ def state(trainer: Trainer) -> dict[tuple[str, str, int], bytes]:
     ("axes", "lossless"),
     [(PIPELINE, False), ({"parallel.tensor": 2}, False), ({**PIPELINE, "parallel.tensor": 2}, True)],
 )
-def test_in_a_product_every_place_has_servers_of_its_own(axes: Settings, lossless: bool, text: Settings) -> None:
+def test_in_a_product_every_place_has_servers_of_its_own(axes: Settings, lossless: bool, words: Settings) -> None:
     ranks = 2 * int(axes.get("parallel.pipeline", 1)) * int(axes.get("parallel.tensor", 1))
-    settings = {**text, **COLOCATED, **axes}
+    settings = {**words, **COLOCATED, **axes}
     dense = run_threads(ranks, lambda comm: Trained(comm, settings).losses)[0]
     way = {**TOPK, "compression.density": 1.0} if lossless else INT8
     found = run_threads(ranks, lambda comm: Trained(comm, {**settings, **way}))
@@ -71,8 +62,8 @@ def test_in_a_product_every_place_has_servers_of_its_own(axes: Settings, lossles
         (COLOCATED, {**INT8, "precision.mode": "float16", "precision.loss_scale": 1024}),
     ],
 )
-def test_a_run_goes_on_to_the_bit(placed: Settings, way: Settings, text: Settings, tmp_path: Path) -> None:
-    settings = {**text, **placed, **way}
+def test_a_run_goes_on_to_the_bit(placed: Settings, way: Settings, words: Settings, tmp_path: Path) -> None:
+    settings = {**words, **placed, **way}
 
     def through(comm: Communicator) -> tuple[list[float], dict[tuple[str, str, int], bytes]]:
         trainer = assembled(comm, settings)
@@ -95,8 +86,8 @@ def test_a_run_goes_on_to_the_bit(placed: Settings, way: Settings, text: Setting
 
 
 @pytest.mark.parametrize(("now", "after"), [(2, COLOCATED), (4, SERVER), (2, {"parallel.strategy": "allreduce"})])
-def test_what_is_owed_is_the_same_for_other_workers(now: int, after: Settings, text: Settings, tmp_path: Path) -> None:
-    settings, others = {**text, **COLOCATED, **TOPK}, {**text, **after, **TOPK}
+def test_what_is_owed_is_the_same_for_other_workers(now: int, after: Settings, words: Settings, tmp_path: Path) -> None:
+    settings, others = {**words, **COLOCATED, **TOPK}, {**words, **after, **TOPK}
 
     def owed(trainer: Trainer) -> dict[str, np.ndarray]:
         found = {}
@@ -120,8 +111,8 @@ def test_what_is_owed_is_the_same_for_other_workers(now: int, after: Settings, t
     assert np.isfinite(run_threads(now, lambda comm: steps(assembled(comm, others, old[0][0]), 4))).all()
 
 
-def test_a_checkpoint_without_residuals_begins_with_none(text: Settings, tmp_path: Path) -> None:
-    settings = {**text, **SERVER}
+def test_a_checkpoint_without_residuals_begins_with_none(words: Settings, tmp_path: Path) -> None:
+    settings = {**words, **SERVER}
 
     def dense(comm: Communicator) -> Path:
         trainer = assembled(comm, settings)
@@ -134,9 +125,9 @@ def test_a_checkpoint_without_residuals_begins_with_none(text: Settings, tmp_pat
 
 
 @pytest.mark.parametrize("placed", [SERVER, COLOCATED])
-def test_a_gradient_that_overflows_ends_the_run_on_all_ranks(placed: Settings, text: Settings) -> None:
+def test_a_gradient_that_overflows_ends_the_run_on_all_ranks(placed: Settings, words: Settings) -> None:
     def body(comm: Communicator) -> None:
-        trainer = assembled(comm, {**text, **placed, **TOPK})
+        trainer = assembled(comm, {**words, **placed, **TOPK})
         steps(trainer, 2)
         trainer = replace(trainer, first_step=2)
         handlers, push = trainer.executor._handlers, trainer.exchange.push
@@ -172,5 +163,4 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_recipe_that_does_not_go_with_it_is_refused(case: str) -> None:
     settings, why = REFUSED[case]
-    with pytest.raises(ConfigurationError, match=why):
-        recipes.load(None, [f"{key}={value}" for key, value in {**SERVER, **INT8, **settings}.items()])
+    refused({**SERVER, **INT8, **settings}, why)

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_runs import losses, trainer_of
-from resume_runs import HALF, SMALL, bits, steps
 
+from harness.combinations import HALF, SMALL
+from harness.trainings import bits, losses, outcomes, trainer_of
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
@@ -41,9 +41,9 @@ def owed(trainer: Trainer) -> np.ndarray:
 
 def begun(comm: Communicator, given: dict[str, Any], path: Path) -> tuple[Path, list[tuple[str, bytes]], Any, Any]:
     trainer = trainer_of(comm, given)
-    steps(trainer, 0, HALF)
+    outcomes(trainer, HALF, 0)
     saved = CheckpointSaver(trainer, path).save(HALF)
-    return saved, bits(trainer), owed(trainer), steps(trainer, HALF, 2 * HALF)
+    return saved, bits(trainer), owed(trainer), outcomes(trainer, 2 * HALF, HALF)
 
 
 @pytest.mark.parametrize("of", [FACTORS, {"communication.compression": "int8"}])
@@ -53,7 +53,7 @@ def test_a_run_over_nodes_goes_on_bit_for_bit(keys: dict[str, Any], tmp_path: Pa
 
     def resumed(comm: Communicator, path: Path) -> tuple[Any, Any]:
         trainer = trainer_of(comm, given, path)
-        return bits(trainer), steps(trainer, HALF, 2 * HALF)
+        return bits(trainer), outcomes(trainer, 2 * HALF, HALF)
 
     found = run_threads(4, lambda comm: begun(comm, given, tmp_path), ranks_per_node=2)
     again = run_threads(4, lambda comm: resumed(comm, found[0][0]), ranks_per_node=2)
@@ -74,7 +74,7 @@ def test_another_compressor_takes_over_what_is_owed(
     def resumed(comm: Communicator, path: Path) -> tuple[np.ndarray, np.ndarray, list[str]]:
         trainer = trainer_of(comm, keys | now, path)
         first = owed(trainer)
-        steps(trainer, HALF, HALF + 1)
+        outcomes(trainer, HALF + 1, HALF)
         whole = [key for key, _ in bits(trainer) if "powersgd" in key]
         return first, owed(trainer), whole
 
@@ -97,7 +97,7 @@ def test_biases_that_had_factors_are_paid_what_they_are_owed(
         assert not [key for key, _ in bits(trainer) if "powersgd" in key and "bias" in key]
         bias = trainer.model.layout.by_key["1.qkv.bias"].range
         first = owed(trainer)[bias.slice].copy()
-        steps(trainer, HALF, HALF + 1)
+        outcomes(trainer, HALF + 1, HALF)
         return first, owed(trainer)[bias.slice]
 
     with monkeypatch.context() as before:
@@ -116,7 +116,7 @@ def test_one_rank_alone_pays_what_two_ranks_owed(keys: dict[str, Any], tmp_path:
         if forgets:
             assert isinstance(trainer.exchange, CompressedExchange) and trainer.exchange.residuals is not None
             trainer.exchange.residuals.feedback.residuals.zero()
-        steps(trainer, HALF, HALF + 1)
+        outcomes(trainer, HALF + 1, HALF)
         return first, owed(trainer), trainer.exchange.parameters.array.copy(), trainer.learning_rate(HALF + 1)
 
     found = run_threads(2, lambda comm: begun(comm, given, tmp_path))
@@ -141,11 +141,11 @@ def test_an_overflow_does_not_lose_what_was_about_to_be_paid(keys: dict[str, Any
             reduce(op)
 
         exchange.handlers = {kind: spoiled if call == reduce else call for kind, call in kept.items()}
-        skipped = [steps(trainer, HALF, HALF + 1)[0][2]]
+        skipped = [outcomes(trainer, HALF + 1, HALF)[0][2]]
         trainer.exchange.pieces()
         same = [bool((owed(trainer) == first).all())]
         exchange.handlers = kept
-        skipped += [steps(trainer, HALF + 1, HALF + 2)[0][2]]
+        skipped += [outcomes(trainer, HALF + 2, HALF + 1)[0][2]]
         return skipped, [*same, not owed(trainer).any()]
 
     found = run_threads(2, lambda comm: begun(comm, given, tmp_path))
@@ -175,7 +175,7 @@ def test_another_loss_scale_changes_neither_steps_nor_what_is_owed(keys: dict[st
     def run(comm: Communicator, scale: float) -> tuple[np.ndarray, np.ndarray]:
         trainer = trainer_of(comm, given | {"precision.loss_scale": scale})
         first = trainer.exchange.parameters.array.astype(np.float32)
-        assert not any(done[2] for done in steps(trainer, 0, HALF))
+        assert not any(done[2] for done in outcomes(trainer, HALF, 0))
         return trainer.exchange.parameters.array.astype(np.float32) - first, owed(trainer)
 
     small, large = (run_threads(2, lambda comm, scale=scale: run(comm, scale)) for scale in (64.0, 1024.0))

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from zero_compressed import RATE, Defined, Driven, compare, cuts_of, drawn, rounded
 
+from harness.compressed.zero import RATE, Defined, Driven, compare, cuts_of, drawn, rounded
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator

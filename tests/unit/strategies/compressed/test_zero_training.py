@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_runs import losses, state, trainer_of
 
+from harness.trainings import losses, refused, state, trainer_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.compressed.zero import CompressedZero
 from hpcdist.strategies.core.replica_check import check_replicas, check_tensor_axis
-from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -151,5 +149,4 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("keys", "why"), REFUSED)
 def test_what_does_not_go_together_is_refused(keys: dict[str, Any], why: str) -> None:
     given = {"data.path": "x", **keys}
-    with pytest.raises(ConfigurationError, match=why.replace(".", r"\.")):
-        recipes.load(None, [f"{key}={value}" for key, value in given.items()], {})
+    refused(given, why.replace(".", r"\."))

@@ -8,33 +8,27 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from typing import Final
 
 import numpy as np
 import pytest
 
-from hpcdist import models
-from hpcdist.arrays.store import FlatStore
+from harness.rank_run import CLASSES, FEATURES, RankRun
+from harness.trainings import TOLERANCE
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies import build
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import server_exchange as served
-from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
-from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.strategies.zero.exchange import ZeroExchange
 
 SAMPLES, STEPS, MICROBATCHES = 10, 50, 2  # uneven over 3 and 4 ranks
-FEATURES, CLASSES = 5, 4
 MODEL = ModelConfig(kind="mlp", layers=1, hidden=7)
-TOLERANCE: Final = {"float32": 1e-5, "float64": 1e-12}
 ALL = os.environ.get("HPCDIST_TEST_LAYOUTS") == "all"
 COMMON = OptimizerConfig(warmup_steps=3, clip_norm=0.4)
 OPTIMIZERS = {
@@ -55,47 +49,10 @@ WAYS: dict[str, tuple[Callable[[RankContext], Exchange], ParameterServerConfig |
 }
 
 
-class Run:
-    """The run of one rank."""
-
-    def __init__(self, comm: Communicator, way: str, optimizer: str, dtype: str) -> None:
-        make, servers = WAYS[way]
-        roles = Roles.of(servers, comm.size) if servers else None
-        self.model = models.build(MODEL, dtype, features=FEATURES, classes=CLASSES)
-        self.context = RankContext(
-            world=comm,
-            data=roles.part_of(comm) if roles else comm,
-            pipeline=solo(),
-            model=self.model,
-            optimizer=OPTIMIZERS[optimizer],
-            total_steps=STEPS,
-            algorithm="ring",
-            bucket_bytes=400,
-        )
-        self.exchange = make(self.context)
-        initial = FlatStore(self.model.layout, self.model.dtype)
-        self.model.initialise(initial, seed=3)
-        self.exchange.load_initial(initial)
-        self.executor = build.build_executor(self.context, self.exchange)
-        parallel = ParallelConfig(microbatches=MICROBATCHES)
-        self.operations = build.operations(self.context, self.exchange, self.executor.copies, parallel)
-
-    def losses(self, inputs: np.ndarray, targets: np.ndarray) -> list[float]:
-        found = []
-        for step in range(STEPS):
-            mine = np.array_split(np.arange(SAMPLES), self.context.data.size)[self.context.data.rank]
-            parts = [(inputs[step][own], targets[step][own]) for own in np.array_split(mine, MICROBATCHES)]
-            found.append(self.executor.run(self.operations, parts, SAMPLES, step, np.zeros(2)).loss)
-        return found
-
-    def weights(self) -> np.ndarray:
-        """All parameters, from the ranks that save them. Collective."""
-        whole = FlatStore(self.model.layout, self.model.dtype)
-        kept = [(p.tensor, p.flat, p.array) for p in self.exchange.pieces() if p.kind == "parameters"]
-        for pieces in self.context.world.allgather_object(kept):
-            for tensor, flat, values in pieces:
-                whole.view(tensor).reshape(-1)[flat.slice] = values
-        return whole.array
+def run_of(comm: Communicator, way: str, optimizer: str, dtype: str) -> RankRun:
+    make, servers = WAYS[way]
+    keys = {"microbatches": MICROBATCHES, "servers": servers, "total_steps": STEPS, "bucket_bytes": 400}
+    return RankRun(comm, make, config=MODEL, dtype=dtype, optimizer=OPTIMIZERS[optimizer], **keys)
 
 
 @cache
@@ -108,11 +65,13 @@ def data(dtype: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def trained(comm: Communicator, way: str, optimizer: str, dtype: str) -> tuple[list[float], np.ndarray]:
-    run = Run(comm, way, optimizer, dtype)
-    found = run.losses(*data(dtype)), run.weights()
-    if isinstance(run.exchange, LockStepExchange):
-        run.exchange.close()
-    return found
+    run, losses = run_of(comm, way, optimizer, dtype), []
+    for inputs, targets in zip(*data(dtype), strict=True):
+        parts = [*zip(run.share(inputs), run.share(targets), strict=True)]
+        losses.append(run.run(parts, SAMPLES).loss)
+    weights = np.concatenate([values for (kind, _), values in sorted(run.state().items()) if kind == "parameters"])
+    run.exchange.close()
+    return losses, weights
 
 
 @cache
@@ -139,7 +98,7 @@ def test_ssp_of_0_is_bsp() -> None:
     zero = ParameterServerConfig(placement="colocated", consistency="ssp", staleness=0)
 
     def body(comm: Communicator, config: ParameterServerConfig) -> tuple[type, list[object]]:
-        run = Run(comm, "bsp", "lamb", "float64")
+        run = run_of(comm, "bsp", "lamb", "float64")
         made = served(run.context, config)
         return type(made), made.plan()
 

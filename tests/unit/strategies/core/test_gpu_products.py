@@ -10,26 +10,28 @@ import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import late_messages
 import numpy as np
 import pytest
-import skipping
-from gpu_products import PRODUCTS, STEPS
-from gpu_runs import Trained, assembled, check_same, with_pointers, write_text
-from gpu_watch import Watch, expected_sites
 
+from harness import pipelines as skipping
+from harness import trainings
+from harness.combinations import PRODUCT_STEPS as STEPS
+from harness.combinations import PRODUCTS
+from harness.devices import Watch, expected_sites
+from harness.trainings import Trained, assembled, check_same, with_pointers
 from hpcdist.arrays import backend
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.errors import DivergenceError, NonFiniteError
-from hpcdist.strategies.core.replica_check import check_tensor_axis, explain_nonfinite
+from hpcdist.errors import DivergenceError
+from hpcdist.strategies.core.replica_check import check_tensor_axis
 from hpcdist.strategies.pipeline import costs
 from hpcdist.training.run.saving import CheckpointSaver
+from stubs import late_messages
 
 
 @pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
-    return {"data.path": write_text(tmp_path / "text.txt", rng), "precision.mode": "float32"}
+def text(text: Path) -> dict[str, object]:
+    return {"data.path": text, "precision.mode": "float32"}
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -97,13 +99,7 @@ def test_a_nan_in_a_product_is_explained(gpu: ModuleType, text: dict[str, object
         trainer = assembled(comm, {**text, **keys, "run.device": "gpu"})
         if comm.rank == ranks - 1:
             trainer.exchange.parameters.array[3] = np.nan
-        with trainer.batches(1) as batches:
-            parts = trainer.cut(trainer.place(next(iter(batches))))
-        try:
-            trainer.step(1, parts, np.zeros(2))
-        except NonFiniteError as error:
-            return str(explain_nonfinite(comm, trainer.executor, trainer.operations, parts, error))
-        return "no error"
+        return trainings.failure(trainer)
 
     assert all(f"rank {ranks - 1}: parameter " in said for said in run_threads(ranks, body))
 

@@ -1,20 +1,19 @@
 """Logical shards: exchanges that cut a model, and its gradients, in any way end with the same bits."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import shard_runs
-from shard_runs import train
 
+from harness.trainings import losses_and_norms as train
+from harness.trainings import refused, small, state_bits
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads
-from hpcdist.errors import ConfigurationError, NonFiniteError
+from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -36,34 +35,13 @@ WAYS = [
 ]
 
 
-@pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_bytes(rng.integers(97, 123, 4000).astype(np.uint8).tobytes())
-    return path
-
-
-def trainer_of(comm: Communicator, path: Path, keys: dict[str, Any], resume: Path | None = None) -> Trainer:
-    settings = {"run.global_batch": SAMPLES, "optimizer.clip_norm": 0.1, **keys}
-    return shard_runs.trainer_of(comm, path, settings, resume, shards=SHARDS)
-
-
-def state(trainer: Trainer) -> dict[tuple[str, str], bytes]:
-    """All that the ranks save, by (kind, tensor). Collective."""
-    own = [(p.kind, p.tensor, p.global_shape, p.flat, p.array.copy()) for p in trainer.exchange.pieces()]
-    found: dict[tuple[str, str], np.ndarray] = {}
-    for pieces in trainer.comm.allgather_object(own):
-        for kind, tensor, shape, flat, values in pieces:
-            whole = found.setdefault((kind, tensor), np.full(int(np.prod(shape)), np.nan, values.dtype))
-            whole[flat.slice] = values
-    assert not any(np.isnan(whole).any() for whole in found.values())
-    return {key: whole.tobytes() for key, whole in found.items()}
+trainer_of = partial(small, **{"run.global_batch": SAMPLES, "run.logical_shards": SHARDS, "optimizer.clip_norm": 0.1})
 
 
 def whole_run(comm: Communicator, path: Path, keys: dict[str, Any]) -> tuple[object, ...]:
     trainer = trainer_of(comm, path, keys)
     assert trainer.proof is not None
-    return train(trainer, STEPS), state(trainer), mean_validation_loss(trainer)
+    return train(trainer, STEPS), state_bits(trainer), mean_validation_loss(trainer)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +109,7 @@ def test_a_run_goes_on_with_the_same_bits_by_another_exchange(text: Path, tmp_pa
         trainer = trainer_of(comm, text, keys | way, resume)
         kept = trainer.exchange.state()
         assert kept["arithmetic"] and kept["count"] == trainer.first_step
-        return train(trainer, last), CheckpointSaver(trainer, tmp_path / "checkpoints").save(last), state(trainer)
+        return train(trainer, last), CheckpointSaver(trainer, tmp_path / "checkpoints").save(last), state_bits(trainer)
 
     losses, saved = [], None
     legs = [(ALLREDUCE, 2, 1), (ZERO3, 4, 2), (SHARED, 3, 3), (ZERO3, 1, 4), ({"parallel.strategy": "zero1"}, 4, 5)]
@@ -224,6 +202,4 @@ def test_what_is_not_finite_is_found_on_all_ranks(text: Path, way: dict[str, Any
 )
 def test_what_does_not_go_with_zero_is_refused(override: str, match: str) -> None:
     overrides = ["run.logical_shards=4", "run.global_batch=16", "parallel.strategy=zero3", override]
-    with pytest.raises(ConfigurationError, match=match) as refused:
-        recipes.load(None, overrides, {})
-    assert refused.value.exit_code == 78
+    refused(overrides, match)

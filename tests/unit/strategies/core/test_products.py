@@ -1,6 +1,5 @@
 """Any layout that a recipe may ask for is the run of one process: drawn at random, on at most four ranks."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from harness.trainings import alone, difference, losses, trainer_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.core.replica_check import check_tensor_axis
 from hpcdist.training.run.loop import mean_validation_loss
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "doubles"))
-from rank_runs import alone, difference, losses, trainer_of
 
 STEPS = 3
 GRIDS = ((2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 1, 3), (1, 1, 4), (3, 1, 1), (1, 3, 1))  # data, pipeline, tensor

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lives_runs import survive
 
+from harness.trainings import survive
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.restoring.restore import newest_complete

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_runs import Trained, assembled, check_same, with_pointers, write_text
 
+from harness import trainings
+from harness.trainings import Trained, assembled, check_same, with_pointers
 from hpcdist import models
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
@@ -292,28 +293,18 @@ SAME = {
 }
 
 
-@pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
-    return {"data.path": write_text(tmp_path / "text.txt", rng)}
-
-
 def trained(
     comm: Communicator, settings: dict[str, object], steps: int = 5, first: Any = None
 ) -> tuple[Any, list[float]]:
     trainer = first or assembled(comm, settings)
-    losses = []
-    with trainer.batches(steps) as batches:
-        for step, batch in enumerate(batches, start=trainer.first_step + 1):
-            cut = trainer.cut(trainer.place(batch))
-            batch_size = trainer.recipe.run.global_batch
-            losses.append(trainer.executor.run(trainer.operations, cut, batch_size, step, np.zeros(2)).loss)
+    losses = trainings.losses(trainer, steps)
     return trainer, losses
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", SAME)
-def test_averaging_in_every_step_is_allreduce(name: str, size: int, text: dict[str, object]) -> None:
-    settings = {**BASE, **text, **SAME[name]}
+def test_averaging_in_every_step_is_allreduce(name: str, size: int, words: dict[str, object]) -> None:
+    settings = {**BASE, **words, **SAME[name]}
     plain = {key: value for key, value in settings.items() if not key.startswith(("parallel.", "decentralised."))}
 
     def body(settings: dict[str, object]) -> Callable[[Communicator], tuple[np.ndarray, list[float]]]:
@@ -331,8 +322,8 @@ def test_averaging_in_every_step_is_allreduce(name: str, size: int, text: dict[s
 
 @pytest.mark.parametrize("order", ["combine_first", "adapt_first"])
 @pytest.mark.parametrize(("graph", "degree"), [("ring", 2), ("torus", 3), ("exponential", 3), ("one_peer", 1)])
-def test_bytes_are_those_of_the_neighbours(graph: str, degree: int, order: str, text: dict[str, object]) -> None:
-    settings = {**BASE, **text, "parallel.strategy": "gossip", "decentralised.graph": graph, "model.hidden": 32}
+def test_bytes_are_those_of_the_neighbours(graph: str, degree: int, order: str, words: dict[str, object]) -> None:
+    settings = {**BASE, **words, "parallel.strategy": "gossip", "decentralised.graph": graph, "model.hidden": 32}
     settings |= {"decentralised.order": order, "decentralised.report_every": 0}
 
     def body(comm: Communicator) -> float:
@@ -346,8 +337,8 @@ def test_bytes_are_those_of_the_neighbours(graph: str, degree: int, order: str, 
     assert run_threads(6, body) == pytest.approx([degree] * 6, rel=0.01)
 
 
-def test_bytes_of_an_averaging(text: dict[str, object]) -> None:
-    settings = {**BASE, **text, "parallel.strategy": "local_sgd", "decentralised.period": 2, "model.hidden": 32}
+def test_bytes_of_an_averaging(words: dict[str, object]) -> None:
+    settings = {**BASE, **words, "parallel.strategy": "local_sgd", "decentralised.period": 2, "model.hidden": 32}
 
     def body(comm: Communicator) -> list[float]:
         trainer, _ = trained(comm, settings, 2)
@@ -379,9 +370,9 @@ def test_bytes_of_an_averaging(text: dict[str, object]) -> None:
     ids=["one_peer", "ring", "local_sgd", "outer"],
 )
 def test_resume_has_the_bits_of_a_run_that_saved_there(
-    keys: dict[str, object], tmp_path: Path, text: dict[str, object]
+    keys: dict[str, object], tmp_path: Path, words: dict[str, object]
 ) -> None:
-    settings = {**text, "optimizer.name": "adamw", "communication.algorithm": "ring", **keys}
+    settings = {**words, "optimizer.name": "adamw", "communication.algorithm": "ring", **keys}
 
     def body(comm: Communicator) -> tuple[list[float], list[float], bool, bool]:
         whole, first = trained(comm, settings, 4)
@@ -392,7 +383,7 @@ def test_resume_has_the_bits_of_a_run_that_saved_there(
         resumed = assembled(comm, settings, saved)
         _, again = trained(comm, settings, 9, resumed)
         bits = [trainer.exchange.parameters.array.tobytes() for trainer in (whole, resumed)]
-        alone = assembled(solo(), text | {"communication.algorithm": "ring"}, saved)  # another strategy and size
+        alone = assembled(solo(), words | {"communication.algorithm": "ring"}, saved)  # another strategy and size
         same = alone.exchange.parameters.array.tobytes() == alike[0]
         return rest, again, bits[0] == bits[1], same and len(set(alike)) == 1 and len(first) == 4
 
@@ -411,9 +402,9 @@ ON_GPUS: list[dict[str, object]] = [
 @pytest.mark.parametrize("pointers", [False, True])
 @pytest.mark.parametrize("keys", ON_GPUS, ids=["ring", "adapt first", "complete", "local_sgd"])
 def test_a_run_on_the_gpu_is_that_of_the_cpu(
-    gpu: ModuleType, text: dict[str, object], keys: dict[str, object], pointers: bool
+    gpu: ModuleType, words: dict[str, object], keys: dict[str, object], pointers: bool
 ) -> None:
-    settings = {**text, **keys, "precision.mode": "float64"}
+    settings = {**words, **keys, "precision.mode": "float64"}
 
     def body(comm: Communicator) -> Trained:
         if pointers:
@@ -424,8 +415,8 @@ def test_a_run_on_the_gpu_is_that_of_the_cpu(
     check_same(host, run_threads(3, body), 1e-12)
 
 
-def test_saving_twice_changes_nothing(tmp_path: Path, text: dict[str, object]) -> None:
-    settings = {**text, "parallel.strategy": "gossip"}
+def test_saving_twice_changes_nothing(tmp_path: Path, words: dict[str, object]) -> None:
+    settings = {**words, "parallel.strategy": "gossip"}
 
     def body(comm: Communicator) -> bool:
         trainer, _ = trained(comm, settings, 2)
@@ -533,8 +524,8 @@ def test_lists_that_would_mix_something_else_are_refused() -> None:
             verified(lists, 2)
 
 
-def test_bad_graphs_are_refused_on_every_rank(text: dict[str, object]) -> None:
-    settings = {**text, "parallel.strategy": "gossip", "decentralised.graph": "edges", "decentralised.edges": "0-1"}
+def test_bad_graphs_are_refused_on_every_rank(words: dict[str, object]) -> None:
+    settings = {**words, "parallel.strategy": "gossip", "decentralised.graph": "edges", "decentralised.edges": "0-1"}
 
     def body(comm: Communicator) -> str:
         with pytest.raises(ConfigurationError) as refused:

@@ -4,25 +4,23 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-from hpcdist import models
+from harness.rank_run import RankRun, load_initial, optimizer_of
 from hpcdist.arrays import backend
-from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim import optimizer as optimizers
-from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies import build
 from hpcdist.strategies.build import server_exchange
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.partition import Roles
@@ -47,43 +45,26 @@ PLACES = [
 COLOCATED = ParameterServerConfig(placement="colocated", consistency="asp")
 
 
-class Run:
+class Run(RankRun):
     """A tiny gpt on one rank; workers go at their own speed and meet as the loop of a training does."""
 
     def __init__(
         self, comm: Communicator, config: ParameterServerConfig, steps: int = STEPS, on: str = "cpu", **keys: object
     ) -> None:
-        roles = Roles.of(config, comm.size)
-        part = roles.part_of(comm)
-        self.comm, self.model, self.steps = comm, models.build(MODEL, "float32", context=8), steps
-        self.context = RankContext(
-            world=comm,
-            data=part,
-            pipeline=part.split(part.rank),
-            model=self.model,
-            optimizer=replace(OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5), **keys),
-            total_steps=steps,
-            algorithm="ring",
-            on=on,
-            computes=comm.rank in roles.workers,
-        )
-        found = server_exchange(self.context, config)
-        assert isinstance(found, AsynchronousExchange)
-        self.exchange = found
-        initial = FlatStore(self.model.layout, self.model.dtype)
-        self.model.initialise(initial, seed=3)
-        found.load_initial(initial)
-        self.executor = build.build_executor(self.context, found)
-        parallel = ParallelConfig(strategy="parameter_server")
-        self.operations = found.attended(build.operations(self.context, found, self.executor.copies, parallel))
+        make = partial(server_exchange, config=config)
+        given = {"config": MODEL, "dtype": "float32", "optimizer": optimizer_of(**keys), "total_steps": steps, "on": on}
+        super().__init__(comm, make, servers=config, **given)
+        assert isinstance(self.exchange, AsynchronousExchange)
+        self.steps, self.operations = steps, self.exchange.attended(self.operations)
         self.meetings: list[list[int]] = []
-        self.losses: list[float] = []
+        self.own_losses: list[float] = []
 
-    def step(self, data: np.ndarray) -> None:
-        samples = data[self.exchange.clock, self.comm.rank]
-        batch = [(backend.place(samples[:, :-1], self.context.on), backend.place(samples[:, 1:], self.context.on))]
-        found = self.executor.run(self.operations, batch, SAMPLES, self.exchange.clock, np.zeros(0))
-        self.losses.append(found.loss)
+    def advance(self, data: np.ndarray) -> None:
+        """Make the worker's next step, on samples of its own."""
+        clock = self.exchange.clock
+        samples = backend.place(data[clock, self.comm.rank], self.context.on)
+        done = self.executor.run(self.operations, [(samples[:, :-1], samples[:, 1:])], SAMPLES, clock, np.zeros(0))
+        self.own_losses.append(done.loss)
 
     def hold(self) -> bool:
         """Meet; whether all workers have done all their steps."""
@@ -108,7 +89,7 @@ class Run:
         self.exchange.part()
         while self.exchange.works and self.exchange.clock < self.steps:
             time.sleep(pause(self.comm.rank))
-            self.step(data)
+            self.advance(data)
             if self.exchange.meetings.called and self.hold():
                 return
         while not self.hold():
@@ -150,12 +131,12 @@ def test_one_worker_alone_is_plain_training(rng: np.random.Generator) -> None:
     def body(comm: Communicator) -> tuple[list[float], bytes]:
         run = Run(comm, replace(COLOCATED, placement="dedicated"))
         run.train(data)
-        return run.losses, run.exchange.parameters.array.tobytes()
+        return run.own_losses, run.exchange.parameters.array.tobytes()
 
     def alone(comm: Communicator) -> tuple[list[float], bytes]:
         run = Run(comm, COLOCATED)
         run.train(data)
-        return run.losses, run.exchange.parameters.array.tobytes()
+        return run.own_losses, run.exchange.parameters.array.tobytes()
 
     assert run_threads(2, body)[0] == run_threads(1, alone)[0]
     assert run_threads(1, lambda comm: reference(comm, data))[0] == run_threads(1, alone)[0]
@@ -169,7 +150,7 @@ def test_on_a_device_it_is_the_same(gpu: ModuleType, rng: np.random.Generator) -
         run = Run(comm, config, on=on)
         run.train(data)
         assert backend.is_device(run.exchange.parameters.array) == (on == "gpu")
-        return run.losses, backend.to_host(run.exchange.parameters.array)
+        return run.own_losses, backend.to_host(run.exchange.parameters.array)
 
     for size, config in ((1, COLOCATED), (3, ParameterServerConfig(servers=2, consistency="asp"))):
         host, device = (
@@ -184,9 +165,7 @@ def reference(comm: Communicator, data: np.ndarray) -> tuple[list[float], bytes]
     """The same steps in lock-step with nobody."""
     run = Run(comm, COLOCATED)
     lockstep = server_exchange(run.context, replace(COLOCATED, consistency="bsp"))
-    initial = FlatStore(run.model.layout, run.model.dtype)
-    run.model.initialise(initial, seed=3)
-    lockstep.load_initial(initial)
+    load_initial(run.context, lockstep)
     executor = build.build_executor(run.context, lockstep)
     operations = build.operations(run.context, lockstep, executor.copies, ParallelConfig(strategy="parameter_server"))
     losses = [
@@ -207,7 +186,7 @@ def test_nobody_waits_for_a_slow_worker(rng: np.random.Generator) -> None:
             while not finished:
                 time.sleep(1e-3)
         while run.exchange.works and run.exchange.clock < STEPS:
-            run.step(data)
+            run.advance(data)
         if comm.rank == 0:
             finished.append(run.exchange.updates)
         while not run.hold():
@@ -252,7 +231,7 @@ def test_a_worker_that_waits_for_a_meeting_has_no_operation_with_a_deadline(
                 time.sleep(1e-3)
                 run.exchange.serve(Operation(Kind.COLLECT))  # a colocated rank serves the other meanwhile
         while run.exchange.works and run.exchange.clock < STEPS:
-            run.step(data)
+            run.advance(data)
         if comm.rank == 1:
             before.append(quick.begun)
         while not run.hold():
@@ -322,7 +301,7 @@ def test_a_push_that_comes_twice_is_applied_once(rng: np.random.Generator) -> No
         place = run.exchange
         place.part()
         if place.works:
-            run.step(data)
+            run.advance(data)
             before = place.parameters.array.copy()
             place.clock -= 1
             for op in place.plan():
@@ -353,7 +332,7 @@ def test_a_step_that_is_given_up_leaves_no_gradient_behind(
             place.parameters.view(segment.key)[...] = np.nan
             comm.events = begun = Open()
             with pytest.raises(NonFiniteError):
-                run.step(data)
+                run.advance(data)
             pushed = begun.pushes
             with place.unpushed():
                 under_way = [what for what in begun.tokens.values() if "values" in what]
@@ -363,7 +342,7 @@ def test_a_step_that_is_given_up_leaves_no_gradient_behind(
             assert begun.pushes == pushed > 0
             place.parameters.view(segment.key)[...] = good
         run.train(data)
-        return place.updates, run.losses, place.parameters.array
+        return place.updates, run.own_losses, place.parameters.array
 
     for (updates, losses, values), (wanted, others, same) in zip(
         run_threads(size, lambda comm: body(comm, True)), run_threads(size, lambda comm: body(comm, False)), strict=True
@@ -454,7 +433,7 @@ def test_the_loss_of_a_repeated_batch_falls(rng: np.random.Generator) -> None:
     def body(comm: Communicator) -> list[float]:
         run = Run(comm, ParameterServerConfig(servers=2, placement="colocated", consistency="asp"), 40)
         run.train(data)
-        return run.losses
+        return run.own_losses
 
     for losses in run_threads(3, body):
         assert losses[-1] < losses[0] - 1.0
@@ -554,7 +533,7 @@ def test_a_restored_worker_that_is_too_far_ahead_waits(
     clocks = [5, 0, 1][: len(Roles.of(config, size).workers)]
     runs = watched(size, config, text(rng), lambda run: 2e-3 * (run.comm.rank > 0), clocks=clocks)
     assert all(run.exchange.clocks == [STEPS] * len(clocks) for run in runs)
-    assert len(runs[0].losses) == STEPS - 5
+    assert len(runs[0].own_losses) == STEPS - 5
 
 
 def test_every_tensor_is_of_one_version(rng: np.random.Generator) -> None:
@@ -613,7 +592,7 @@ def test_the_rate_is_divided_by_the_staleness(aware: bool, rng: np.random.Genera
             while comm.rank == 0 and place[1].clock + len(rates) < 6:
                 assert time.monotonic() < limit
                 time.sleep(1e-3)
-            run.step(data)
+            run.advance(data)
             rates.append((run.exchange.staleness, run.exchange.learning_rate))
             if run.exchange.works and comm.rank == 0:
                 shard = place[2].shard

@@ -2,64 +2,39 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-from hpcdist import models
+from harness.rank_run import RankRun, optimizer_of
 from hpcdist.arrays import backend
-from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
-from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies import build
 from hpcdist.strategies.build import server_exchange
-from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.core.exchange import Exchange
-from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.parameter_server.asynchronous.backup_workers import BackupExchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.partition import Roles
-from hpcdist.strategies.schedule.executor import Executor
-from hpcdist.strategies.schedule.operations import Operation
 
 STEPS, SAMPLES = 5, 3  # of each worker
 MODEL = ModelConfig(layers=1, hidden=32, heads=2)
 PLACES = [(3, 1, "dedicated"), (5, 2, "dedicated"), (3, 3, "colocated"), (3, 1, "colocated"), (4, 2, "colocated")]
 
 
-class Place:
-    """One rank with a tiny gpt."""
+class Place(RankRun):
+    """One rank with a tiny gpt; ``keys`` are those of the optimizer."""
 
     def __init__(self, comm: Communicator, config: ParameterServerConfig, on: str = "cpu", **keys: object) -> None:
-        roles = Roles.of(config, comm.size)
-        part = roles.part_of(comm)
-        self.comm, self.workers = comm, len(roles.workers)
-        model = models.build(MODEL, "float64", context=8)
-        context = RankContext(
-            world=comm,
-            data=part,
-            pipeline=part.split(part.rank),
-            model=model,
-            optimizer=replace(OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5), **keys),
-            total_steps=STEPS,
-            algorithm="ring",
-            on=on,
-            computes=comm.rank in roles.workers,
+        make = partial(server_exchange, config=config)
+        super().__init__(
+            comm, make, servers=config, config=MODEL, optimizer=optimizer_of(**keys), total_steps=STEPS, on=on
         )
-        self.exchange: Exchange = server_exchange(context, config)
-        initial = FlatStore(model.layout, model.dtype)
-        model.initialise(initial, seed=3)
-        self.exchange.load_initial(initial)
-        self.executor: Executor = build.build_executor(context, self.exchange)
-        parallel = ParallelConfig(strategy="parameter_server")
-        self.operations: list[Operation] = build.operations(context, self.exchange, self.executor.copies, parallel)
+        self.workers = len(self.roles.workers)
 
     def batch(self, data: np.ndarray, step: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        samples = backend.place(data[step, self.comm.rank], self.executor.context.on)
+        samples = backend.place(data[step, self.comm.rank], self.context.on)
         return [(samples[:, :-1], samples[:, 1:])]
 
 

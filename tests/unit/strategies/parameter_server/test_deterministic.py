@@ -1,29 +1,25 @@
 """Logical shards on a parameter server: the bits of allreduce, on any number of workers and servers."""
 
-import hashlib
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import shard_runs
-from shard_runs import SAMPLES, train
 
+from harness.trainings import blamed, refused, small, state_bits
+from harness.trainings import losses_and_norms as train
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.errors import ConfigurationError, NonFiniteError
-from hpcdist.strategies.core.replica_check import explain_nonfinite
+from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 3
-trainer_of = partial(shard_runs.trainer_of, shards=6)
+SAMPLES = 24
+trainer_of = partial(small, **{"run.global_batch": SAMPLES, "run.logical_shards": 6})
 KEYS = {
     "adamw": {"optimizer.clip_norm": 0.1, "model.tied": "true"},
     "lamb": {"optimizer.name": "lamb", "optimizer.clip_norm": 0.1},
@@ -31,33 +27,16 @@ KEYS = {
 }
 
 
-@pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_bytes(rng.integers(97, 123, 4000).astype(np.uint8).tobytes())
-    return path
-
-
 def served(servers: int, placement: str, transport: str = "messages", **keys: Any) -> dict[str, Any]:
     named = {"servers": servers, "placement": placement, "transport": transport, **keys}
     return {"parallel.strategy": "parameter_server"} | {f"parameter_server.{name}": of for name, of in named.items()}
-
-
-def state(trainer: Trainer) -> str:
-    """A digest of all parameters and optimizer state of the run, whoever saves them. Collective."""
-    saved = trainer.comm.allgather_object(
-        [(piece.name, piece.flat.start, piece.array.tobytes()) for piece in trainer.exchange.pieces()]
-    )
-    pieces = sorted(piece for rank in saved for piece in rank)
-    names = {name: b"".join(values for other, _, values in pieces if other == name) for name, _, _ in pieces}
-    return hashlib.sha256(repr(sorted(names.items())).encode()).hexdigest()
 
 
 def whole_run(comm: Communicator, path: Path, keys: dict[str, Any]) -> tuple[object, ...]:
     trainer = trainer_of(comm, path, keys)
     assert trainer.proof is not None
     try:
-        kept = train(trainer, STEPS), state(trainer), mean_validation_loss(trainer)
+        kept = train(trainer, STEPS), state_bits(trainer), mean_validation_loss(trainer)
         own = trainer.exchange.parameters
         return *kept, {part.start: own.range(part).tobytes() for part in own.parts if trainer.context.computes}
     finally:
@@ -81,13 +60,15 @@ def test_it_has_the_bits_of_allreduce_on_any_number_of_workers_and_servers(
 
 
 def test_a_run_goes_on_with_the_same_bits_as_allreduce_and_back(text: Path, tmp_path: Path) -> None:
-    def part(comm: Communicator, last: int, keys: dict[str, Any], resume: Path | None) -> tuple[list[Any], Path, str]:
+    def part(
+        comm: Communicator, last: int, keys: dict[str, Any], resume: Path | None
+    ) -> tuple[list[Any], Path, object]:
         trainer = trainer_of(comm, text, keys, resume)
         found = train(trainer, last)
         saved = CheckpointSaver(trainer, tmp_path / f"{comm.size}").save(last)
         comm.barrier()
         trainer.close()
-        return found, saved, state(trainer)
+        return found, saved, state_bits(trainer)
 
     whole, _, expected = run_threads(2, lambda comm: part(comm, 6, {}, None))[0]
     # ssp of 0 is bsp
@@ -109,8 +90,7 @@ def test_a_mirror_has_the_bits_of_the_server_that_is_lost(text: Path) -> None:
             for store in (exchange.parameters, *exchange.sharded_update.slots().values()):  # type: ignore[attr-defined]
                 store.array[...] = np.nan
         exchange.recover(1)  # type: ignore[attr-defined]
-        trainer = replace(trainer, first_step=2)
-        return found + train(trainer, 4)
+        return found + train(trainer, 4, first=2)
 
     assert run_threads(3, body) == [expected] * 3
 
@@ -123,8 +103,7 @@ def test_a_worker_pushes_as_many_partial_sums_as_it_must(text: Path, shards: int
         trainer = trainer_of(comm, text, {"model.hidden": 64, "run.logical_shards": shards} | served(1, "dedicated"))
         train(trainer, 1)
         with count_traffic(comm) as traffic:
-            trainer = replace(trainer, first_step=1)
-            train(trainer, 2)
+            train(trainer, 2, first=1)
         psi = 4 * trainer.model.layout.size
         agreed = 3 * 8 * (shards + 4)
         assert not traffic.unknown
@@ -144,15 +123,9 @@ def test_only_the_worker_with_a_bad_value_is_blamed_and_nothing_is_left_of_the_s
         parameters, kept = trainer.exchange.parameters, trainer.exchange.parameters.array.copy()
         if comm.rank == 1:
             parameters.view(trainer.model.layout.segments[2].key)[...] = np.nan
-        with trainer.batches(1) as batches:
-            parts = trainer.cut(next(iter(batches))) if trainer.context.computes else []
-        with pytest.raises(NonFiniteError) as failed:
-            trainer.executor.run(trainer.operations, parts, SAMPLES, 2, np.zeros(2))
-        said = str(explain_nonfinite(comm, trainer.executor, trainer.operations, parts, failed.value))
-        assert "rank 1: parameter" in said and "rank 0: " not in said and "rank 2: " not in said
+        assert blamed(trainer, step=2) == [1]
         parameters.array[...] = kept
-        trainer = replace(trainer, first_step=1)
-        rest = train(trainer, 3)
+        rest = train(trainer, 3, first=1)
         trainer.close()
         return rest
 
@@ -183,9 +156,7 @@ def test_a_worker_adds_up_layers_and_pushes_them_once(text: Path) -> None:
 )
 def test_what_sums_in_the_order_of_the_ranks_is_refused(keys: dict[str, Any], match: str) -> None:
     settings = {"parallel.strategy": "parameter_server", "run.global_batch": 24, "run.logical_shards": 6, **keys}
-    with pytest.raises(ConfigurationError, match=match) as refused:
-        recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {})
-    assert refused.value.exit_code == 78
+    refused(settings, match)
 
 
 def test_fewer_shards_than_workers_are_refused(text: Path) -> None:

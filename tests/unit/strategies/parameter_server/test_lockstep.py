@@ -1,27 +1,22 @@
 """A parameter server in lock-step trains as one process: every placement, number of servers, optimizer."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
 
-from hpcdist import models
-from hpcdist.arrays.memory import Ledger
+from harness.rank_run import RankRun, optimizer_of, text
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.errors import ConfigurationError, NonFiniteError, UsageError
+from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
-from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies import build
 from hpcdist.strategies.build import server_exchange
-from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.grid import ProcessGrid
-from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.parameter_server.config import PLACEMENTS, ParameterServerConfig
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
@@ -34,50 +29,24 @@ MODEL = ModelConfig(layers=1, hidden=32, heads=2)
 ALONE = ParameterServerConfig(placement="colocated")
 
 
-class Run:
-    """A tiny gpt on one rank of a parameter server."""
+class Run(RankRun):
+    """A tiny gpt on one rank of a parameter server; ``keys`` are those of the optimizer."""
 
-    def __init__(self, comm: Communicator, config: ParameterServerConfig, dtype: str = "float64", **keys: object):
-        microbatches = int(keys.pop("microbatches", 1))
-        algorithm = str(keys.pop("algorithm", "ring"))
-        on = str(keys.pop("on", "cpu"))
-        self.ledger = Ledger()
-        self.roles = Roles.of(config, comm.size)
-        part = self.roles.part_of(comm)
-        self.model = models.build(MODEL, dtype, context=8)
-        self.context = RankContext(
-            world=comm,
-            data=part,
-            pipeline=part.split(part.rank),
-            model=self.model,
-            optimizer=replace(OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5), **keys),
-            total_steps=STEPS,
-            algorithm=algorithm,
-            computes=comm.rank in self.roles.workers,
-            on=on,
-            ledger=self.ledger,
-        )
-        self.exchange = server_exchange(self.context, config)
+    def __init__(
+        self,
+        comm: Communicator,
+        config: ParameterServerConfig,
+        dtype: str = "float64",
+        *,
+        microbatches: int = 1,
+        algorithm: str = "ring",
+        on: str = "cpu",
+        **keys: object,
+    ):
+        given = {"config": MODEL, "dtype": dtype, "microbatches": microbatches, "optimizer": optimizer_of(**keys)}
+        context = {"algorithm": algorithm, "on": on, "total_steps": STEPS}
+        super().__init__(comm, partial(server_exchange, config=config), servers=config, **given, **context)
         assert isinstance(self.exchange, LockStepExchange)
-        initial = FlatStore(self.model.layout, self.model.dtype)
-        self.model.initialise(initial, seed=3)
-        self.exchange.load_initial(initial)
-        self.executor = build.build_executor(self.context, self.exchange)
-        parallel = ParallelConfig(strategy="parameter_server", microbatches=microbatches)
-        self.operations = build.operations(self.context, self.exchange, self.executor.copies, parallel)
-        self.microbatches = microbatches
-
-    def batches(self, samples: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        if not self.exchange.works:
-            return []
-        mine = np.array_split(samples, self.context.data.size)[self.context.data.rank]
-        return [(part[:, :-1], part[:, 1:]) for part in np.array_split(mine, self.microbatches)]
-
-    def losses(self, data: np.ndarray) -> list[float]:
-        return [
-            self.executor.run(self.operations, self.batches(samples), SAMPLES, step, np.zeros(2)).loss
-            for step, samples in enumerate(data)
-        ]
 
     def served(self) -> list[bytes]:
         """The bits of all that this rank serves: parameters and optimizer state."""
@@ -89,10 +58,6 @@ class Run:
         return {part.start: store.range(part).tobytes() for part in self.exchange.sharded_update.parts or store.parts}
 
 
-def text(rng: np.random.Generator) -> np.ndarray:
-    return rng.integers(0, 256, (STEPS, SAMPLES, 9)).astype(np.uint8)
-
-
 def configs(size: int) -> list[ParameterServerConfig]:
     dedicated = [ParameterServerConfig(servers=servers) for servers in range(1, size)]
     return dedicated + [ParameterServerConfig(servers=s, placement="colocated") for s in range(1, size + 1)]
@@ -100,7 +65,7 @@ def configs(size: int) -> list[ParameterServerConfig]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
 def test_every_placement_trains_as_one_process(size: int, rng: np.random.Generator) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
     alone = run_threads(1, lambda comm: Run(comm, ALONE).losses(data))[0]
     for config in configs(size):
         for losses in run_threads(size, lambda comm, config=config: Run(comm, config).losses(data)):
@@ -111,7 +76,7 @@ def test_every_placement_trains_as_one_process(size: int, rng: np.random.Generat
 def test_nodes_that_speak_with_one_voice_train_as_one_process(
     size: int, per_node: int, rng: np.random.Generator
 ) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
     alone = run_threads(1, lambda comm: Run(comm, ALONE).losses(data))[0]
 
     def body(comm: Communicator, config: ParameterServerConfig) -> tuple[list[float], int, bool, bytes]:
@@ -132,7 +97,7 @@ def test_nodes_that_speak_with_one_voice_train_as_one_process(
 
 
 def test_a_dedicated_server_hears_each_node_once(rng: np.random.Generator) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
 
     def received(comm: Communicator, algorithm: str) -> int:
         run = Run(comm, ParameterServerConfig(), algorithm=algorithm)
@@ -154,7 +119,7 @@ def test_an_algorithm_that_would_mean_nothing_is_refused(algorithm: str) -> None
 
 @pytest.mark.parametrize(("name", "placement"), [("lamb", "dedicated"), ("lars", "colocated")])
 def test_layer_wise_rates_with_tensors_cut_over_servers(name: str, placement: str, rng: np.random.Generator) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
     config = ParameterServerConfig(servers=3, placement=placement)
     alone = run_threads(1, lambda comm: Run(comm, ALONE, name=name).losses(data))[0]
     found = run_threads(5, lambda comm: Run(comm, config, name=name, microbatches=2).losses(data))
@@ -162,7 +127,7 @@ def test_layer_wise_rates_with_tensors_cut_over_servers(name: str, placement: st
 
 
 def test_workers_hold_the_same_bits_and_servers_those(rng: np.random.Generator) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
 
     def body(comm: Communicator) -> tuple[Run, list[float]]:
         run = Run(comm, ParameterServerConfig(servers=2), "float32")
@@ -180,7 +145,7 @@ def test_workers_hold_the_same_bits_and_servers_those(rng: np.random.Generator) 
 
 def test_sums_are_in_rank_order_whatever_the_servers(rng: np.random.Generator) -> None:
     """Without clipping, whose norm is summed over the servers, the cut decides no bit."""
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
 
     def body(comm: Communicator, config: ParameterServerConfig) -> bytes:
         run = Run(comm, config, "float32", clip_norm=0.0)
@@ -196,7 +161,7 @@ def test_sums_are_in_rank_order_whatever_the_servers(rng: np.random.Generator) -
 
 
 def test_bytes_are_those_of_the_article(rng: np.random.Generator) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
 
     def body(comm: Communicator, config: ParameterServerConfig) -> tuple[int, int]:
         run = Run(comm, config, "float32", clip_norm=0.0)
@@ -222,23 +187,19 @@ def test_bytes_are_those_of_the_article(rng: np.random.Generator) -> None:
 def test_pieces_tile_everything_once_and_restore_anywhere(
     config: ParameterServerConfig, rng: np.random.Generator
 ) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
 
     def body(comm: Communicator) -> None:
         run = Run(comm, config, "float32")
         run.losses(data[:2])
-        saved = comm.allgather_object([(p.name, p.flat, p.array.tobytes()) for p in run.exchange.pieces()])
-        whole: dict[str, bytearray] = {}
-        for name, flat, raw in (piece for pieces in saved for piece in pieces):
-            whole.setdefault(name, bytearray(1 << 20))[4 * flat.start : 4 * flat.stop] = raw
-        sizes = {f"{kind}/{s.key}": s.range.size for s in run.model.layout.segments for kind in KINDS}
-        assert sum(flat.size for pieces in saved for _, flat, _ in pieces) == sum(sizes.values())
+        saved = run.state()
+        assert {key: values.size for key, values in saved.items()} == {
+            (kind, segment.key): segment.range.size for segment in run.model.layout.segments for kind in KINDS
+        }
         if not run.exchange.serves:
             assert not run.exchange.pieces()
         fresh = Run(comm, config, "float32")
-        for piece in fresh.exchange.wanted():
-            piece.array[...] = np.frombuffer(bytes(whole[piece.name][4 * piece.flat.start : 4 * piece.flat.stop]), "f4")
-        fresh.exchange.restore(run.exchange.state())
+        fresh.load(saved, run.exchange.state(), 2)
         assert fresh.losses(data[2:]) == run.losses(data[2:]), "resumed bit by bit"
         assert fresh.weights() == run.weights()
 
@@ -250,21 +211,16 @@ KINDS = ("parameters", "optimizer.m", "optimizer.v")
 
 @pytest.mark.parametrize(("transport", "placement"), [("messages", "dedicated"), *product(["rma"], PLACEMENTS)])
 def test_nan_names_the_worker_and_updates_nothing(transport: str, placement: str, rng: np.random.Generator) -> None:
-    data, config = text(rng), ParameterServerConfig(servers=1, transport=transport, placement=placement)
+    data, config = text(rng, STEPS, SAMPLES), ParameterServerConfig(servers=1, transport=transport, placement=placement)
 
-    def body(comm: Communicator) -> tuple[str, bool]:
+    def body(comm: Communicator) -> str:
         run = Run(comm, config, "float32")
         if comm.rank == 1:
             run.exchange.parameters.view(run.model.layout.segments[4].key)[...] = np.nan
-        before = run.exchange.parameters.array.copy()
-        batches = run.batches(data[0])
-        with pytest.raises(NonFiniteError) as caught:
-            run.executor.run(run.operations, batches, SAMPLES, 17, np.zeros(2))
-        said = explain_nonfinite(comm, run.executor, run.operations, batches, caught.value)
-        return str(said), bool(np.array_equal(before, run.exchange.parameters.array, equal_nan=True))
+        return run.failure(data[0], 17)
 
-    for said, untouched in run_threads(3, body):
-        assert "step 17" in said and "rank 1: parameter" in said and "rank 0:" not in said and untouched
+    for why in run_threads(3, body):
+        assert "step 17" in why and "rank 1: parameter" in why and "rank 0:" not in why
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
@@ -321,7 +277,7 @@ def kept(comm: Communicator, config: ParameterServerConfig, data: np.ndarray, **
 def test_every_transport_gives_the_same_bits(
     transport: str, size: int, per_node: int, rng: np.random.Generator
 ) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
     for config in ends(size):
         expected = run_threads(size, lambda comm, config=config: kept(comm, config, data, dtype="float32"), per_node)
         other = replace(config, transport=transport)
@@ -334,7 +290,7 @@ def test_every_transport_gives_the_same_bits(
 @pytest.mark.parametrize("transport", ["messages", "shared", "rma"])
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
 def test_every_optimizer_over_every_transport(transport: str, name: str, rng: np.random.Generator) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
     config = ParameterServerConfig(servers=2, placement="colocated", transport=transport, mirrored=True)
     alone = run_threads(1, lambda comm: Run(comm, ALONE, name=name).losses(data))[0]
     found = run_threads(3, lambda comm: Run(comm, config, name=name, microbatches=2).losses(data), 2)
@@ -342,7 +298,7 @@ def test_every_optimizer_over_every_transport(transport: str, name: str, rng: np
 
 
 def test_a_node_holds_one_copy_and_sends_nothing_inside(rng: np.random.Generator) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
     config = ParameterServerConfig(placement="colocated", transport="shared")
 
     def body(comm: Communicator) -> tuple[int, int, int, int]:
@@ -390,7 +346,7 @@ def test_memory_of_all_ranks_together(
 
 
 def test_one_sided_bytes_are_those_of_messages(rng: np.random.Generator) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
 
     def body(comm: Communicator) -> tuple[int, int, dict[str, int]]:
         run = Run(comm, ParameterServerConfig(placement="colocated", transport="rma"), "float32", clip_norm=0.0)
@@ -404,7 +360,7 @@ def test_one_sided_bytes_are_those_of_messages(rng: np.random.Generator) -> None
 
 
 def test_a_lost_server_is_rebuilt_from_its_mirror_bit_for_bit(rng: np.random.Generator) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
 
     def body(comm: Communicator, config: ParameterServerConfig, lost: int) -> tuple[object, ...]:
         run = Run(comm, config, "float32", name="lamb")
@@ -455,20 +411,14 @@ def test_a_lost_server_is_rebuilt_from_its_mirror_bit_for_bit(rng: np.random.Gen
 
 
 def test_a_mirror_is_restored_with_its_server(rng: np.random.Generator) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
     config = ParameterServerConfig(placement="colocated", mirrored=True)
 
     def body(comm: Communicator) -> None:
         run = Run(comm, config)
         run.losses(data[:2])
-        saved = comm.allgather_object([(p.name, p.flat, p.array.tobytes()) for p in run.exchange.pieces()])
-        whole: dict[str, bytearray] = {}
-        for name, flat, raw in (piece for pieces in saved for piece in pieces):
-            whole.setdefault(name, bytearray(1 << 20))[8 * flat.start : 8 * flat.stop] = raw
         fresh = Run(comm, config)
-        for piece in fresh.exchange.wanted():
-            piece.array[...] = np.frombuffer(bytes(whole[piece.name][8 * piece.flat.start : 8 * piece.flat.stop]))
-        fresh.exchange.restore(run.exchange.state())
+        fresh.load(run.state(), run.exchange.state(), 2)
         if comm.rank == 1:
             fresh.exchange.sharded_update.parameters.zero()
             for store in fresh.exchange.sharded_update.slots().values():
@@ -521,7 +471,7 @@ def test_a_recipe_that_cannot_be_is_refused(keys: dict[str, object], told: str) 
 
 @pytest.mark.parametrize("transport", ["messages", "shared", "rma"])
 def test_a_step_that_is_given_up_is_looked_at_and_the_next_one_taken(transport: str, rng: np.random.Generator) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
     config = ParameterServerConfig(placement="colocated", transport=transport, mirrored=True)
 
     def body(comm: Communicator) -> list[float]:
@@ -530,10 +480,8 @@ def test_a_step_that_is_given_up_is_looked_at_and_the_next_one_taken(transport: 
         before = store.array.copy()
         comm.barrier()
         store.view(run.model.layout.segments[4].key)[...] = np.nan
-        batches = run.batches(data[0])
-        with pytest.raises(NonFiniteError) as caught:
-            run.executor.run(run.operations, batches, SAMPLES, 17, np.zeros(2))
-        assert "rank 2: parameter" in str(explain_nonfinite(comm, run.executor, run.operations, batches, caught.value))
+        comm.barrier()  # a node may have one copy
+        assert "rank 2: parameter" in run.failure(data[0], 17)
         store.array[...] = before
         comm.barrier()
         return run.losses(data)

@@ -6,8 +6,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from rank_runs import losses, trainer_of
 
+from harness.trainings import losses, trainer_of
 from hpcdist import models
 from hpcdist.cli.plan.schedule import command as schedule
 from hpcdist.comm.communicator import Communicator

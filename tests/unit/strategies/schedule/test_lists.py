@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from step_lists import EXCHANGES, Step, build, can, perform
 
+from harness.step_lists import EXCHANGES, Step, build, can, perform
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.schedule.generate.operation_list import insert_polls, overlap_reductions, prefetch_gathers
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES

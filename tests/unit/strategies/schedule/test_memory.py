@@ -4,12 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu_runs import assembled, write_text
 
+from harness import trainings
+from harness.inputs import write_text
+from harness.trainings import assembled
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.training.data import microbatches
 
 RUN = {
     "parallel.pipeline": 2,
@@ -30,10 +31,7 @@ def test_split_backwards_hold_no_more_parameters(tmp_path: Path, rng: np.random.
         keys = {"data.path": text, "parallel.schedule": schedule, "zero.keep_parameters": keep}
         trainer = assembled(comm, RUN | keys)
         assert trainer.ledger is not None
-        with trainer.batches(2) as batches:
-            for step, batch in enumerate(batches, 1):
-                parts = microbatches(trainer.place(batch), 3)
-                trainer.executor.run(trainer.operations, parts, 12, step, np.zeros(2))
+        trainings.results(trainer, 2)
         gathers = sum(op.kind is Kind.GATHER for op in trainer.operations)
         return trainer.ledger.peak["parameters"], gathers, len(trainer.context.units)
 

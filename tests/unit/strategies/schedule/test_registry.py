@@ -1,11 +1,10 @@
 """Every schedule, for every number of ranks, micro-batches and chunks: proven, with the peaks and times it states."""
 
 import itertools
-import subprocess
-import sys
 
 import pytest
 
+from harness import jobs
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.schedule.generate.operation_list import evaluation_operations
 from hpcdist.strategies.schedule.generate.passes import (
@@ -169,4 +168,4 @@ def test_what_cannot_run_is_refused_with_what_can() -> None:
 
 def test_a_recipe_is_checked_without_arrays() -> None:
     code = "import sys, hpcdist.strategies.schedule.generate.registry; print('numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert jobs.python(code, check=True).stdout == "False\n"

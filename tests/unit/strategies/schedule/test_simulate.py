@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from harness.rank_run import RankRun
 from hpcdist import models
 from hpcdist.arrays.ranges import Range
 from hpcdist.bench.pipeline.schedules import bars
@@ -14,10 +15,9 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.build import EXCHANGES, build_executor, operations
+from hpcdist.strategies.build import EXCHANGES
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
-from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.schedule.generate.operation_list import ScheduleText, generated
 from hpcdist.strategies.schedule.generate.passes import Pass, expand
@@ -342,20 +342,9 @@ def real_lists(
         placement = written.place([range(2), range(2, 5)])
 
     def body(comm: Communicator) -> list[Operation]:
-        axes = GridCommunicators(grid, comm)
-        context = RankContext(
-            world=comm,
-            data=axes.data,
-            pipeline=axes.pipeline,
-            model=model,
-            placement=placement,
-            optimizer=OptimizerConfig(name="lamb"),
-            total_steps=10,
-            algorithm="ring",
-            overlap=overlap,
-        )
-        exchange = EXCHANGES[strategy](context)
-        return operations(context, exchange, build_executor(context, exchange).copies, parallel)
+        keys = {"placement": placement, "optimizer": OptimizerConfig(name="lamb"), "overlap": overlap}
+        with RankRun(comm, EXCHANGES[strategy], model=model, parallel=parallel, proven=False, **keys) as run:
+            return run.operations
 
     return run_threads(grid.size, body), placement
 

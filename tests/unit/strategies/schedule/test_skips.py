@@ -3,12 +3,10 @@
 import random
 from dataclasses import replace
 
-import late_messages
 import numpy as np
 import pytest
-from pipeline_orders import legal, parts
-from skipping import SAMPLES, UNITS, Plan, alone, data, model, planned, run
 
+from harness.pipelines import SAMPLES, UNITS, Plan, alone, data, legal, model, parts, planned, run
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError
@@ -20,6 +18,7 @@ from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlaceme
 from hpcdist.strategies.schedule.simulate import timeline
 from hpcdist.strategies.schedule.simulate.program import LinkCost, StepCosts
 from hpcdist.strategies.schedule.verify.proof import verify
+from stubs import late_messages
 
 
 def compare(plan: Plan, *, late: bool = False) -> None:

@@ -4,13 +4,12 @@ import random
 from dataclasses import dataclass
 from functools import cache
 
-import late_messages
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_orders import legal, parts
 
+from harness.pipelines import legal, parts
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
@@ -27,6 +26,7 @@ from hpcdist.strategies.schedule.generate.operation_list import generated, inser
 from hpcdist.strategies.schedule.generate.passes import Pass, Passes, expand
 from hpcdist.strategies.schedule.operations import Operation, StagePlacement, folded, looped
 from hpcdist.strategies.schedule.verify.proof import verify
+from stubs import late_messages
 
 SAMPLES = 7
 LAYERS = 4  # of a gpt: six units

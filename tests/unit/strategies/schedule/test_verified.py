@@ -4,18 +4,18 @@ import itertools
 
 import pytest
 
+from harness.rank_run import RankRun
 from hpcdist import models
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.build import EXCHANGES, build_executor, operations
+from hpcdist.strategies.build import EXCHANGES
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
-from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.pipeline.partition import split_by_parameters
-from hpcdist.strategies.schedule.operations import Operation, looped
+from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.verify.proof import verify
 
 MICROBATCHES = 3
@@ -31,21 +31,9 @@ def lists(
     """The list of every rank, and whether gradients of micro-batches are added up."""
 
     def body(comm: Communicator) -> tuple[list[Operation], bool]:
-        axes = GridCommunicators(grid, comm)
-        context = RankContext(
-            world=comm,
-            data=axes.data,
-            pipeline=axes.pipeline,
-            model=model,
-            placement=looped(split_by_parameters(model, grid.pipeline), grid.pipeline),
-            optimizer=OptimizerConfig(name=optimizer),
-            total_steps=10,
-            algorithm="ring",
-            bucket_bytes=2000,
-        )
-        exchange = EXCHANGES[parallel.strategy](context)
-        executor = build_executor(context, exchange)
-        return operations(context, exchange, executor.copies, parallel), exchange.accumulates
+        keys = {"optimizer": OptimizerConfig(name=optimizer), "bucket_bytes": 2000}
+        run = RankRun(comm, EXCHANGES[parallel.strategy], model=model, parallel=parallel, **keys)
+        return run.operations, run.exchange.accumulates
 
     results = run_threads(grid.size, body)
     return [steps for steps, _ in results], results[0][1]

@@ -4,12 +4,13 @@ from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
-import nccl_double
 import numpy as np
 import pytest
-from gpu_runs import Trained as Run
-from gpu_runs import batches_of, check_same, placed, write_text
 
+from harness.devices import batches_of, placed
+from harness.inputs import write_text
+from harness.trainings import Trained as Run
+from harness.trainings import check_same
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.gpu import nccl
@@ -18,6 +19,7 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.strategies.tensor.model import cut_model
+from stubs.gpu import nccl_double
 
 TENSOR = {"parallel.tensor": 2, "parallel.sequence_parallel": "true", "parallel.microbatches": 2}
 TENSOR |= {"precision.mode": "float64", "model.dropout": 0.2}

@@ -1,24 +1,20 @@
 """ZeRO of any degrees trains as one process: parameters, gradients and optimizer state cut over groups of their own."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 
-from hpcdist import models
-from hpcdist.arrays.memory import Ledger
-from hpcdist.arrays.store import FlatStore
+from harness.rank_run import RankRun, optimizer_of
+from harness.trainings import TOLERANCE, State, difference
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError
 from hpcdist.models.config import ModelConfig
-from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies import build
 from hpcdist.strategies.allreduce import AllreduceExchange
-from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.rank_context import RankContext
@@ -30,8 +26,6 @@ from hpcdist.strategies.zero.plain import PlainZero
 
 SAMPLES, STEPS = 11, 50
 MODEL = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64)
-NOISE = "qkv.bias"  # its part for the keys has a true gradient of zero: under Adam it follows the rounding
-TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 
 
 def degrees(size: int) -> list[ZeroConfig]:
@@ -45,79 +39,21 @@ def degrees(size: int) -> list[ZeroConfig]:
     ]
 
 
-class Run:
-    """A tiny model on one rank of a data axis."""
+class Run(RankRun):
+    """A tiny model on one rank of a data axis; ``keys`` are those of the optimizer."""
 
     def __init__(
         self,
         comm: Communicator,
         make: Callable[[RankContext], Exchange],
         dtype: str = "float64",
-        model: ModelConfig = MODEL,
+        config: ModelConfig = MODEL,
         microbatches: int = 1,
         algorithm: str = "ring",
         **keys: object,
     ):
-        self.comm, self.microbatches, self.step = comm, microbatches, 0
-        self.model = models.build(model, dtype, context=8)
-        defaults = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)
-        self.ledger = Ledger()
-        self.context = RankContext(
-            world=comm,
-            data=comm,
-            pipeline=comm.split(comm.rank),
-            model=self.model,
-            optimizer=replace(defaults, **keys),
-            total_steps=STEPS,
-            algorithm=algorithm,
-            ledger=self.ledger,
-        )
-        self.exchange = make(self.context)
-        initial = FlatStore(self.model.layout, self.model.dtype)
-        self.model.initialise(initial, seed=3)
-        self.exchange.load_initial(initial)
-        self.executor = build.build_executor(self.context, self.exchange)
-        self.operations = build.operations(
-            self.context, self.exchange, self.executor.copies, ParallelConfig(microbatches=microbatches)
-        )
-        build.prove(
-            self.context,
-            ProcessGrid(data=comm.size),
-            self.operations,
-            microbatches,
-            accumulates=self.exchange.accumulates,
-            degrees=self.exchange.degrees,
-        )
-
-    def parts(self, samples: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        mine = np.array_split(samples, self.comm.size)[self.comm.rank]
-        return [(part[:, :-1], part[:, 1:]) for part in np.array_split(mine, self.microbatches)]
-
-    def losses(self, data: np.ndarray, operations: list[Operation] | None = None) -> list[float]:
-        found = []
-        for samples in data:
-            self.step += 1
-            steps = operations or self.operations
-            found.append(self.executor.run(steps, self.parts(samples), SAMPLES, self.step, np.zeros(2)).loss)
-        return found
-
-    def state(self) -> dict[tuple[str, str], np.ndarray]:
-        """All that the ranks save, flat, by (kind, tensor): each element once. Collective."""
-        found: dict[tuple[str, str], np.ndarray] = {}
-        own = [(p.kind, p.tensor, p.global_shape, p.flat, p.array.copy()) for p in self.exchange.pieces()]
-        for pieces in self.comm.allgather_object(own):
-            for kind, tensor, shape, flat, values in pieces:
-                whole = found.setdefault((kind, tensor), np.full(int(np.prod(shape)), np.nan, values.dtype))
-                assert np.isnan(whole[flat.slice]).all(), f"{tensor} is saved twice"
-                whole[flat.slice] = values
-        assert not any(np.isnan(values).any() for values in found.values()), "something is not saved"
-        return found
-
-    def load(self, state: dict[tuple[str, str], np.ndarray], scalars: dict[str, object], steps: int) -> None:
-        for piece in self.exchange.wanted():
-            piece.array[...] = state[piece.kind, piece.tensor][piece.flat.slice]
-        self.exchange.restore(scalars)
-        self.step = steps
+        given = {"config": config, "dtype": dtype, "microbatches": microbatches, "algorithm": algorithm}
+        super().__init__(comm, make, optimizer=optimizer_of(**keys), total_steps=STEPS, **given)
 
 
 def zero(stage: int = 1, config: ZeroConfig = ZeroConfig()) -> Callable[[RankContext], Exchange]:  # noqa: B008 (frozen)
@@ -131,24 +67,17 @@ def text() -> np.ndarray:
     return ((first + np.arange(9)) % 8 * 7).astype(np.uint8)
 
 
-def alone(**keys: object) -> tuple[list[float], dict[tuple[str, str], np.ndarray]]:
+def alone(**keys: object) -> tuple[list[float], State]:
     return _alone(tuple(sorted(keys.items(), key=lambda item: item[0])))
 
 
 @cache
-def _alone(keys: tuple[tuple[str, object], ...]) -> tuple[list[float], dict[tuple[str, str], np.ndarray]]:
-    def body(comm: Communicator) -> tuple[list[float], dict[tuple[str, str], np.ndarray]]:
+def _alone(keys: tuple[tuple[str, object], ...]) -> tuple[list[float], State]:
+    def body(comm: Communicator) -> tuple[list[float], State]:
         run = Run(comm, AllreduceExchange, **dict(keys))
         return run.losses(text()), run.state()
 
     return run_threads(1, body)[0]
-
-
-def difference(mine: dict[tuple[str, str], np.ndarray], theirs: dict[tuple[str, str], np.ndarray]) -> float:
-    """The norm of the difference of two models over the norm of the second."""
-    keys = [key for key in theirs if key[0] == "parameters" and not key[1].endswith(NOISE)]
-    apart = [np.linalg.norm(mine[key].astype(np.float64) - theirs[key]) for key in keys]
-    return float(np.linalg.norm(apart) / np.linalg.norm([np.linalg.norm(theirs[key]) for key in keys]))
 
 
 def trained(comm: Communicator, make: Callable[[RankContext], Exchange], steps: int = STEPS, **keys: object):
@@ -351,11 +280,11 @@ def test_a_rank_that_takes_another_branch_names_the_unit_instead_of_hanging() ->
     def body(comm: Communicator) -> None:
         run = Run(comm, zero(3))
         run.losses(text()[:2])
-        run.executor.evaluate(*run.parts(text()[0])[0])  # of an order of its own
+        run.executor.evaluate(*run.batches(text()[0])[0])  # of an order of its own
         run.losses(text()[2:3])
         if comm.rank == 1:
             with pytest.raises(ScheduleError, match=r"got GATHER\(0, 2\).*expected GATHER\(0, 1\) of unit 1 as number"):
-                run.losses(text()[3:4], without(run.operations, unit=1))
+                run.step(text()[3], operations=without(run.operations, unit=1))
 
     run_threads(3, body)
 
@@ -376,7 +305,7 @@ def test_ranks_that_begin_with_different_branches_all_say_so() -> None:
         run = Run(comm, zero(3))
         steps = without(run.operations, unit=1) if comm.rank == 2 else run.operations
         with pytest.raises(ScheduleError, match=r"number 2 of rank 2 is GATHER\(0, 2\).* of rank 0 GATHER\(0, 1\)"):
-            run.losses(text()[:1], steps)
+            run.step(text()[0], operations=steps)
 
     run_threads(3, body)
 

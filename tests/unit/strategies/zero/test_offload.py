@@ -11,8 +11,11 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from gpu_runs import OPTIMIZERS, SETTINGS, assembled, write_text
 
+from harness import trainings
+from harness.devices import OPTIMIZERS
+from harness.states import filled
+from harness.trainings import SETTINGS, assembled, refused
 from hpcdist.arrays import backend, filestore
 from hpcdist.arrays.filestore import FileSlice, FileStore
 from hpcdist.arrays.gpu import staging
@@ -22,17 +25,12 @@ from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.errors import ConfigurationError, NonFiniteError, StorageError
+from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.optim import norms, optimizer
-from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.strategies.zero.levels import PARAMETERS
 from hpcdist.strategies.zero.offload import BlockedOptimizer
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.data import microbatches
-from hpcdist.training.recipe import recipe as recipes
-from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -55,13 +53,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcdist.strategies.zero.offload.BLOCK_BYTES", BLOCK)
 
 
-def filled(rng: np.random.Generator, dtype: str = "float64") -> FlatStore:
-    store = FlatStore(LAYOUT, np.dtype(dtype))
-    for segment in LAYOUT.segments:
-        store.range(segment.range)[...] = rng.standard_normal(segment.range.size)
-    return store
-
-
 def in_file(directory: Path, store: FlatStore) -> FileStore:
     found = FileStore(LAYOUT, store.dtype, store.parts, directory=directory)
     found.copy_from(store)
@@ -74,7 +65,7 @@ def content(store: FlatStore) -> bytes:
 
 def test_a_file_holds_what_memory_would(tmp_path: Path, rng: np.random.Generator) -> None:
     ranges = split(LAYOUT.size, 5, 8)
-    whole, ledger = filled(rng), Ledger()
+    whole, ledger = filled(LAYOUT, rng, "float64"), Ledger()
     memory = FlatStore(LAYOUT, np.float64, ranges[1::2])
     stored = FileStore(LAYOUT, np.float64, ranges[1::2], directory=tmp_path, ledger=ledger)
     assert not np.frombuffer(content(stored)).any(), "it begins with zeros"
@@ -103,7 +94,7 @@ def test_a_file_holds_what_memory_would(tmp_path: Path, rng: np.random.Generator
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_norms_of_blocks_have_the_bits_of_the_whole(tmp_path: Path, rng: np.random.Generator, dtype: str) -> None:
-    whole = filled(rng, dtype)
+    whole = filled(LAYOUT, rng, dtype)
     assert norms.sum_of_squares(in_file(tmp_path, whole)) == norms.sum_of_squares(whole)
     values = rng.standard_normal(1003).astype(dtype)
     cuts = [Range(0, 8), Range(8, 512), Range(512, 1003)]
@@ -121,7 +112,7 @@ def test_norms_of_blocks_have_the_bits_of_the_whole(tmp_path: Path, rng: np.rand
 
 
 def test_a_value_that_is_not_finite_is_found_in_a_file(tmp_path: Path, rng: np.random.Generator) -> None:
-    stored = in_file(tmp_path, filled(rng))
+    stored = in_file(tmp_path, filled(LAYOUT, rng, "float64"))
     assert norms.first_nonfinite(stored) is None
     place = LAYOUT.by_key["1.weight"].range.stop - 1
     stored.write(Range(place, place + 1), np.array([np.inf]))
@@ -151,7 +142,7 @@ def test_an_update_by_blocks_is_the_update_in_memory(
     inner = optimizer.build(OPTIMIZERS[name], LAYOUT, parts, real, total_steps=5, make_slot=slot)
     blocked = BlockedOptimizer(inner, block_bytes=BLOCK)
     assert (blocked.needs_norms, blocked.slots.keys()) == (plain.needs_norms, plain.slots.keys())
-    start = filled(rng, dtype)
+    start = filled(LAYOUT, rng, dtype)
     copied = FlatStore(LAYOUT, real, parts)
     copied.copy_from(start)
     masters = copied, in_file(tmp_path, copied) if weights_away else FlatStore(LAYOUT, real, parts)
@@ -159,7 +150,7 @@ def test_an_update_by_blocks_is_the_update_in_memory(
     half = np.dtype("float16")
     working = FlatStore(LAYOUT, half, parts), FlatStore(LAYOUT, half, parts)
     for _ in range(5):
-        drawn = filled(rng, dtype)
+        drawn = filled(LAYOUT, rng, dtype)
         for rule, master, copy in zip((plain, blocked), masters, working, strict=True):
             gradient = FlatStore(LAYOUT, real, parts)
             gradient.copy_from(drawn)
@@ -185,7 +176,7 @@ def test_blocks_take_three_times_as_much_memory_as_one(tmp_path: Path, rng: np.r
     make = lambda name: FileStore(LAYOUT, real, directory=tmp_path)  # noqa: E731
     inner = optimizer.build(OPTIMIZERS["adamw"], LAYOUT, Range(0, LAYOUT.size), real, total_steps=9, make_slot=make)
     blocked = BlockedOptimizer(inner, ledger=ledger, block_bytes=BLOCK)
-    master, gradient = (in_file(tmp_path, filled(rng)) for _ in range(2))
+    master, gradient = (in_file(tmp_path, filled(LAYOUT, rng, "float64")) for _ in range(2))
     for _ in range(3):
         blocked.begin_step()
         blocked.direction(Range(0, LAYOUT.size), master, gradient)
@@ -215,7 +206,7 @@ def test_an_update_that_fails_leaves_nothing_under_way(
     make = lambda name: FileStore(LAYOUT, real, directory=tmp_path)  # noqa: E731
     inner = optimizer.build(OPTIMIZERS["adamw"], LAYOUT, Range(0, LAYOUT.size), real, total_steps=9, make_slot=make)
     blocked = BlockedOptimizer(inner, block_bytes=BLOCK)
-    master, gradient, whole = filled(rng), filled(rng), Range(0, LAYOUT.size)
+    master, gradient, whole = filled(LAYOUT, rng, "float64"), filled(LAYOUT, rng, "float64"), Range(0, LAYOUT.size)
     watched("read")
     watched("write")
     plain_apply = inner.apply
@@ -303,21 +294,17 @@ REFUSED: dict[str, tuple[dict[str, str], str, str, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_do_nothing_is_refused(case: str) -> None:
     keys, strategy, device, says = REFUSED[case]
-    with pytest.raises(ConfigurationError, match=re.escape(says)):
-        recipes.load(
-            None,
-            [f"zero.{key}={value}" for key, value in keys.items()]
-            + [f"parallel.strategy={strategy}", f"run.device={device}"],
-            {},
-        )
+    places = {f"zero.{key}": value for key, value in keys.items()}
+    refused(places | {"parallel.strategy": strategy, "run.device": device}, re.escape(says))
 
 
 def test_degrees_of_their_own_do_not_go_with_parameters_away() -> None:
     away = ZeroConfig(offload_optimizer="file", offload_parameters="file", offload_directory="/x")
     with pytest.raises(ConfigurationError, match="'file' with zero.gradients = 2 is not built"):
         replace(away, gradients=2)
-    with pytest.raises(ConfigurationError, match="persistent_below = 9 is not built"):
-        Recipe(zero=replace(away, persistent_below=9), parallel=ParallelConfig(strategy="zero3"))
+    keys = {"offload_optimizer": "file", "offload_parameters": "file", "offload_directory": "/x", "persistent_below": 9}
+    zero3 = {f"zero.{key}": value for key, value in keys.items()} | {"parallel.strategy": "zero3"}
+    refused(zero3, "persistent_below = 9 is not built")
 
 
 # ---- whole trainings
@@ -328,9 +315,9 @@ ALL_AWAY = OPTIMIZER_AWAY | {"zero.offload_parameters": "file"}
 
 
 @pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
+def text(text: Path, tmp_path: Path) -> dict[str, object]:
     (tmp_path / "scratch").mkdir()
-    return {"data.path": write_text(tmp_path / "text.txt", rng), "parallel.microbatches": 2}
+    return {"data.path": text, "parallel.microbatches": 2}
 
 
 def away(tmp_path: Path, keys: dict[str, str]) -> dict[str, object]:
@@ -338,13 +325,7 @@ def away(tmp_path: Path, keys: dict[str, str]) -> dict[str, object]:
 
 
 def steps(trainer: Trainer, last: int = STEPS) -> list[float]:
-    losses = []
-    with trainer.batches(last) as batches:
-        for step, batch in enumerate(batches, start=trainer.first_step + 1):
-            parts = microbatches(trainer.place(batch), trainer.recipe.parallel.microbatches)
-            found = trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, step, np.zeros(2))
-            losses.append(found.loss)
-    return losses
+    return trainings.losses(trainer, last)
 
 
 def state(trainer: Trainer) -> dict[str, bytes]:
@@ -450,17 +431,13 @@ def test_a_nan_in_a_file_is_explained(text: dict[str, object], tmp_path: Path) -
         if comm.rank == 1:
             *_, (_, touched) = trainer.exchange.parameters.tensors()
             trainer.exchange.parameters.write(touched, np.full(touched.size, np.nan, np.float32))
-        with trainer.batches(1) as batches:
-            parts = microbatches(trainer.place(next(iter(batches))), 2)
-        with pytest.raises(NonFiniteError) as failed:
-            trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, 1, np.zeros(2))
-        return str(explain_nonfinite(comm, trainer.executor, trainer.operations, parts, failed.value))
+        return trainings.failure(trainer)
 
     assert all("rank 1: parameter" in said and "rank 0:" not in said for said in run_threads(2, body))
 
 
 def test_what_a_stretch_is_instead_of_an_array(tmp_path: Path, rng: np.random.Generator) -> None:
-    whole = filled(rng)
+    whole = filled(LAYOUT, rng, "float64")
     where = LAYOUT.by_key["1.weight"].range
     stretch = in_file(tmp_path, whole).contents(where)
     assert isinstance(stretch, FileSlice)

@@ -7,84 +7,38 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcdist import collectives, models
+from harness.rank_run import RankRun, text
+from harness.trainings import recipe_of
+from hpcdist import collectives
 from hpcdist.arrays.ranges import Range
-from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.nonblocking import progress
 from hpcdist.comm import config
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads
-from hpcdist.errors import ConfigurationError, MissingCapabilityError, NonFiniteError, ScheduleError
+from hpcdist.errors import ConfigurationError, MissingCapabilityError, ScheduleError
 from hpcdist.models.config import ModelConfig
-from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
-from hpcdist.strategies.build import build_executor, operations
-from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
-from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.replica_check import explain_nonfinite
-from hpcdist.strategies.pipeline.partition import split_by_parameters
-from hpcdist.strategies.schedule.operations import Kind, Operation, looped
+from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import StepStatistics
 from hpcdist.training.run.summary import overlap_figures
 
 SAMPLES, STEPS = 7, 4
+MODEL = ModelConfig(layers=2, hidden=16, heads=2, tied=True)
 KINDS = ("thread", "poll")
 
 
-class Run:
-    """A run of a tiny gpt on one rank of ``grid``; a context manager."""
+class Run(RankRun):
+    """A run of a tiny gpt, tied, on one rank of ``grid``."""
 
     def __init__(
         self, comm: Communicator, overlap: str, algorithm: str, grid: ProcessGrid | None = None, microbatches: int = 1
     ):
-        self.comm, self.microbatches = comm, microbatches
-        self.grid = grid or ProcessGrid(data=comm.size)
-        axes = GridCommunicators(self.grid, comm)
-        self.model = models.build(ModelConfig(layers=2, hidden=16, heads=2, tied=True), "float32", context=8)
-        self.context = RankContext(
-            world=comm,
-            data=axes.data,
-            pipeline=axes.pipeline,
-            model=self.model,
-            placement=looped(split_by_parameters(self.model, self.grid.pipeline), self.grid.pipeline),
-            optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5),
-            total_steps=STEPS,
-            algorithm=algorithm,
-            bucket_bytes=4096,
-            overlap=overlap,
-        )
-        self.exchange = AllreduceExchange(self.context)
-        for unit, part in self.context.ranges.items():
-            initial = FlatStore(self.model.layout, self.model.dtype, part)
-            self.model.initialise_stage(unit, initial, 3)
-            self.exchange.load_initial(initial)
-        self.executor = build_executor(self.context, self.exchange)
-        self.executor.copies.refresh()
-        parallel = ParallelConfig(pipeline=self.grid.pipeline, microbatches=microbatches)
-        self.operations = operations(self.context, self.exchange, self.executor.copies, parallel)
-
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None and self.exchange.overlap is not None:
-            self.exchange.overlap.close()
-
-    def step(self, samples: np.ndarray, number: int) -> float:
-        mine = np.array_split(samples, self.context.data.size)[self.context.data.rank]
-        batches = [(part[:, :-1], part[:, 1:]) for part in np.array_split(mine, self.microbatches)]
-        return self.executor.run(self.operations, batches, SAMPLES, number, np.zeros(2)).loss
-
-    def train(self, data: np.ndarray) -> tuple[list[float], bytes]:
-        losses = [self.step(samples, number) for number, samples in enumerate(data)]
-        return losses, self.exchange.parameters.array.tobytes()
-
-
-def text(rng: np.random.Generator) -> np.ndarray:
-    return rng.integers(0, 256, (STEPS, SAMPLES, 9)).astype(np.uint8)
+        keys = {"microbatches": microbatches, "pipeline": 1 if grid is None else grid.pipeline}
+        context = {"algorithm": algorithm, "bucket_bytes": 4096, "overlap": overlap, "total_steps": STEPS}
+        super().__init__(comm, AllreduceExchange, config=MODEL, dtype="float32", **keys, **context)
 
 
 def trained(
@@ -100,14 +54,14 @@ def trained(
 @pytest.mark.parametrize("algorithm", sorted(collectives.ALLREDUCE))
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_thread_trains_to_the_same_bits(algorithm: str, size: int, rng: np.random.Generator) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
     assert trained("thread", algorithm, data, size) == trained("none", algorithm, data, size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_polling_trains_to_the_same_bits(size: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "SEGMENT_BYTES", 512)  # several lanes
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
     for algorithm in config.POLLED:
         assert trained("poll", algorithm, data, size) == trained("none", algorithm, data, size)
 
@@ -117,7 +71,7 @@ def test_polling_trains_to_the_same_bits(size: int, rng: np.random.Generator, mo
 def test_microbatches_and_pipelines_train_to_the_same_bits(
     overlap: str, pipeline: int, rng: np.random.Generator
 ) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
     keys = {"grid": ProcessGrid(data=2, pipeline=pipeline), "microbatches": 3}
     ranks = 2 * pipeline
     assert trained(overlap, "ring", data, ranks, **keys) == trained("none", "ring", data, ranks, **keys)
@@ -129,28 +83,21 @@ def test_what_is_polled_in_training_comes_in_steps() -> None:
 
 @pytest.mark.parametrize("overlap", KINDS)
 def test_a_value_that_is_not_finite_is_named_and_updates_nothing(overlap: str, rng: np.random.Generator) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
 
-    def body(comm: Communicator) -> tuple[str, bool]:
+    def body(comm: Communicator) -> str:
         with Run(comm, overlap, "ring") as run:
             if comm.rank == 1:
                 run.exchange.parameters.view(run.model.layout.segments[4].key)[...] = np.nan
-            before = run.exchange.parameters.array.tobytes()
-            try:
-                run.step(data[0], 17)
-            except NonFiniteError as error:
-                mine = np.array_split(data[0], comm.size)[comm.rank]
-                said = explain_nonfinite(comm, run.executor, run.operations, [(mine[:, :-1], mine[:, 1:])], error)
-                return str(said), before == run.exchange.parameters.array.tobytes()
-            return "no error", False
+            return run.failure(data[0], 17)
 
-    for said, untouched in run_threads(3, body):
-        assert "step 17" in said and "rank 1: parameter" in said and untouched
+    for why in run_threads(3, body):
+        assert "step 17" in why and "rank 1: parameter" in why
 
 
 @pytest.mark.parametrize("overlap", KINDS)
 def test_what_is_exposed_is_measured(overlap: str, rng: np.random.Generator) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
 
     def body(comm: Communicator) -> list[tuple[float, float]]:
         with Run(comm, overlap, "ring") as run:
@@ -182,7 +129,7 @@ def lists(overlap: str, grid: ProcessGrid, microbatches: int) -> tuple[list[list
 
 def prove(steps: list[list[Operation]], run: Run) -> None:
     units = dict(enumerate(run.model.layout.units.values()))
-    verify(steps, grid=run.grid, units=units, microbatches=run.microbatches, needs=run.model.needs)
+    verify(steps, grid=run.grid, units=units, microbatches=run.parallel.microbatches, needs=run.model.needs)
 
 
 @pytest.mark.parametrize("overlap", KINDS)
@@ -269,7 +216,7 @@ def test_a_direction_before_the_wait_is_refused() -> None:
 )
 def test_a_recipe_that_cannot_be_had_is_refused(keys: dict[str, str], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
-        recipes.load(None, [f"communication.{key}={value}" for key, value in keys.items()])
+        recipe_of({f"communication.{key}": value for key, value in keys.items()})
 
 
 @pytest.mark.parametrize(

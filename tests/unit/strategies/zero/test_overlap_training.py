@@ -1,30 +1,24 @@
 """ZeRO whose exchanges go on behind the computation: the same bits, bounded memory, counted gathers, refusals."""
 
 import math
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hpcdist import collectives, models
-from hpcdist.arrays.memory import Ledger
-from hpcdist.arrays.store import FlatStore
+from harness.rank_run import RankRun, text
+from harness.trainings import refused
+from hpcdist import collectives
 from hpcdist.collectives.nonblocking import progress
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.errors import ConfigurationError, NonFiniteError, ScheduleError
+from hpcdist.errors import ConfigurationError, ScheduleError
 from hpcdist.models.config import ModelConfig
-from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.exchange import PrefetchCounts
-from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
-from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.replica_check import explain_nonfinite
-from hpcdist.strategies.pipeline.partition import split_by_parameters
-from hpcdist.strategies.schedule.operations import Kind, Operation, looped
+from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.strategies.zero.exchange import ZeroExchange
@@ -39,8 +33,8 @@ CASES = [(1, 0), (2, 0), *PREFETCHED]
 POLLED_RING = ("communication.overlap=poll", "communication.algorithm=ring")
 
 
-class Run:
-    """A run of a tiny gpt on one rank; a context manager."""
+class Run(RankRun):
+    """A run of a tiny gpt on one rank; further keys are those of ZeRO."""
 
     def __init__(
         self,
@@ -56,45 +50,11 @@ class Run:
         pipeline: int = 1,
         **zero: int,
     ):
-        self.comm, self.microbatches, self.ledger = comm, microbatches, Ledger()
-        self.grid = ProcessGrid(data=comm.size // pipeline, pipeline=pipeline)
-        axes = GridCommunicators(self.grid, comm)
-        self.model = models.build(ModelConfig(layers=LAYERS, hidden=16, heads=2, tied=tied), "float32", context=8)
-        self.context = RankContext(
-            world=comm,
-            data=axes.data,
-            pipeline=axes.pipeline,
-            model=self.model,
-            placement=looped(split_by_parameters(self.model, pipeline), pipeline),
-            optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5),
-            total_steps=STEPS,
-            algorithm=algorithm,
-            overlap=overlap,
-            ledger=self.ledger,
-        )
-        self.exchange = ZeroExchange(self.context, stage, ZeroConfig(prefetch=prefetch, **zero))
-        for unit, part in self.context.ranges.items():
-            initial = FlatStore(self.model.layout, self.model.dtype, part)
-            self.model.initialise_stage(unit, initial, 3)
-            self.exchange.load_initial(initial)
-        self.executor = build_executor(self.context, self.exchange)
-        self.executor.copies.refresh()
+        make = partial(ZeroExchange, stage=stage, config=ZeroConfig(prefetch=prefetch, **zero))
         parallel = ParallelConfig(pipeline=pipeline, microbatches=microbatches, schedule=schedule)
-        self.operations = operations(self.context, self.exchange, self.executor.copies, parallel)
-
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None and self.exchange.overlap is not None:
-            self.exchange.overlap.close()
-
-    def batches(self, samples: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        mine = np.array_split(samples, self.context.data.size)[self.context.data.rank]
-        return [(part[:, :-1], part[:, 1:]) for part in np.array_split(mine, self.microbatches)]
-
-    def step(self, samples: np.ndarray, number: int) -> float:
-        return self.executor.run(self.operations, self.batches(samples), SAMPLES, number, np.zeros(2)).loss
+        config = ModelConfig(layers=LAYERS, hidden=16, heads=2, tied=tied)
+        context = {"algorithm": algorithm, "overlap": overlap, "total_steps": STEPS}
+        super().__init__(comm, make, config=config, dtype="float32", parallel=parallel, **context)
 
     def train(self, data: np.ndarray) -> tuple[list[float], list[float], bytes]:
         """Losses of steps, of evaluations after each, and the own weights."""
@@ -105,10 +65,6 @@ class Run:
         return losses, evaluated, self.exchange.parameters.array.tobytes()
 
 
-def text(rng: np.random.Generator) -> np.ndarray:
-    return rng.integers(0, 256, (STEPS, SAMPLES, 9)).astype(np.uint8)
-
-
 def trained(size: int, data: np.ndarray, *args: object, **keys: object) -> list[tuple[list[float], list[float], bytes]]:
     def body(comm: Communicator) -> tuple[list[float], list[float], bytes]:
         with Run(comm, *args, **keys) as run:  # type: ignore[arg-type]
@@ -117,7 +73,7 @@ def trained(size: int, data: np.ndarray, *args: object, **keys: object) -> list[
     return run_threads(size, body, 2 if "hierarchical" in args else None)
 
 
-DATA = text(np.random.default_rng(11))
+DATA = text(np.random.default_rng(11), STEPS, SAMPLES)
 
 
 @cache
@@ -157,7 +113,7 @@ def test_microbatches_train_to_the_same_bits(
 
 @pytest.mark.parametrize("overlap", KINDS)
 def test_a_pipeline_with_zero1_trains_to_the_same_bits(overlap: str, rng: np.random.Generator) -> None:
-    data, keys = text(rng), {"microbatches": 2, "pipeline": 2, "tied": True}
+    data, keys = text(rng, STEPS, SAMPLES), {"microbatches": 2, "pipeline": 2, "tied": True}
 
     def body(comm: Communicator, overlap: str) -> tuple[list[float], bytes]:
         with Run(comm, 1, overlap, **keys) as run:  # type: ignore[arg-type]
@@ -168,7 +124,7 @@ def test_a_pipeline_with_zero1_trains_to_the_same_bits(overlap: str, rng: np.ran
 
 @pytest.mark.parametrize("overlap", KINDS)
 def test_what_is_sent_is_what_is_sent_without(overlap: str, rng: np.random.Generator) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
 
     def body(comm: Communicator, overlap: str, prefetch: int) -> int:
         with count_traffic(comm) as traffic, Run(comm, 3, overlap, "ring", prefetch) as run:
@@ -183,7 +139,7 @@ def test_what_is_sent_is_what_is_sent_without(overlap: str, rng: np.random.Gener
 @pytest.mark.parametrize("overlap", KINDS)
 @pytest.mark.parametrize("prefetch", [1, 2])
 def test_gathers_ahead_are_counted_and_their_time_too(overlap: str, prefetch: int, rng: np.random.Generator) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
 
     def body(comm: Communicator) -> None:
         with Run(comm, 3, overlap, "ring", prefetch) as run:
@@ -246,7 +202,7 @@ class Watched:
 @pytest.mark.parametrize("algorithm", ["ring", "node_shared"])
 def test_memory_of_whole_layers_is_bounded(algorithm: str, stage: int, prefetch: int, rng: np.random.Generator) -> None:
     """One gradient that is computed and two that travel; one layer of parameters that is used and ``prefetch`` more."""
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
 
     def body(comm: Communicator, overlap: str) -> tuple[dict[str, int], int]:
         with Run(comm, stage, overlap, algorithm, prefetch if overlap != "none" else 0) as run:
@@ -264,7 +220,7 @@ def test_memory_of_whole_layers_is_bounded(algorithm: str, stage: int, prefetch:
 def test_a_rank_without_samples_takes_shared_memory_where_others_do(
     stage: int, prefetch: int, tied: bool, rng: np.random.Generator
 ) -> None:
-    data = text(rng)[:2, :2]  # of the three ranks the last has none
+    data = text(rng, STEPS, SAMPLES)[:2, :2]  # of the three ranks the last has none
     behind = trained(3, data, stage, "thread", "node_shared", prefetch, tied=tied)
     assert behind == trained(3, data, stage, "none", "node_shared", tied=tied)
 
@@ -296,24 +252,20 @@ def test_the_list_is_proven(overlap: str, stage: int, prefetch: int) -> None:
 
 @pytest.mark.parametrize("overlap", KINDS)
 def test_a_value_that_is_not_finite_is_named_and_updates_nothing(overlap: str, rng: np.random.Generator) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
 
     def body(comm: Communicator) -> None:
         with Run(comm, 3, overlap, "ring", 1) as run:
             if comm.rank == 1:
                 run.exchange.parameters.array[...] = np.nan
-            before = run.exchange.parameters.array.tobytes()
-            with pytest.raises(NonFiniteError) as caught:
-                run.step(data[0], 17)
-            said = explain_nonfinite(comm, run.executor, run.operations, run.batches(data[0]), caught.value)
-            assert "step 17" in str(said) and "rank 1: parameter" in str(said)
-            assert run.exchange.parameters.array.tobytes() == before
+            why = run.failure(data[0], 17)
+            assert "step 17" in why and "rank 1: parameter" in why
 
     run_threads(2, body)
 
 
 def test_another_branch_on_one_rank_is_named(rng: np.random.Generator) -> None:
-    data = text(rng)
+    data = text(rng, STEPS, SAMPLES)
 
     def body(comm: Communicator) -> None:
         with Run(comm, 3, "thread", "ring", 1) as run:
@@ -321,7 +273,7 @@ def test_another_branch_on_one_rank_is_named(rng: np.random.Generator) -> None:
             index = next(index for index, op in enumerate(run.operations) if op.kind is Kind.START_GATHER)
             other = [*run.operations[:index], *run.operations[index + 1 :]]
             with pytest.raises(ScheduleError, match=r"got START_GATHER\(0, 1\) of unit 1, expected .* of unit 0"):
-                run.executor.run(other, run.batches(data[1]), SAMPLES, 2, np.zeros(2))
+                run.step(data[1], 2, other)
 
     run_threads(2, body)
 
@@ -349,9 +301,7 @@ def test_degrees_in_between_are_refused() -> None:
     ],
 )
 def test_recipes_that_cannot_be_had_are_refused(settings: list[str], match: str) -> None:
-    with pytest.raises(ConfigurationError, match=match) as caught:
-        recipes.load(None, settings)
-    assert caught.value.exit_code == 78
+    refused(settings, match)
 
 
 def test_recipes_that_can_be_had_are_taken() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lives_runs import survive
 
+from harness.trainings import survive
 from hpcdist.comm.threads.communicator import ThreadCommunicator
 from hpcdist.comm.threads.group import RankDeath
 from hpcdist.telemetry.metrics import step_metrics
@@ -89,14 +89,7 @@ def ticking(clock: Clock) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_bytes(np.random.default_rng(0).integers(97, 123, 2000).astype(np.uint8).tobytes())
-    return path
-
-
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[str], tuple[np.ndarray, int]]:
+def calm(tmp_path_factory: pytest.TempPathFactory, shared_text: Path) -> Callable[[str], tuple[np.ndarray, int]]:
     """What a layout comes to where nobody dies: its losses, and the operations of a rank."""
     known: dict[str, tuple[np.ndarray, int]] = {}
 
@@ -104,16 +97,18 @@ def calm(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[str]
         if name not in known:
             clock = Clock({})
             with ticking(clock):
-                rows = train(name, tmp_path_factory.mktemp("calm") / "run", text, 0)
+                rows = train(name, tmp_path_factory.mktemp("calm") / "run", shared_text, 0)
             known[name] = rows.steps["loss"], max(clock.counts.values())
         return known[name]
 
     return found
 
 
-def train(name: str, out: Path, text: Path, spares: int, ranks_per_node: int | None = None) -> step_metrics.MetricsData:
+def train(
+    name: str, out: Path, shared_text: Path, spares: int, ranks_per_node: int | None = None
+) -> step_metrics.MetricsData:
     keys = {"run.steps": STEPS, "run.seed": 3, "precision.mode": "float64", "checkpoint.every_steps": 2}
-    return survive(RANKS, out, text, keys | LAYOUTS[name], spares=spares, ranks_per_node=ranks_per_node)
+    return survive(RANKS, out, shared_text, keys | LAYOUTS[name], spares=spares, ranks_per_node=ranks_per_node)
 
 
 def limits(rng: np.random.Generator, spares: int, operations: int) -> dict[str, int]:
@@ -127,7 +122,7 @@ def limits(rng: np.random.Generator, spares: int, operations: int) -> dict[str, 
 
 @pytest.mark.parametrize("seed", [AT_THE_END, *range(MANY, MANY + 2 + SEEDS)])
 def test_a_job_outlives_deaths_anywhere(
-    seed: int, tmp_path: Path, text: Path, calm: Callable[[str], tuple[np.ndarray, int]]
+    seed: int, tmp_path: Path, shared_text: Path, calm: Callable[[str], tuple[np.ndarray, int]]
 ) -> None:
     rng = np.random.default_rng(seed)
     name, spares = str(rng.choice([*LAYOUTS])), int(rng.choice([0, SPARES]))
@@ -135,7 +130,7 @@ def test_a_job_outlives_deaths_anywhere(
     clock = Clock(limits(rng, spares, operations))
     ranks_per_node = (None, 1, 2)[int(rng.integers(3))]
     with ticking(clock):
-        rows = train(name, tmp_path / "run", text, spares, ranks_per_node)
+        rows = train(name, tmp_path / "run", shared_text, spares, ranks_per_node)
     told = f"{name}, {spares} spares, {ranks_per_node} ranks on a node: {clock.struck}"
     assert rows.steps["step"].tolist() == list(range(1, STEPS + 1)), told
     if spares:

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_runs import assembled, write_text
 
+from harness.inputs import write_text
+from harness.trainings import assembled, session_of
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.placement import locate
 from hpcdist.comm.record import spans as record_spans
 from hpcdist.comm.record.spans import Spans
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.energy.accounts.part_time_sensor import PowerSensor
 from hpcdist.errors import StorageError
@@ -54,7 +53,7 @@ class Said(ConsoleProgress):
 
 def trained(comm: Communicator, settings: dict[str, object], out: Path, **changes: object) -> TrainingLoop:
     """Train to the end on the ranks of ``comm``, as a job does it."""
-    session = Session(comm, locate(comm, None), "threads", lambda code: None)
+    session = session_of(comm)
     session.spans = Spans(out / f"rank-{comm.rank:05d}.spans", comm.rank, comm.size)
     keys = settings | {key.replace("__", "."): value for key, value in changes.items()}
     trainer = assembled(comm, keys, session=session)

@@ -7,16 +7,16 @@ import pwd
 import shutil
 import socket
 import stat
-import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
 
 import pytest
 
+from harness import jobs
+from harness.jobs import until
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError
 from hpcdist.telemetry import provenance
 from hpcdist.telemetry.config import TelemetryConfig
@@ -27,8 +27,9 @@ from hpcdist.telemetry.sinks.prometheus import RESTORED, PrometheusSink
 from hpcdist.telemetry.sinks.stream import EventStream, RunEvent, RunInfo
 
 pytest.importorskip("prometheus_client")
-import gateway as pushgateway
 from prometheus_client.parser import text_string_to_metric_families
+
+from stubs import gateway as pushgateway
 
 TEXTFILE = TelemetryConfig(prometheus="textfile")
 HTTP = TelemetryConfig(prometheus="http", port=0)
@@ -110,10 +111,10 @@ def test_promtool_has_no_complaint(tmp_path, rng):
     with open(sink.where) as file:
         text = file.read()
     check = [promtool, "check", "metrics"]
-    done = subprocess.run(check, input=text, capture_output=True, text=True, timeout=60, check=False)
+    done = jobs.run(check, text=text)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
     wrong = text.replace("hpcdist_steps_total", "hpcdist_steps")  # the test of the test
-    assert subprocess.run(check, input=wrong, capture_output=True, text=True, timeout=60, check=False).returncode
+    assert jobs.run(check, text=wrong).returncode
 
 
 def test_what_is_not_known_is_not_shown(tmp_path):
@@ -383,13 +384,6 @@ def gateway():
 
 def pushing(folder, gateway):
     return PrometheusSink(run_in(folder), TelemetryConfig(prometheus="push", gateway=gateway.address))
-
-
-def until(condition, limit_s=30.0):
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_figures_are_pushed_and_deleted_at_an_end_in_order(tmp_path, gateway):

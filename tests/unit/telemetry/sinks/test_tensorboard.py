@@ -1,12 +1,12 @@
 """Event files are what TensorBoard reads: checksums, tags, times, and no step twice after a resume."""
 
 import struct
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+from harness import jobs
 from hpcdist.errors import MissingCapabilityError, StorageError
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.telemetry.metrics import quantities
@@ -16,7 +16,7 @@ from hpcdist.telemetry.sinks.tensorboard import DIRECTORY, TensorBoard, tag
 
 pytest.importorskip("tensorboardX")
 
-import event_files
+from stubs import event_files
 
 ON = TelemetryConfig(tensorboard=True)
 SECOND = 1_000_000_000
@@ -147,7 +147,7 @@ assert "tensorboardX" not in sys.modules
 TensorBoard(RunInfo("a", Path({str(tmp_path)!r}), "", 1, 1, ""), TelemetryConfig(tensorboard=True)).close(True)
 print("torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = jobs.python(code)
     assert done.stdout == "False\n", done.stderr
 
 

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 from click.testing import CliRunner
-from recorded import Host, Rank, invent, write_clocks
 
 from hpcdist.cli.runs import trace as command
 from hpcdist.comm.record import flight_recorder, spans
@@ -16,6 +15,7 @@ from hpcdist.errors import StorageError, UsageError
 from hpcdist.telemetry.trace import chrome, critical_path, summary, timeline
 from hpcdist.telemetry.trace.clock_correction import HostClock
 from hpcdist.telemetry.trace.rank_log import NO_STEP, ranks_text
+from stubs.recorded import Host, Rank, invent, write_clocks
 
 HOUR_NS = 3_600_000_000_000
 FIRST = Host("alpha", offset_ns=15 * HOUR_NS)

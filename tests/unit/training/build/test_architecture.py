@@ -5,10 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.trainings import session_of
 from hpcdist import models
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.placement import locate
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
@@ -142,9 +141,7 @@ def test_one_line_says_it_all(
     recipe = recipes.load(None, small + [key.format(here=tmp_path) for key in keys], {}).recipe
 
     def body(comm: Communicator) -> str:
-        return figures.describe_architecture(
-            assemble(Session(comm, locate(comm, None), "test", lambda code: None), recipe)
-        )
+        return figures.describe_architecture(assemble(session_of(comm), recipe))
 
     assert run_threads(ranks, body) == [expected] * ranks
 
@@ -158,7 +155,7 @@ def test_zero3_warns_where_one_stage_is_all_of_it(kind: str, layers: int, warned
         given = Model(stages[:1] if layers == 1 else stages, "float32", tokens_per_sample=1)
         keys = {"model": {"kind": kind, "factory": "a:b" if kind == "import" else ""}, "parallel.strategy": "zero3"}
         recipe = recipes.load(settings.table(keys, "here", recipes.defaults(), Path()), environment={}).recipe
-        session = Session(comm, locate(comm, None), "test", lambda code: None)
+        session = session_of(comm)
         return figures.warn_of_whole_gathers(assemble(session, recipe, script_model=given))
 
     told = run_threads(2, body)

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu_runs import STEPS, assembled, write_text
 
+from harness import trainings
+from harness.inputs import write_text
+from harness.trainings import STEPS, assembled
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.runtime.arena import Arena
@@ -41,10 +43,7 @@ def _train(
 ) -> tuple[list[float], dict[object, np.ndarray]]:
     """Return the losses and the pieces of parameters after all steps, or after the first half, which are saved."""
     trainer = assembled(comm, keys, resume)
-    losses = []
-    with trainer.batches(STEPS // 2 if save else STEPS) as batches:
-        for step, batch in enumerate(batches, start=trainer.first_step + 1):
-            losses.append(trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2)).loss)
+    losses = trainings.losses(trainer, STEPS // 2 if save else STEPS)
     if save:
         CheckpointSaver(trainer, save).save(STEPS // 2)
     pieces = [piece for piece in trainer.exchange.pieces() if piece.kind == "parameters"]

@@ -11,26 +11,22 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from gpu_runs import LAYOUTS, STEPS, TRAININGS, Trained, assembled, check_same, with_pointers, write_text
-from gpu_watch import Watch, expected_sites
 
+from harness import trainings
+from harness.devices import Watch, expected_sites
+from harness.trainings import LAYOUTS, STEPS, TRAININGS, Trained, assembled, check_same, with_pointers
 from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.errors import DataError, DivergenceError, MissingCapabilityError, NonFiniteError
-from hpcdist.strategies.core.replica_check import check_replicas, explain_nonfinite
+from hpcdist.errors import DataError, DivergenceError, MissingCapabilityError
+from hpcdist.strategies.core.replica_check import check_replicas
 from hpcdist.training import inference
 from hpcdist.training.data import microbatches
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.saving import CheckpointSaver
 
 BOUNDS = {"float32": 1e-5, "float64": 1e-12}
-
-
-@pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
-    return {"data.path": write_text(tmp_path / "text.txt", rng)}
 
 
 IN_FLOAT32 = [("allreduce", 2), ("zero3", 2), ("1f1b", 2), ("a server", 2)]  # the maths of a model is tested by itself
@@ -41,9 +37,9 @@ IN_FLOAT32 = [("allreduce", 2), ("zero3", 2), ("1f1b", 2), ("a server", 2)]  # t
     [*((*case, "float64") for case in TRAININGS), *((*case, "float32") for case in IN_FLOAT32)],
 )
 def test_a_run_on_the_gpu_is_that_of_the_cpu(
-    gpu: ModuleType, text: dict[str, object], layout: str, ranks: int, mode: str
+    gpu: ModuleType, words: dict[str, object], layout: str, ranks: int, mode: str
 ) -> None:
-    settings = {**text, **LAYOUTS[layout][1], "precision.mode": mode}
+    settings = {**words, **LAYOUTS[layout][1], "precision.mode": mode}
     host = run_threads(ranks, lambda comm: Trained(comm, settings))
     assert gpu.LOG.events == []
     device = run_threads(ranks, lambda comm: Trained(comm, {**settings, "run.device": "gpu"}))
@@ -62,9 +58,9 @@ COUNTED = [
 
 @pytest.mark.parametrize(("layout", "ranks", "pointers"), COUNTED)
 def test_a_step_transfers_no_more_than_it_must(
-    gpu: ModuleType, text: dict[str, object], layout: str, ranks: int, pointers: bool
+    gpu: ModuleType, words: dict[str, object], layout: str, ranks: int, pointers: bool
 ) -> None:
-    settings = {**text, **LAYOUTS[layout][1], "run.device": "gpu"}
+    settings = {**words, **LAYOUTS[layout][1], "run.device": "gpu"}
 
     def body(comm: Communicator) -> tuple[Trained, Watch]:
         if pointers:
@@ -100,10 +96,10 @@ def without_lock_step(comm: Communicator, settings: dict[str, object]) -> tuple[
 @pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
 @pytest.mark.parametrize(("ranks", "placement"), [(1, "colocated"), (2, "dedicated")])
 def test_a_run_without_lock_step_is_that_of_the_cpu(
-    gpu: ModuleType, text: dict[str, object], ranks: int, placement: str, pointers: bool
+    gpu: ModuleType, words: dict[str, object], ranks: int, placement: str, pointers: bool
 ) -> None:
     settings = {
-        **text,
+        **words,
         "precision.mode": "float32",
         "parallel.microbatches": 2,
         "parameter_server.placement": placement,
@@ -125,12 +121,12 @@ def test_a_run_without_lock_step_is_that_of_the_cpu(
 
 @pytest.mark.parametrize("key", ["gpt", "mlp"])
 def test_a_token_that_the_model_lacks_is_refused_before_the_device_wraps_it(
-    gpu: ModuleType, text: dict[str, object], key: str
+    gpu: ModuleType, words: dict[str, object], key: str
 ) -> None:
     keys = {"model.kind": key, "model.tied": "false", "run.device": "gpu"}
 
     def body(comm: Communicator) -> None:
-        trainer = assembled(comm, {**text, **keys, **({"model.vocabulary": 256} if key == "gpt" else {})})
+        trainer = assembled(comm, {**words, **keys, **({"model.vocabulary": 256} if key == "gpt" else {})})
         tokens = np.full((3, 8), 7, np.uint16)
         targets = tokens if key == "gpt" else tokens[:, 0]
         trainer.place((tokens, targets))
@@ -147,9 +143,9 @@ def test_a_token_that_the_model_lacks_is_refused_before_the_device_wraps_it(
 
 @pytest.mark.parametrize(("layout", "ranks"), [("allreduce", 2), ("zero3", 2), ("1f1b", 4)])
 def test_a_run_goes_on_from_a_checkpoint_of_the_other_side(
-    gpu: ModuleType, text: dict[str, object], tmp_path: Path, layout: str, ranks: int
+    gpu: ModuleType, words: dict[str, object], tmp_path: Path, layout: str, ranks: int
 ) -> None:
-    settings = {**text, **LAYOUTS[layout][1], "precision.mode": "float64"}
+    settings = {**words, **LAYOUTS[layout][1], "precision.mode": "float64"}
 
     def saved(comm: Communicator) -> Path:
         trainer = Trained(comm, {**settings, "run.device": "gpu"}).trainer
@@ -166,9 +162,9 @@ def test_a_run_goes_on_from_a_checkpoint_of_the_other_side(
         assert all(host[name].tobytes() == there[name].tobytes() for name in host)
 
 
-def test_replicas_on_the_device_are_compared_by_one_copy(gpu: ModuleType, text: dict[str, object]) -> None:
+def test_replicas_on_the_device_are_compared_by_one_copy(gpu: ModuleType, words: dict[str, object]) -> None:
     def body(comm: Communicator) -> str:
-        trainer = assembled(comm, {**text, **LAYOUTS["allreduce"][1], "run.device": "gpu"})
+        trainer = assembled(comm, {**words, **LAYOUTS["allreduce"][1], "run.device": "gpu"})
         store, name = trainer.exchange.parameters, threading.current_thread().name
         before = gpu.LOG.sites(name)
         check_replicas(comm, store, 7)
@@ -183,24 +179,18 @@ def test_replicas_on_the_device_are_compared_by_one_copy(gpu: ModuleType, text: 
     assert all("step 8" in said and "1.up.weight" in said for said in run_threads(2, body))
 
 
-def test_a_nan_on_the_device_is_explained(gpu: ModuleType, text: dict[str, object]) -> None:
+def test_a_nan_on_the_device_is_explained(gpu: ModuleType, words: dict[str, object]) -> None:
     def body(comm: Communicator) -> str:
-        trainer = assembled(comm, {**text, **LAYOUTS["allreduce"][1], "run.device": "gpu"})
+        trainer = assembled(comm, {**words, **LAYOUTS["allreduce"][1], "run.device": "gpu"})
         if comm.rank == 1:
             trainer.exchange.parameters.view("1.up.weight")[3, 4] = np.nan
-        with trainer.batches(1) as batches:
-            parts = microbatches(trainer.place(next(iter(batches))), 2)
-        try:
-            trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, 1, np.zeros(2))
-        except NonFiniteError as error:
-            return str(explain_nonfinite(comm, trainer.executor, trainer.operations, parts, error))
-        return "no error"
+        return trainings.failure(trainer)
 
     assert all("rank 1: parameter 1.up.weight" in said and "rank 0:" not in said for said in run_threads(2, body))
 
 
-def test_a_trained_model_is_looked_at_on_either_side(gpu: ModuleType, text: dict[str, object], tmp_path: Path) -> None:
-    settings = {**text, **LAYOUTS["zero3"][1], "precision.mode": "float64", "run.device": "gpu"}
+def test_a_trained_model_is_looked_at_on_either_side(gpu: ModuleType, words: dict[str, object], tmp_path: Path) -> None:
+    settings = {**words, **LAYOUTS["zero3"][1], "precision.mode": "float64", "run.device": "gpu"}
     tokens = np.frombuffer(b"abcd efg", np.uint8)[None, :]
 
     def saved(comm: Communicator) -> recipes.Recipe:

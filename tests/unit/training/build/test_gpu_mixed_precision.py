@@ -5,8 +5,9 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from gpu_runs import LAYOUTS, Trained, check_same, write_text
 
+from harness.inputs import write_text
+from harness.trainings import LAYOUTS, Trained, check_same
 from hpcdist.arrays.gpu import device as arrays_device
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError

@@ -7,6 +7,7 @@ import h5py
 import numpy as np
 import pytest
 
+from harness.trainings import recipe_of
 from hpcdist.checkpoint.format import manifest
 from hpcdist.cli import checkpoint
 from hpcdist.comm.start import start_alone
@@ -108,7 +109,7 @@ def test_it_trains_and_is_found_again(kind, file, shape, shown, folder):
         "optimizer.warmup_steps": 1,
         "optimizer.learning_rate": 0.02,
     }
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], environment={}).recipe
+    recipe = recipe_of(keys)
     trainer = assemble(start_alone(), recipe)
     losses = []
     with trainer.batches(12) as batches:
@@ -142,7 +143,7 @@ def test_a_state_dict_of_a_users_modules_has_their_names(folder):
         "run.global_batch": 8,
         "run.steps": 1,
     }
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], environment={}).recipe
+    recipe = recipe_of(keys)
     trainer = assemble(start_alone(), recipe)
     CheckpointSaver(trainer, folder / "run" / "checkpoints").save(0)
     (folder / "run" / "recipe.toml").write_text(recipes.dump(recipe))

@@ -1,22 +1,15 @@
 """Every kind of model under every way of spreading it is the run of one process."""
 
-import sys
-from pathlib import Path
-
 import h5py
 import numpy as np
 import pytest
 
+from harness.inputs import KINDS, STEPS, keys_of, write_data
+from harness.steady import steady
+from harness.trainings import alone, difference, losses, refused, trainer_of
 from hpcdist.comm.threads.communicator import run_threads, solo
-from hpcdist.errors import ConfigurationError
 from hpcdist.models.transformer import masked_predictions
-from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "doubles"))
-from kinds import KINDS, STEPS, keys_of, write_data
-from rank_runs import alone, difference, losses, trainer_of
-from steady import steady
 
 ALLOWED = 160 << 10  # bytes of a step's own objects; the largest tensor of each model is larger
 TENSOR = {"parallel.tensor": 2}
@@ -132,6 +125,4 @@ def test_a_step_allocates_nothing(kind, folder):
     ],
 )
 def test_what_cannot_be_cut_is_refused(kind, changed, said, folder):
-    with pytest.raises(ConfigurationError, match=said) as caught:
-        recipes.load(None, [f"{key}={value}" for key, value in (keys_of(kind, folder) | changed).items()], {})
-    assert caught.value.exit_code == 78
+    refused(keys_of(kind, folder) | changed, said)

@@ -7,23 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness import trainings
+from harness.trainings import State, difference, refused, small
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.placement import locate
 from hpcdist.comm.record.timing import count_traffic
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads, solo
-from hpcdist.errors import ConfigurationError, NonFiniteError
+from hpcdist.errors import NonFiniteError
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.optim.master_weights import BLOCK
 from hpcdist.optim.norms import clip_scale
 from hpcdist.strategies.core.mixed_precision import DynamicLossScale
-from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.training import inference
-from hpcdist.training.build.assemble import assemble
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -33,25 +30,12 @@ SAMPLES = 12
 SERVED = ["precision.mode=bfloat16", "parallel.strategy=parameter_server"]
 
 
-@pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> Path:
-    path = tmp_path / "text.txt"
-    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
-    path.write_text(" ".join(rng.choice(words, 1500)))
-    return path
-
-
 def trainer_of(comm: Communicator, path: Path, keys: dict[str, Any], resume: Path | None = None) -> Trainer:
     settings = {
         "model.layers": 2,
-        "model.hidden": 16,
-        "model.heads": 2,
-        "data.path": path,
-        "data.context": 8,
         "run.steps": 40,
         "run.global_batch": SAMPLES,
         "run.validation_samples": 20,
-        "optimizer.warmup_steps": 2,
         "communication.algorithm": "all_to_all",
         "precision.mode": "bfloat16",
         **keys,
@@ -60,37 +44,14 @@ def trainer_of(comm: Communicator, path: Path, keys: dict[str, Any], resume: Pat
         settings["communication.algorithm"] = "ring"  # for 16 bits both sum in the order of the ranks
     if settings["precision.mode"] == "float16":
         settings.setdefault("precision.loss_scale", 1024)  # small enough: no step is skipped
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {}).recipe
-    return assemble(Session(comm, locate(comm, None), "test", lambda code: None), recipe, resume)
+    return small(comm, path, settings, resume)
 
 
-def losses_of(trainer: Trainer, last: int) -> list[float]:
-    found = []
-    with trainer.batches(last) as batches:
-        for step, batch in enumerate(batches, start=trainer.first_step + 1):
-            done = trainer.executor.run(trainer.operations, trainer.cut(batch), SAMPLES, step, np.zeros(2))
-            found.append(done.loss)
-    return found
-
-
-def state_of(trainer: Trainer) -> dict[tuple[str, str], np.ndarray]:
+def state_of(trainer: Trainer) -> State:
     """Master and moments of the whole model, from what the ranks save. Collective."""
-    found: dict[tuple[str, str], np.ndarray] = {}
-    held = trainer.exchange.pieces()
-    mine = [(piece.kind, piece.tensor, piece.global_shape, piece.flat, np.array(piece.array)) for piece in held]
-    for theirs in trainer.comm.allgather_object(mine):
-        for kind, tensor, shape, flat, values in theirs:
-            assert values.dtype == np.float32, "never a rounded copy"
-            whole = found.setdefault((kind, tensor), np.full(int(np.prod(shape)), np.nan, np.float32))
-            whole[flat.slice] = values
-    assert not any(np.isnan(values).any() for values in found.values())
-    return found
-
-
-def difference(mine: dict[tuple[str, str], np.ndarray], theirs: dict[tuple[str, str], np.ndarray]) -> float:
-    keys = [key for key in theirs if key[0] == "parameters" and not key[1].endswith("qkv.bias")]
-    apart = [np.linalg.norm(mine[key].astype(np.float64) - theirs[key]) for key in keys]
-    return float(np.linalg.norm(apart) / np.linalg.norm([np.linalg.norm(theirs[key]) for key in keys]))
+    whole = trainings.state(trainer)
+    assert all(values.dtype == np.float32 for values in whole.values()), "never a rounded copy"
+    return whole
 
 
 class Reference:
@@ -147,7 +108,7 @@ def test_one_rank_follows_the_rule(text: Path, mode: str, microbatches: int, cli
     rule = Reference(trainer, trainer.executor.loss_scale.scale)
     with trainer.batches(8) as batches:
         expected = [rule.step(trainer.cut(batch)) for batch in batches]
-    losses = losses_of(trainer, 8)
+    losses = trainings.losses(trainer, 8)
     # The norm, and so the factor of a clip, is summed in another order: an ulp of it now and then.
     np.testing.assert_allclose(losses, expected, rtol=1e-6 if clip else 0)
     state = state_of(trainer)
@@ -160,7 +121,7 @@ def test_one_rank_follows_the_rule(text: Path, mode: str, microbatches: int, cli
 
 def run_of(comm: Communicator, text: Path, keys: dict[str, Any], steps: int = 6) -> tuple[Any, ...]:
     trainer = trainer_of(comm, text, keys)
-    return losses_of(trainer, steps), state_of(trainer), mean_validation_loss(trainer)
+    return trainings.losses(trainer, steps), state_of(trainer), mean_validation_loss(trainer)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -190,8 +151,8 @@ def test_every_optimizer_with_clip_and_accumulation_is_near_one_rank(text: Path,
 
 @pytest.mark.parametrize("mode", MODES)
 def test_it_learns_as_float32_does(text: Path, mode: str) -> None:
-    plain = losses_of(trainer_of(solo(), text, {"precision.mode": "float32"}), 40)
-    half = run_threads(2, lambda comm: losses_of(trainer_of(comm, text, {"precision.mode": mode}), 40))[0]
+    plain = trainings.losses(trainer_of(solo(), text, {"precision.mode": "float32"}), 40)
+    half = run_threads(2, lambda comm: trainings.losses(trainer_of(comm, text, {"precision.mode": mode}), 40))[0]
     assert half[-1] < half[0] - 1.0 and plain[-1] < plain[0] - 1.0
     np.testing.assert_allclose(half, plain, rtol=0.01 if mode == "bfloat16" else 0.002)
 
@@ -207,7 +168,7 @@ def test_memory_is_that_of_the_closed_form(
 
     def body(comm: Communicator) -> None:
         trainer = trainer_of(comm, text, {"parallel.strategy": strategy, "model.hidden": 128, "model.layers": 4})
-        losses_of(trainer, 2)
+        trainings.losses(trainer, 2)
         psi = trainer.model.layout.parameters
         layer = max(part.size for part in trainer.context.ranges.values())
         update = 4 * min(BLOCK["cpu"], max(part.size for part in trainer.exchange.sharded_update.parts))  # type: ignore[attr-defined]
@@ -235,10 +196,10 @@ def test_bytes_sent_are_half_of_float32(text: Path, strategy: str, algorithm: st
     def body(comm: Communicator) -> None:
         keys = {"parallel.strategy": strategy, "communication.algorithm": algorithm, "model.hidden": 64}
         trainer = trainer_of(comm, text, keys)
-        losses_of(trainer, 1)
+        trainings.losses(trainer, 1)
         with count_traffic(comm) as traffic:
             trainer = replace(trainer, first_step=1)
-            losses_of(trainer, 2)
+            trainings.losses(trainer, 2)
         psi = 2 * trainer.model.layout.parameters
         last = 2 * sum(spec.size for spec in trainer.model.stages[-1].tensors())
         sent = volumes * psi - (last if strategy == "zero3" else 0)  # whose forward and backward follow each other
@@ -320,12 +281,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_explained(text: Path, mod
         if comm.rank == 1:
             *_, (_, touched) = trainer.exchange.parameters.tensors()
             trainer.exchange.parameters.range(touched)[...] = np.nan
-        with trainer.batches(1) as batches:
-            parts = trainer.cut(next(iter(batches)))
-        with pytest.raises(NonFiniteError) as failed, np.errstate(all="ignore"):
-            trainer.executor.run(trainer.operations, parts, SAMPLES, 1, np.zeros(2))
-        with np.errstate(all="ignore"):
-            return str(explain_nonfinite(comm, trainer.executor, trainer.operations, parts, failed.value))
+        return trainings.failure(trainer)
 
     for said in run_threads(2, body):
         assert "step 1: loss nan" in said and "rank 1: parameter" in said and "rank 0:" not in said
@@ -352,15 +308,15 @@ def test_a_resumed_run_has_the_same_bits(text: Path, tmp_path: Path, strategy: s
 
     def whole(comm: Communicator) -> tuple[Any, ...]:
         trainer = trainer_of(comm, text, keys)
-        return losses_of(trainer, 12), state_of(trainer), trainer.executor.loss_scale.state()
+        return trainings.losses(trainer, 12), state_of(trainer), trainer.executor.loss_scale.state()
 
     def first(comm: Communicator) -> tuple[list[float], Path]:
         trainer = trainer_of(comm, text, keys)
-        return losses_of(trainer, 5), CheckpointSaver(trainer, tmp_path / "checkpoints").save(5)
+        return trainings.losses(trainer, 5), CheckpointSaver(trainer, tmp_path / "checkpoints").save(5)
 
     def second(comm: Communicator) -> tuple[Any, ...]:
         trainer = trainer_of(comm, text, keys, saved)
-        return losses_of(trainer, 12), state_of(trainer), trainer.executor.loss_scale.state()
+        return trainings.losses(trainer, 12), state_of(trainer), trainer.executor.loss_scale.state()
 
     losses, state, scale = run_threads(2, whole)[0]
     before, saved = run_threads(2, first)[0]
@@ -372,7 +328,7 @@ def test_a_resumed_run_has_the_same_bits(text: Path, tmp_path: Path, strategy: s
 def test_a_checkpoint_goes_to_other_strategies_ranks_and_precisions(text: Path, tmp_path: Path) -> None:
     def first(comm: Communicator) -> tuple[Path, dict[tuple[str, str], np.ndarray]]:
         trainer = trainer_of(comm, text, {"parallel.strategy": "zero2"})
-        losses_of(trainer, 4)
+        trainings.losses(trainer, 4)
         return CheckpointSaver(trainer, tmp_path / "checkpoints").save(4), state_of(trainer)
 
     saved, state = run_threads(3, first)[0]
@@ -387,7 +343,7 @@ def test_a_checkpoint_goes_to_other_strategies_ranks_and_precisions(text: Path, 
         def second(comm: Communicator, keys: dict[str, Any] = keys) -> Any:
             trainer = trainer_of(comm, text, keys, saved)
             before = state_of(trainer)
-            return before, losses_of(trainer, 8)
+            return before, trainings.losses(trainer, 8)
 
         for before, losses in run_threads(size, second):
             assert all(before[key].tobytes() == values.tobytes() for key, values in state.items())
@@ -396,7 +352,7 @@ def test_a_checkpoint_goes_to_other_strategies_ranks_and_precisions(text: Path, 
 
 def test_what_is_evaluated_is_the_working_copy(text: Path, tmp_path: Path) -> None:
     trainer = trainer_of(solo(), text, {})
-    losses_of(trainer, 6)
+    trainings.losses(trainer, 6)
     expected = mean_validation_loss(trainer)
     CheckpointSaver(trainer, tmp_path / "checkpoints").save(6)
     trained = inference.load(solo(), tmp_path, trainer.recipe)
@@ -457,6 +413,4 @@ def test_what_is_evaluated_is_the_working_copy(text: Path, tmp_path: Path) -> No
     ],
 )
 def test_what_does_not_go_with_16_bits_is_refused_by_name(overrides: list[str], key: str) -> None:
-    with pytest.raises(ConfigurationError, match=key) as refused:
-        recipes.load(None, overrides, {})
-    assert refused.value.exit_code == 78
+    refused(overrides, key)

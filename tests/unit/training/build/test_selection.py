@@ -5,12 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from harness.trainings import recipe_of, refused, session_of
 from hpcdist import models
 from hpcdist.collectives.dispatch import parse_algorithm
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import CommunicationConfig
-from hpcdist.comm.placement import locate
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
 from hpcdist.training.build import selection, state_source
@@ -35,20 +34,16 @@ def run(
 ) -> tuple[AlgorithmSelection, Path]:
     """Assemble a run, save its state, and return what it chose and where it is saved."""
     settings = {**SMALL, "data.path": folder / "text.txt", **{k.replace("__", "."): v for k, v in keys.items()}}
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()]).recipe
+    recipe = recipe_of(settings)
 
     def body(comm: Communicator) -> tuple[AlgorithmSelection, Path]:
-        trainer = assemble(Session(comm, locate(comm, None), "threads", _abort), recipe, resume)
+        trainer = assemble(session_of(comm), recipe, resume)
         assert trainer.context.algorithm == trainer.selection.algorithm
         return trainer.selection, CheckpointSaver(trainer, folder / "saved").save(trainer.first_step + 1)
 
     found = run_threads(ranks, body, ranks_per_node)
     assert all(one == found[0] for one in found)
     return found[0]
-
-
-def _abort(code: int) -> None:
-    raise SystemExit(code)
 
 
 def test_measured_then_cached_then_kept_from_the_checkpoint(tmp_path):
@@ -90,9 +85,9 @@ def test_a_checkpoint_of_before_nodes_were_kept(tmp_path, monkeypatch):
 
 def _resolved(ranks: int, saved: Path) -> AlgorithmSelection:
     def body(comm: Communicator) -> AlgorithmSelection:
-        recipe = recipes.load(None, [f"{key}={value}" for key, value in SMALL.items()]).recipe
+        recipe = recipe_of(SMALL)
         model = models.build(recipe.model, recipe.precision.mode, context=8)
-        session = Session(comm, locate(comm, None), "threads", _abort)
+        session = session_of(comm)
         return selection.resolve_algorithm(session, recipe, model, comm, state_source.CheckpointSource(saved))
 
     return run_threads(ranks, body)[0]
@@ -124,10 +119,10 @@ def test_where_nothing_is_reduced_nothing_is_measured(tmp_path, keys):
 def test_agreements_take_what_is_for_small_buffers(tmp_path):
     def agree(ranks: int, **keys: object) -> str:
         settings = {**SMALL, "data.path": tmp_path / "text.txt"} | {k.replace("__", "."): v for k, v in keys.items()}
-        recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()]).recipe
+        recipe = recipe_of(settings)
 
         def body(comm: Communicator) -> str:
-            return assemble(Session(comm, locate(comm, None), "threads", _abort), recipe).context.agree_algorithm
+            return assemble(session_of(comm), recipe).context.agree_algorithm
 
         return run_threads(ranks, body)[0]
 
@@ -198,8 +193,7 @@ def test_the_bad_row_of_a_table_is_named(text, said):
     ],
 )
 def test_recipes_refuse_what_is_no_table(text):
-    with pytest.raises(ConfigurationError, match=r"communication\.algorithm"):
-        recipes.load(None, [f"communication.algorithm={text}"])
+    refused([f"communication.algorithm={text}"], r"communication\.algorithm")
 
 
 @pytest.mark.parametrize("text", ["ring<=0,native", "ring<=8,native<=70,ring", "native<=999999999999999999,ring"])

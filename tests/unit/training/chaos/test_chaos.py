@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_runs import assembled, write_text
 
+from harness import trainings
+from harness.trainings import assembled, refused
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
@@ -21,8 +22,8 @@ STEPS = 4
 
 
 @pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
-    return {"data.path": write_text(tmp_path / "text.txt", rng), "run.steps": STEPS}
+def text(text: Path) -> dict[str, object]:
+    return {"data.path": text, "run.steps": STEPS}
 
 
 def test_slow_steps_are_drawn_apart_for_every_rank_and_again_the_same() -> None:
@@ -68,13 +69,8 @@ def test_sleep_that_took_too_long_is_made_up_for() -> None:
 def losses(comm: Communicator, settings: dict[str, object]) -> tuple[list[float], list[float], bytes]:
     """The losses and times of computing of a run, and its parameters."""
     trainer = assembled(comm, settings)
-    found, computed_s = [], []
-    with trainer.batches(STEPS) as batches:
-        for step, batch in enumerate(batches, start=1):
-            parts = trainer.cut(batch)
-            done = trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, step, np.zeros(2))
-            found.append(done.loss)
-            computed_s.append(done.seconds["compute_s"])
+    steps = trainings.results(trainer, STEPS)
+    found, computed_s = [step.loss for step in steps], [step.seconds["compute_s"] for step in steps]
     return found, computed_s, trainer.exchange.parameters.array.tobytes()
 
 
@@ -145,8 +141,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_what_makes_no_sense_is_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {})
+    refused(settings, message)
 
 
 def test_slow_ranks_must_compute(text: dict[str, object]) -> None:

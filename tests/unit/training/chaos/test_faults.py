@@ -9,14 +9,15 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from gpu_runs import assembled, write_text
 
+from harness import trainings
+from harness.trainings import assembled, refused
 from hpcdist.arrays import backend
 from hpcdist.checkpoint.restoring.restore import newest, restore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.errors import ConfigurationError, DivergenceError, NonFiniteError, StorageError
-from hpcdist.strategies.core.replica_check import check_replicas, explain_nonfinite
+from hpcdist.errors import ConfigurationError, DivergenceError, StorageError
+from hpcdist.strategies.core.replica_check import check_replicas
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.chaos import injection
@@ -33,8 +34,8 @@ class Killed(Exception):  # noqa: N818 - a process would not live to raise it
 
 
 @pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> Settings:
-    return {"data.path": write_text(tmp_path / "text.txt", rng), "run.steps": 4}
+def text(text: Path) -> Settings:
+    return {"data.path": text, "run.steps": 4}
 
 
 @pytest.fixture
@@ -53,12 +54,7 @@ def armed(comm: Communicator, settings: Settings, run: Path) -> tuple[Trainer, C
 
 
 def make_steps(trainer: Trainer, first: int = 1, last: int | None = None) -> list[float]:
-    found = []
-    trainer = replace(trainer, first_step=first - 1)
-    with trainer.batches(last or trainer.recipe.run.steps) as batches:
-        for step, batch in enumerate(batches, start=first):
-            found.append(trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2)).loss)
-    return found
+    return trainings.losses(trainer, last or trainer.recipe.run.steps, first - 1)
 
 
 def trained(ranks: int, settings: Settings, run: Path) -> list[tuple[list[float], list[bytes]]]:
@@ -173,12 +169,7 @@ def test_an_overflow_stops_and_names_the_step(layout: str, text: Settings, tmp_p
         trainer, _ = armed(comm, {**text, **keys, "chaos.overflow": "[3]"}, tmp_path)
         make_steps(trainer, last=2)
         before = trainer.exchange.parameters.array.copy()
-        trainer = replace(trainer, first_step=2)
-        with trainer.batches(3) as batches:
-            parts = trainer.cut(trainer.place(next(iter(batches))))
-        with pytest.raises(NonFiniteError) as failed:
-            trainer.step(3, parts, np.zeros(2))
-        said = str(explain_nonfinite(comm, trainer.executor, trainer.operations, parts, failed.value))
+        said = trainings.failure(replace(trainer, first_step=2), step=3)
         assert (before == trainer.exchange.parameters.array).all()
         return said
 
@@ -293,8 +284,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_what_makes_no_sense_is_refused(settings: Settings, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {})
+    refused(settings, message)
 
 
 def test_faults_need_a_rank_to_which_they_can_happen(text: Settings) -> None:

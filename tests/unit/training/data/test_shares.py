@@ -8,14 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu_runs import assembled, write_text
 
+from harness.trainings import assembled, refused, session_of
 from hpcdist.checkpoint.format import manifest
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.placement import locate
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads, solo
-from hpcdist.errors import ConfigurationError
 from hpcdist.hdf5 import files
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
 from hpcdist.telemetry.metrics.side_tables import SHARES
@@ -33,7 +30,6 @@ from hpcdist.training.data.sampler import (
 )
 from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.observe.instrumentation import ConsoleProgress
-from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import RunOutcome, TrainingLoop
 from hpcdist.training.run.stop_requests import StopRequests
 
@@ -178,8 +174,8 @@ LAYOUTS: dict[str, tuple[dict[str, object], int, int | None, list[ShareSizes]]] 
 
 
 @pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
-    return {"data.path": write_text(tmp_path / "text.txt", rng), "precision.mode": "float64"}
+def text(text: Path) -> dict[str, object]:
+    return {"data.path": text, "precision.mode": "float64"}
 
 
 def trained(comm: Communicator, settings: dict[str, object], sizes: Sequence[ShareSizes]) -> tuple[list[float], dict]:
@@ -224,7 +220,7 @@ def test_who_takes_a_sample_changes_nothing_and_nobody_needs_one(name: str, text
 def run_loop(comm: Communicator, settings: dict[str, object], out: Path, resume: Path | None = None) -> RunOutcome:
     trainer = assembled(comm, settings, resume)
     energy = EnergyRecorder(comm, trainer.recipe, resume)
-    session = Session(comm, locate(comm, None), "threads", lambda code: None)
+    session = session_of(comm)
     return TrainingLoop(
         session, trainer, out, ConsoleProgress(1, 0, 1e9, shown=False), {}, StopRequests(), energy
     ).run()
@@ -276,5 +272,4 @@ def _made(path: Path) -> Path:
     ],
 )
 def test_shares_that_would_change_the_result_are_refused(settings: list[str], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        recipes.load(None, settings, {})
+    refused(settings, message)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lives_runs import survive
 
+from harness.trainings import recipe_of, survive
 from hpcdist.checkpoint.partner.redundancy import PartnerStore
 from hpcdist.checkpoint.restoring.restore import newest_complete
 from hpcdist.comm.threads.group import RankDeath
@@ -56,13 +56,6 @@ WHEN = ("begin", "exchange", "update", "save", "backward")
 def moments(name: str) -> tuple[str, ...]:
     """When a rank may die; one that only serves computes nothing."""
     return WHEN[:4] if name == "dedicated server" else WHEN
-
-
-@pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_bytes(rng.integers(97, 123, 2000).astype(np.uint8).tobytes())
-    return path
 
 
 def losses(steps: dict[str, np.ndarray]) -> np.ndarray:
@@ -207,7 +200,7 @@ def test_metrics_tell_of_the_lives(tmp_path: Path, text: Path) -> None:
     ],
 )
 def test_what_cannot_be_survived_is_refused(keys: dict[str, str], said: str) -> None:
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
+    recipe = recipe_of(keys)
     with pytest.raises(ConfigurationError, match=said):
         recipe.check_world(0, **{"--survive": "shrink", "--spares": 0})
 
@@ -242,7 +235,7 @@ def test_nobody_knows_the_gpu_of_a_new_process() -> None:
     ],
 )
 def test_a_layout_for_any_number_of_ranks(keys: dict[str, Any], ranks: int, expected: tuple[int, int, int]) -> None:
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
+    recipe = recipe_of(keys)
     found = refit(recipe, ranks)
     assert found is not None
     parallel, used = found[0].parallel, found[1]

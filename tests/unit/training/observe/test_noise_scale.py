@@ -8,8 +8,9 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from gpu_runs import assembled, write_text
 
+from harness import trainings
+from harness.trainings import assembled, refused
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
@@ -142,17 +143,14 @@ class Measured:
 
 
 @pytest.fixture
-def words(tmp_path: Path, rng: np.random.Generator) -> Settings:
-    return {"data.path": write_text(tmp_path / "text.txt", rng), **STILL}
+def words(text: Path) -> Settings:
+    return {"data.path": text, **STILL}
 
 
 def trained(ranks: int, settings: Settings) -> list[Measured]:
     def body(comm: Communicator) -> Measured:
         trainer = assembled(comm, settings, directory=Path(str(settings["data.path"])).parent)
-        found: list[StepResult] = []
-        with trainer.batches(trainer.recipe.run.steps) as batches:
-            for step, batch in enumerate(batches, start=1):
-                found.append(trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2)))
+        found = trainings.results(trainer, trainer.recipe.run.steps)
         context, sizes, parts = trainer.context, trainer.executor.sizes, []
         if context.computes and context.pipeline.rank == context.tensor.rank == 0:
             together = trainer.exchange.accumulates and not trainer.noise.looks_at_first
@@ -285,8 +283,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_what_has_no_two_batch_sizes_is_refused(settings: Settings, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {})
+    refused(settings, message)
 
 
 def test_a_world_of_one_is_refused_and_what_is_left_of_a_job_goes_on_without(words: Settings) -> None:

@@ -5,13 +5,13 @@ import subprocess
 import sys
 from types import ModuleType
 
-import nvtx_tool
 import pytest
 
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.strategies.schedule.observers import NO_RANGES, in_range
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.training.observe.instrumentation import COLORS, NvtxRanges, label
+from stubs import nvtx_tool
 
 
 class Recorded:

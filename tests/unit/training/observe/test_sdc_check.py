@@ -7,17 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu_runs import assembled, write_text
 
+from harness import trainings
+from harness.trainings import assembled, refused
 from hpcdist.checkpoint.format.shard_layout import blocks_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.errors import ConfigurationError, DivergenceError
+from hpcdist.errors import DivergenceError
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.step import RecomputeVerdict
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.observe import sdc_check
-from hpcdist.training.recipe import recipe as recipes
 
 Settings = dict[str, object]
 Steps = tuple[list[float], list[RecomputeVerdict | None], list[bytes]]  # losses, what was found, the state at the end
@@ -59,19 +59,15 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
 
 
 @pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> Settings:
+def text(text: Path, tmp_path: Path) -> Settings:
     kept = tmp_path / "offloaded"
     kept.mkdir()
-    return {"data.path": write_text(tmp_path / "text.txt", rng), "run.steps": 4, "zero.offload_directory": kept}
+    return {"data.path": text, "run.steps": 4, "zero.offload_directory": kept}
 
 
 def make_steps(trainer: Trainer) -> Steps:
-    losses, found = [], []
-    with trainer.batches(trainer.recipe.run.steps) as batches:
-        for step, batch in enumerate(batches, start=1):
-            done = trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2))
-            losses.append(done.loss)
-            found.append(done.recomputed)
+    steps = trainings.results(trainer, trainer.recipe.run.steps)
+    losses, found = [step.loss for step in steps], [step.recomputed for step in steps]
     return losses, found, [b"".join(map(bytes, blocks_of(piece.array))) for piece in trainer.exchange.pieces()]
 
 
@@ -213,5 +209,4 @@ REFUSED = [
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_what_cannot_be_computed_again_is_refused(settings: Settings, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {})
+    refused(settings, message)

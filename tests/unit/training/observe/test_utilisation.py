@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_runs import assembled, write_text
 
+from harness.trainings import assembled
 from hpcdist.arrays import matmul_peak
 from hpcdist.arrays.backend import to_host
 from hpcdist.comm.communicator import Communicator
@@ -18,11 +18,6 @@ from hpcdist.training.observe.figures import NO_MEMORY_FOR_PEAK, describe_utilis
 
 PEAK = 5e9
 SPEED = 1000.0  # tokens/s
-
-
-@pytest.fixture
-def text(tmp_path: Any, rng: np.random.Generator) -> dict[str, object]:
-    return {"data.path": write_text(tmp_path / "text.txt", rng)}
 
 
 def told(settings: dict[str, object], ranks: int, speed: float = SPEED) -> tuple[dict[str, Any], Any]:
@@ -39,9 +34,9 @@ def told(settings: dict[str, object], ranks: int, speed: float = SPEED) -> tuple
     return found[0][0], found[0][1:]
 
 
-def test_the_share_is_that_of_all_ranks(text: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_share_is_that_of_all_ranks(words: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "matmul_flops_per_s", lambda dtype, on, seconds: PEAK)
-    found, (numbers, inputs) = told(text, 3)
+    found, (numbers, inputs) = told(words, 3)
     assert found["flops_per_sample"] == numbers.flops
     assert found["flops_per_s"] == pytest.approx(SPEED / inputs["context"] * numbers.flops)
     assert found["peak_flops_per_s"] == 3 * PEAK
@@ -50,14 +45,14 @@ def test_the_share_is_that_of_all_ranks(text: dict[str, object], monkeypatch: py
     assert f"{found['mfu']:.1%}" in line
 
 
-def test_a_server_is_no_peak(text: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_is_no_peak(words: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "matmul_flops_per_s", lambda dtype, on, seconds: PEAK)
-    served = text | {"parallel.strategy": "parameter_server", "parameter_server.servers": 1}
+    served = words | {"parallel.strategy": "parameter_server", "parameter_server.servers": 1}
     assert told(served, 3)[0]["peak_flops_per_s"] == 2 * PEAK
 
 
-def test_what_is_not_known_is_told_with_the_reason(text: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = told(text, 1, speed=math.nan)[0]
+def test_what_is_not_known_is_told_with_the_reason(words: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = told(words, 1, speed=math.nan)[0]
     assert (slow["flops_per_s"], slow["mfu"], slow["mfu_reason"]) == (None, None, "no step")
     assert slow["flops_per_sample"] > 0 and describe_utilisation(slow) == []
 
@@ -65,7 +60,7 @@ def test_what_is_not_known_is_told_with_the_reason(text: dict[str, object], monk
         raise MemoryError
 
     monkeypatch.setattr(figures, "matmul_flops_per_s", full)
-    found = told(text, 2)[0]
+    found = told(words, 2)[0]
     assert (found["mfu"], found["mfu_reason"]) == (None, NO_MEMORY_FOR_PEAK) and found["flops_per_s"] > 0
     assert NO_MEMORY_FOR_PEAK in describe_utilisation(found)[0]
 

@@ -1,8 +1,6 @@
 """The recipe: values by precedence, with their origins; TOML that reads back; refusals that say what to do."""
 
 import math
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness import jobs
 from hpcdist import errors
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting.toml_text import toml_value
@@ -293,7 +292,7 @@ def test_reading_a_recipe_imports_nothing_heavy() -> None:
         "import sys; from hpcdist.training.recipe import recipe; recipe.load();"
         "print([name for name in ('numpy', 'mpi4py', 'numba', 'h5py', 'cupy', 'matplotlib') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = jobs.python(program, check=True)
     assert done.stdout.strip() == "[]"
 
 

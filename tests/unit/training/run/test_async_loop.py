@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_runs import assembled, write_text
 
+from harness.trainings import assembled, session_of
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.placement import locate
 from hpcdist.comm.record.timing import OperationTiming
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.schedule.operations import Kind, Operation
@@ -64,8 +62,8 @@ def nothing(loop: Watched, step: int) -> None:
 
 
 @pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
-    return {**ASP, "data.path": write_text(tmp_path / "text.txt", rng)}
+def text(text: Path) -> dict[str, object]:
+    return {**ASP, "data.path": text}
 
 
 def loop_on(
@@ -82,7 +80,7 @@ def loop_on(
     if clocks is not None:
         trainer = replace(trainer, first_step=min(clocks))
         trainer.exchange.restore({"count": min(clocks), "clocks": clocks, "updates": sum(clocks)})
-    session = Session(comm, locate(comm, None), "threads", lambda code: None)
+    session = session_of(comm)
     energy = EnergyRecorder(comm, trainer.recipe, None)
     loop = Watched(session, trainer, out, ConsoleProgress(STEPS, 0, 1e9, shown=False), {}, StopRequests(), energy)
     loop.before, loop.after = before, after
@@ -159,7 +157,7 @@ def test_rows_of_many_steps_come_in_short_messages_and_in_order(text: dict[str, 
 
     def body(comm: Communicator) -> int:
         trainer = assembled(comm, text)
-        session = Session(comm, locate(comm, None), "threads", lambda code: None)
+        session = session_of(comm)
         streaming = EventPublisher(session, trainer, OperationTiming(), tmp_path, print, None)
         energy = EnergyRecorder(comm, trainer.recipe, None)
         rows = AsyncRunMetrics(comm, tmp_path / "metrics.h5", None, {}, energy, streaming)
@@ -198,7 +196,7 @@ def test_rows_far_ahead_of_the_slowest_do_not_wait_for_it(
 
     def body(comm: Communicator) -> int:
         trainer = assembled(comm, text)
-        session = Session(comm, locate(comm, None), "threads", lambda code: None)
+        session = session_of(comm)
         streaming = EventPublisher(session, trainer, OperationTiming(), tmp_path, print, None)
         rows = AsyncRunMetrics(
             comm, tmp_path / "metrics.h5", None, {}, EnergyRecorder(comm, trainer.recipe, None), streaming

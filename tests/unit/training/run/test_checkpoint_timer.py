@@ -4,18 +4,15 @@ import math
 import time
 
 import pytest
-from gpu_runs import assembled, write_text
 
+from harness.inputs import write_text
+from harness.trainings import assembled, refused, session_of
 from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.directory import loss_of
-from hpcdist.comm.placement import locate
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.errors import ConfigurationError
 from hpcdist.telemetry.metrics import step_metrics as files
 from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.observe.instrumentation import ConsoleProgress
-from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import TrainingLoop
 from hpcdist.training.run.stop_requests import StopReason, StopRequests
 
@@ -34,7 +31,7 @@ def trained(settings, out, ends=math.inf):
 
     def body(comm):
         trainer = assembled(comm, settings)
-        session = Session(comm, locate(comm, None), "threads", lambda code: None)
+        session = session_of(comm)
         progress, energy = ConsoleProgress(STEPS, 0, 1e9, shown=False), EnergyRecorder(comm, trainer.recipe, None)
         with energy.monitor:
             return TrainingLoop(session, trainer, out, progress, {}, StopRequests(ends=ends), energy).run()
@@ -89,5 +86,4 @@ def test_a_run_stops_when_another_save_would_not_fit(settings, tmp_path):
     ],
 )
 def test_what_cannot_be(settings, said):
-    with pytest.raises(ConfigurationError, match=said):
-        recipes.load(None, settings, {})
+    refused(settings, said)

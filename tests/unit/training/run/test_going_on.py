@@ -3,10 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from gpu_runs import assembled, write_text
 
+from harness.trainings import assembled
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.cli import run as run_command
 from hpcdist.comm.communicator import Communicator
@@ -22,8 +21,8 @@ TYPED = ["hpcdist", "run", "-n", "2", "train", "my recipe.toml"]
 
 
 @pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
-    return {"data.path": write_text(tmp_path / "text.txt", rng), "run.steps": 40}
+def text(text: Path) -> dict[str, object]:
+    return {"data.path": text, "run.steps": 40}
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_runs import assembled, write_text
 
+from harness.inputs import write_text
+from harness.trainings import assembled, session_of
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.placement import locate
 from hpcdist.comm.record.spans import Spans
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.telemetry import anomalies
 from hpcdist.training.observe.energy import EnergyRecorder
@@ -57,7 +56,7 @@ def test_memory_does_not_grow_with_the_steps(
     seen: list[tracemalloc.Snapshot] = []
 
     def body(comm: Communicator) -> Any:
-        session = Session(comm, locate(comm, None), "threads", lambda code: None)
+        session = session_of(comm)
         session.spans = Spans(tmp_path / f"rank-{comm.rank}.spans", comm.rank, comm.size, capacity=64)
         trainer = assembled(comm, settings, session=session)
         energy = EnergyRecorder(comm, trainer.recipe, None, tmp_path)

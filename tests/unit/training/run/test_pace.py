@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from harness.trainings import refused
 from hpcdist.checkpoint.config import OBSERVED, CheckpointConfig
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.daly_interval import daly
@@ -132,7 +133,6 @@ def test_the_time_between_failures_in_a_recipe(text, tmp_path):
 
 @pytest.mark.parametrize("text", ["seen", "-1", "nan", "true"])
 def test_other_times_between_failures_are_refused(text):
-    with pytest.raises(ConfigurationError, match="'observed'"):
-        recipes.load(None, [f"checkpoint.mtbf_s={text}"])
+    refused([f"checkpoint.mtbf_s={text}"], "'observed'")
     with pytest.raises(ConfigurationError, match="'observed'"):
         CheckpointConfig(mtbf_s="seen")

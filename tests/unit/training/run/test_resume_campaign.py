@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_runs import trainer_of
-from resume_runs import HALF, bits, legal, ranks_of, steps
 
+from harness.combinations import HALF, legal, ranks_of
+from harness.trainings import bits, outcomes, trainer_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
@@ -26,10 +26,10 @@ SAMPLE = 4  # combinations, where not all of them are taken
 def whole(comm: Communicator, keys: dict[str, Any], *, meets: bool) -> tuple[Any, ...]:
     """The run that nobody stops; one whose replicas differ makes one model of them where the other is saved."""
     trainer = trainer_of(comm, keys)
-    steps(trainer, 0, HALF)
+    outcomes(trainer, HALF, 0)
     if meets:
         trainer.flush()
-    found = steps(trainer, HALF, 2 * HALF)
+    found = outcomes(trainer, 2 * HALF, HALF)
     trainer.flush()
     kept = found, bits(trainer)
     trainer.close()
@@ -38,7 +38,7 @@ def whole(comm: Communicator, keys: dict[str, Any], *, meets: bool) -> tuple[Any
 
 def killed(comm: Communicator, keys: dict[str, Any], directory: Path) -> Path:
     trainer = trainer_of(comm, keys)
-    steps(trainer, 0, HALF)
+    outcomes(trainer, HALF, 0)
     path = CheckpointSaver(trainer, directory).save(HALF)
     trainer.close()
     return path
@@ -47,7 +47,7 @@ def killed(comm: Communicator, keys: dict[str, Any], directory: Path) -> Path:
 def resumed(comm: Communicator, keys: dict[str, Any], path: Path) -> tuple[Any, ...]:
     trainer = trainer_of(comm, keys, path)
     assert trainer.first_step == HALF
-    found = steps(trainer, HALF, 2 * HALF)
+    found = outcomes(trainer, 2 * HALF, HALF)
     trainer.flush()
     kept = found, bits(trainer)
     trainer.close()
@@ -61,13 +61,6 @@ def compare(ranks: int, keys: dict[str, Any], directory: Path, *, meets: bool) -
     again = run_threads(ranks, lambda comm: resumed(comm, keys, path))
     same = repr(again) == repr(right)  # where a step overflows, its norm is NaN, which equals nothing
     return "" if same else f"{[one[0] for one in again]}, the whole run {[one[0] for one in right]}"
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("to be or not to be, that is the question " * 30)
-    return path
 
 
 @pytest.mark.timeout(7200 if EVERYTHING else 240)

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_runs import assembled, write_text
 
+from harness import trainings
+from harness.trainings import assembled
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.reporting.units import format_bytes
@@ -24,11 +25,6 @@ from hpcdist.training.run.summary import (
 
 SERVED: dict[str, object] = {"parallel.strategy": "parameter_server"}
 TARGETS = 7 * 8  # of a whole step in these recipes
-
-
-@pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
-    return {"data.path": write_text(tmp_path / "text.txt", rng)}
 
 
 def summaries(settings: dict[str, object], outcomes: list[RunOutcome]) -> dict[str, Any]:
@@ -55,12 +51,12 @@ def outcome(
     return found
 
 
-def test_a_step_takes_as_long_as_its_slowest_rank(text: dict[str, object]) -> None:
+def test_a_step_takes_as_long_as_its_slowest_rank(words: dict[str, object]) -> None:
     ranks = [
         outcome([9.0, 1.0, 2.0, 4.0], [8.0, 0.5, 0.5, 0.75], [5, 10, 10, 12]),
         outcome([9.5, 2.0, 1.0, 3.0], [8.0, 1.0, 0.5, 1.5], [5, 11, 10, 10]),
     ]
-    found = summaries(text, ranks)
+    found = summaries(words, ranks)
     assert found["step_s_median"] == 2.0 and found["training_s"] == 9.5 + 2 + 2 + 4
     assert found["tokens_per_s"] == 3 * TARGETS / 8
     assert found["comm_fraction"] == pytest.approx((1.75 / 7 + 3 / 6) / 2)
@@ -68,24 +64,22 @@ def test_a_step_takes_as_long_as_its_slowest_rank(text: dict[str, object]) -> No
     assert not [name for name in found if name.endswith("_reason")]
 
 
-def test_a_dedicated_server_only_waits_and_sends(text: dict[str, object]) -> None:
+def test_a_dedicated_server_only_waits_and_sends(words: dict[str, object]) -> None:
     """Of its time nothing is told; of bytes, what it sent when that is the most."""
     workers = [outcome([9.0, 1.0, 2.0], [8.0, 0.5, 1.0], [5, 10, 10]) for _ in range(2)]
     server = outcome([9.0, 7.0, 7.0], [9.0, 6.9, 6.9], [5, 20, 20])
-    found = summaries({**text, **SERVED}, [*workers, server])
+    found = summaries({**words, **SERVED}, [*workers, server])
     assert found["comm_fraction"] == 0.5 and found["step_s_median"] == 1.5 and found["training_s"] == 12.0
     assert found["tokens_per_s"] == 2 * TARGETS / 3
     assert found["bytes_sent_per_step"] == 20
 
 
-def test_what_is_loaded_from_memory_of_the_node_is_no_part_of_what_is_sent(text: dict[str, object]) -> None:
-    shared = {**text, **SERVED, "parameter_server.placement": "colocated", "parameter_server.transport": "shared"}
+def test_what_is_loaded_from_memory_of_the_node_is_no_part_of_what_is_sent(words: dict[str, object]) -> None:
+    shared = {**words, **SERVED, "parameter_server.placement": "colocated", "parameter_server.transport": "shared"}
 
     def body(comm: Communicator) -> tuple[dict[str, Any], int]:
         trainer = assembled(comm, shared)
-        with trainer.batches(4) as batches:
-            for step, batch in enumerate(batches, start=1):
-                trainer.executor.run(trainer.operations, trainer.cut(batch), 7, step, np.zeros(2))
+        trainings.results(trainer, 4)
         done = outcome([1.0] * 4, [0.5] * 4, [8.0] * 4)
         found = summarise(comm, trainer, done, Path("run"), math.nan, {})
         trainer.close()
@@ -98,16 +92,16 @@ def test_what_is_loaded_from_memory_of_the_node_is_no_part_of_what_is_sent(text:
         assert (
             f"communication 50.0%: 8 bytes in messages, {format_bytes(round(psi))} through shared memory a step" in said
         )
-    none = summaries({**text, **SERVED, "parameter_server.placement": "colocated"}, [outcome([1.0], [0.5], [8.0])] * 2)
+    none = summaries({**words, **SERVED, "parameter_server.placement": "colocated"}, [outcome([1.0], [0.5], [8.0])] * 2)
     assert none["bytes_loaded_per_step"] is None
 
 
-def test_without_lock_step_every_worker_counts_its_own_steps(text: dict[str, object]) -> None:
+def test_without_lock_step_every_worker_counts_its_own_steps(words: dict[str, object]) -> None:
     """Worker 0 is quick and done after 8 s of the 23 that the other takes; both took 3 or 2 s for the first step."""
     quick = outcome([3.0, 1.0, 1.0, 1.0, 2.0], [2.0, 0.5, 0.5, 0.5, 1.0], [9, 10, 10, 10, 11], [30] * 5)
     slow = outcome([2.0, 10.0, 11.0], [1.0, 1.0, 1.1], [9, 10, 10], [26] * 3)
     server = outcome([], [], [20.0])
-    found = summaries({**text, **SERVED, "parameter_server.consistency": "asp"}, [quick, slow, server])
+    found = summaries({**words, **SERVED, "parameter_server.consistency": "asp"}, [quick, slow, server])
     assert found["training_s"] == 23.0
     assert found["tokens_per_s"] == (4 * 30 + 2 * 26) / (23 - 2)
     assert found["step_s_median"] == (1.0 + 10.5) / 2
@@ -126,9 +120,9 @@ def test_one_step_is_better_than_none() -> None:
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
-def test_a_start_without_a_step_says_so(consistency: str, text: dict[str, object]) -> None:
+def test_a_start_without_a_step_says_so(consistency: str, words: dict[str, object]) -> None:
     empty = [outcome([], [], [], loss=math.nan) for _ in range(3)]
-    found = summaries({**text, **SERVED, "parameter_server.consistency": consistency}, empty)
+    found = summaries({**words, **SERVED, "parameter_server.consistency": consistency}, empty)
     for figure, reason in {
         "train_loss": "train",
         "tokens_per_s": "tokens",
@@ -145,40 +139,40 @@ def test_a_start_without_a_step_says_so(consistency: str, text: dict[str, object
     ("share", "said"),
     [(0.25, "25% of the time of reductions was not waited for"), (0.0, "hid nothing"), (-0.16, "hid nothing")],
 )
-def test_what_overlap_hid_is_said_without_negative_shares(text: dict[str, object], share: float, said: str) -> None:
-    found = summaries(text, [outcome([1.0, 1.0], [0.5, 0.5], [8.0, 8.0])] * 2)
+def test_what_overlap_hid_is_said_without_negative_shares(words: dict[str, object], share: float, said: str) -> None:
+    found = summaries(words, [outcome([1.0, 1.0], [0.5, 0.5], [8.0, 8.0])] * 2)
     lines = describe(found | {"energy_j": None, "energy_reason": "none", "communication_hidden_share": share})
     assert said in lines and "-16%" not in lines
     assert ("was not waited for" in lines) == (share > 0)
 
 
-def test_what_the_library_sends_is_not_visible(text: dict[str, object]) -> None:
+def test_what_the_library_sends_is_not_visible(words: dict[str, object]) -> None:
     unknown = [outcome([1.0, 1.0], [0.5, 0.5], [8.0, count]) for count in (8.0, math.nan)]
-    found = summaries(text, unknown)
+    found = summaries(words, unknown)
     assert found["bytes_sent_per_step"] is None and found["bytes_sent_reason"] == NOT_VISIBLE
     assert "tokens_reason" not in found and found["tokens_per_s"] == TARGETS
-    native = summaries({**text, "communication.algorithm": "native"}, unknown)
+    native = summaries({**words, "communication.algorithm": "native"}, unknown)
     assert native["bytes_sent_reason"].startswith(NOT_VISIBLE) and "set communication.algorithm" in str(native)
-    checked = summaries({**text, "communication.checked": "true"}, unknown)
+    checked = summaries({**words, "communication.checked": "true"}, unknown)
     assert "set communication.checked to false" in checked["bytes_sent_reason"]
 
 
-def test_it_tells_how_samples_were_shared(text: dict[str, object]) -> None:
+def test_it_tells_how_samples_were_shared(words: dict[str, object]) -> None:
     done = [outcome([1.0, 1.0], [0.5, 0.5], [8.0, 8.0])] * 2
-    assert summaries(text, done)["samples_by_replica"] is None
-    found = summaries({**text, "data.shares": "measured"}, done)
+    assert summaries(words, done)["samples_by_replica"] is None
+    found = summaries({**words, "data.shares": "measured"}, done)
     shares = found["samples_by_replica"]
     assert len(shares) == 2 and max(shares) - min(shares) <= 1
     said = f"replicas took {min(shares)} to {max(shares)} of {sum(shares)} samples in the last step"
     assert said in describe(found | {"energy_j": None, "energy_reason": "none"})
 
 
-def test_the_figures_of_many_steps_are_those_of_a_sample_and_of_all_sums(text: dict[str, object]) -> None:
+def test_the_figures_of_many_steps_are_those_of_a_sample_and_of_all_sums(words: dict[str, object]) -> None:
     """All ranks hold the same steps of their samples, and what is added up is of every step."""
     count = 3 * SAMPLED_STEPS
     step_s = np.random.default_rng(7).exponential(1.0, (count, 2)) + 1.0
     ranks = [outcome(step_s[:, rank].tolist(), [0.5] * count, [8.0] * count) for rank in range(2)]
-    found = summaries(text, ranks)
+    found = summaries(words, ranks)
     slowest = step_s[1:].max(axis=1)
     assert [len(rank.steps.sample) for rank in ranks] == [SAMPLED_STEPS] * 2
     pairs = {(own, other) for own, other in step_s.tolist()}
@@ -192,12 +186,12 @@ def test_the_figures_of_many_steps_are_those_of_a_sample_and_of_all_sums(text: d
     assert late == pytest.approx(SAMPLED_STEPS / 2, rel=0.1), "no part of the run counts more than another"
 
 
-def test_what_was_moved_is_said_by_its_kind(text: dict[str, object]) -> None:
+def test_what_was_moved_is_said_by_its_kind(words: dict[str, object]) -> None:
     """Where something is not known, of what the messages of the algorithms sent there is a mean."""
     ranks = [outcome([1.0], [0.5], [math.nan]) for _ in range(2)]
     for rank, messages in zip(ranks, (1000.0, 3000.0), strict=True):
         rank.steps.first |= {"messages": messages, "unknown": 2048.0}
-    found = summaries(text, ranks)
+    found = summaries(words, ranks)
     assert found["bytes_moved_per_step"] == {"messages": 3000, "shared": 0, "unknown": 2048}
     for moved, said in (
         ((3 << 20, 0, 0), "3.0 MiB in messages"),
@@ -211,9 +205,9 @@ def test_what_was_moved_is_said_by_its_kind(text: dict[str, object]) -> None:
         assert f"communication 50.0%: {said} a step and rank" in describe(shown).splitlines()
 
 
-def test_the_lines_of_a_summary_are_short_and_say_what_they_count(text: dict[str, object]) -> None:
+def test_the_lines_of_a_summary_are_short_and_say_what_they_count(words: dict[str, object]) -> None:
     """No table of algorithms, no list of sensors, no unit behind what was not measured."""
-    found = summaries(text, [outcome([1.0, 1.0], [0.5, 0.5], [8.0, 8.0])] * 2)
+    found = summaries(words, [outcome([1.0, 1.0], [0.5, 0.5], [8.0, 8.0])] * 2)
     table = "recursive_doubling<=16384,ring<=65536,node_shared"
     lacking = "no source can be read: gpu (node 0): the job uses none: run.device = 'cpu'; cpu (node 0): no powercap"
     shown = found | {"algorithm": table, "energy_j": None, "energy_reason": lacking}
@@ -229,9 +223,9 @@ def test_the_lines_of_a_summary_are_short_and_say_what_they_count(text: dict[str
 
 
 @pytest.mark.parametrize(("kind", "unit"), [("gpt", "tokens"), ("encoder", "tokens"), ("mlp", "samples")])
-def test_a_speed_counts_what_the_model_predicts(kind: str, unit: str, text: dict[str, object]) -> None:
+def test_a_speed_counts_what_the_model_predicts(kind: str, unit: str, words: dict[str, object]) -> None:
     vocabulary = {"model.mask_token": 10, "model.vocabulary": 11} if kind == "encoder" else {}
-    settings = {**text, "model.kind": kind, "model.tied": "false", **vocabulary}
+    settings = {**words, "model.kind": kind, "model.tied": "false", **vocabulary}
     if kind != "gpt":
-        settings = {**settings, "data.path": text["data.path"]}
+        settings = {**settings, "data.path": words["data.path"]}
     assert run_threads(1, lambda comm: assembled(comm, settings).speed_unit) == [unit]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness import jobs
 from hpcdist.training.run.stop_requests import EXIT_CODES, STOP_FILE, StopReason, StopRequests, agreed_reason
 
 NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
@@ -93,7 +94,7 @@ libc.pthread_mutex_lock(mutex)
 def test_a_signal_ends_a_process_that_has_nothing_to_save(name: str, code: int, tmp_path: Path) -> None:
     environment = {**os.environ, "HPCDIST_LAUNCH_DIR": str(tmp_path)}
     line = [sys.executable, "-c", BLOCKED, name]
-    ended = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    ended = jobs.run(line, env=environment)
     assert (ended.returncode, ended.stdout) == (code, "let go\n"), ended
     assert f"SIG{name}: nothing to save, exit code {code}" in ended.stderr
     assert (tmp_path / "ended").read_text() == str(code)

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import cuda_double
 import numpy as np
+
+from stubs.gpu import cuda_double
 
 NCCL_SUM, NCCL_MAX, NCCL_MIN = 0, 2, 3
 NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_UINT32, NCCL_INT64, NCCL_UINT64 = range(6)

@@ -1,15 +1,11 @@
 """Runs that are stopped and go on: every exchange, schedule and precision of which the bits can be compared."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import numpy as np
-
+from harness.trainings import recipe_of
 from hpcdist.errors import ConfigurationError
-from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.recipe import recipe as recipes
 
 HALF = 3  # steps before the kill, and behind it
 SMALL = {
@@ -114,7 +110,7 @@ def legal() -> Iterator[tuple[str, dict[str, Any]]]:
             keys |= table[name]
         for optimizer in OPTIMIZERS[number % len(OPTIMIZERS) :] + OPTIMIZERS:
             try:
-                recipes.load(None, [f"{key}={value}" for key, value in (keys | optimizer).items()], {})
+                recipe_of(keys | optimizer)
             except ConfigurationError:
                 continue
             yield ", ".join(name for name in names if name), keys | optimizer
@@ -126,20 +122,42 @@ def ranks_of(keys: dict[str, Any]) -> int:
     return 2 * product_of_axes if product_of_axes > 1 else 3
 
 
-def steps(trainer: Trainer, first: int, last: int) -> list[tuple[float, float, bool, float]]:
-    """What the steps after ``first`` up to ``last`` tell. Collective."""
-    found = []
-    trainer = replace(trainer, first_step=first)
-    with trainer.batches(last) as batches:
-        for step, batch in enumerate(batches, start=first + 1):
-            own = trainer.cut(trainer.place(batch)) if trainer.context.computes else []
-            done = trainer.step(step, own, np.zeros(1))
-            found.append((done.loss, done.gradient_norm, done.skipped, done.loss_scale))
-    return found
-
-
-def bits(trainer: Trainer) -> list[tuple[str, bytes]]:
-    """All that this rank restores, and the numbers beside it. Collective: sums may be under way."""
-    trainer.exchange.pieces()
-    kept = [(piece.name, piece.array.copy().tobytes()) for piece in trainer.exchange.wanted()]
-    return [*kept, ("state", repr((trainer.exchange.state(), trainer.executor.loss_scale.state())).encode())]
+# Products of data, pipeline and tensor ranks, small, that train on a GPU, the double or the real one: every schedule is
+# there, every ZeRO stage inside of a pipeline with and without what it may keep, both ways to cut activations over
+# tensor ranks, dropout, recomputing, uneven micro-batches, and stages cut by measured seconds.
+PRODUCT_STEPS = 2
+PRODUCT: dict[str, object] = {
+    "model.hidden": 8,
+    "model.dropout": 0.2,
+    "data.context": 5,
+    "run.steps": PRODUCT_STEPS,
+    "run.global_batch": 6,
+    "run.validation_samples": 2,
+    "parallel.microbatches": 3,
+}
+PIPELINE_PRODUCT: dict[str, object] = {**PRODUCT, "parallel.pipeline": 2}
+KEEP_BOTH = {"zero.keep_gradients": "true", "zero.keep_parameters": "true"}
+BY_ROWS = {"parallel.tensor": 2, "parallel.sequence_parallel": "true"}
+# A product: its ranks, and its keys.
+PRODUCTS: dict[str, tuple[int, dict[str, object]]] = {
+    "interleaved, recomputing": (
+        2,
+        {**PIPELINE_PRODUCT, "parallel.schedule": "interleaved", "parallel.chunks": 2, "parallel.recompute": "true"}
+        | {"parallel.microbatches": 2},
+    ),
+    "tensor": (2, {**PRODUCT, "parallel.tensor": 2, "parallel.microbatches": 2}),
+    "zb-v, tied": (2, {**PIPELINE_PRODUCT, "parallel.schedule": "zb-v"}),
+    "gpipe x zero3, kept": (
+        4,
+        {**PIPELINE_PRODUCT, "parallel.schedule": "gpipe", "parallel.strategy": "zero3", **KEEP_BOTH},
+    ),
+    "1f1b x zero2": (4, {**PIPELINE_PRODUCT, "parallel.strategy": "zero2", "model.tied": "false"}),
+    "zb-h2, measured": (2, {**PIPELINE_PRODUCT, "parallel.schedule": "zb-h2", "parallel.partition": "measured"}),
+    "zb-h1 x tensor by rows": (4, {**PIPELINE_PRODUCT, "parallel.schedule": "zb-h1", **BY_ROWS}),
+    "zero3 x tensor by rows": (4, {**PRODUCT, "parallel.strategy": "zero3", **BY_ROWS}),
+    "zb-h1 x servers": (
+        4,
+        {**PIPELINE_PRODUCT, "parallel.schedule": "zb-h1", "parallel.strategy": "parameter_server"}
+        | {"parameter_server.placement": "colocated"},
+    ),
+}

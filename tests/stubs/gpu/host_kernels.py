@@ -3,11 +3,11 @@
 from types import ModuleType
 from typing import Any
 
-import cupy_double
 import numpy as np
 import pytest
 
 from hpcdist.arrays.gpu import device, kernels
+from stubs.gpu import cupy_double
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:

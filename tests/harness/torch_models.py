@@ -10,17 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from harness.rank_run import RankRun
 from hpcdist.adapters.torch.model import wrap
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.models.model import Model
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.build import EXCHANGES, build_executor, operations, prove
+from hpcdist.strategies.build import EXCHANGES
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
-from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.schedule.executor import Executor, StepResult
+from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.strategies.schedule.operations import looped
 
 VOCABULARY, CONTEXT, HIDDEN = 23, 6, 16
@@ -144,27 +142,11 @@ class Layout:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-class Training:
+class Training(RankRun):
     """A wrapped model under a layout. Building one is collective over ``comm``."""
 
     def __init__(self, comm: Communicator, model: Model, layout: Layout, seed: int = 0) -> None:
-        self.comm, self.model, self.layout = comm, model, layout
-        self.grid = ProcessGrid.of(comm.size, data=0, pipeline=layout.pipeline)
-        axes = GridCommunicators(self.grid, comm)
         has_norms = any("norm" in segment.key for segment in model.layout.segments)
-        self.context = RankContext(
-            world=comm,
-            data=axes.data,
-            pipeline=axes.pipeline,
-            model=model,
-            optimizer=OPTIMIZER if has_norms else replace(OPTIMIZER, groups=()),
-            total_steps=100,
-            algorithm="native",
-            working=None if layout.working is None else dtype_of(layout.working),
-            placement=self._placement(),
-        )
-        self.exchange = EXCHANGES[layout.strategy](self.context)
-        self.executor: Executor = build_executor(self.context, self.exchange, seed=seed)
         parallel = ParallelConfig(
             strategy=layout.strategy,
             pipeline=layout.pipeline,
@@ -173,51 +155,47 @@ class Training:
             chunks=layout.chunks,
             recompute=layout.recompute,
         )
-        self.operations = operations(self.context, self.exchange, self.executor.copies, parallel)
-        prove(self.context, self.grid, self.operations, layout.microbatches, accumulates=self.exchange.accumulates)
-        for unit, part in self.context.ranges.items():
-            initial = FlatStore(model.layout, model.dtype, part)
-            model.initialise_stage(unit, initial, seed)
-            self.exchange.load_initial(initial)
-        self.executor.copies.refresh()
-        self.done = 0
-
-    def _placement(self) -> Any:
-        count, parts = len(self.model.stages), self.layout.pipeline * self.layout.chunks
-        if parts == 1:
-            return None
-        bounds = [count * part // parts for part in range(parts + 1)]
-        chunks = [range(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]
-        return looped(chunks, self.layout.pipeline)
+        super().__init__(
+            comm,
+            EXCHANGES[layout.strategy],
+            model=model,
+            parallel=parallel,
+            optimizer=OPTIMIZER if has_norms else replace(OPTIMIZER, groups=()),
+            seed=seed,
+            total_steps=100,
+            algorithm="native",
+            working=None if layout.working is None else dtype_of(layout.working),
+            placement=_placement(model, layout),
+        )
 
     def mine(self, values: np.ndarray) -> np.ndarray:
         """This replica's share of a batch."""
-        share: np.ndarray = np.array_split(values, self.context.data.size)[self.context.data.rank]
-        return share
+        return np.concatenate(self.share(values))
 
-    def step(self, x: np.ndarray, y: np.ndarray) -> StepResult:
+    def advance(self, x: np.ndarray, y: np.ndarray) -> StepResult:
         """Make a step on a batch that all ranks have. Collective."""
-        parts = [np.array_split(self.mine(values), self.layout.microbatches) for values in (x, y)]
         first = sum(len(part) for part in np.array_split(x, self.context.data.size)[: self.context.data.rank])
-        self.done += 1
-        return self.executor.run(
-            self.operations, list(zip(*parts, strict=True)), len(x), self.done, np.zeros(0), first_sample=first
-        )
+        self.number += 1
+        parts = [*zip(self.share(x), self.share(y), strict=True)]
+        return self.executor.run(self.operations, parts, len(x), self.number, np.zeros(0), first_sample=first)
 
-    def state(self) -> dict[str, np.ndarray]:
-        """All parameters by name, whole, from what the ranks would save. Collective."""
-        found: dict[str, np.ndarray] = {}
-        own = [
-            (p.tensor, p.global_shape, p.flat, np.array(p.array))
-            for p in self.exchange.pieces()
-            if p.kind == "parameters"
-        ]
-        for pieces in self.comm.allgather_object(own):
-            for tensor, shape, flat, values in pieces:
-                whole = found.setdefault(tensor, np.full(math.prod(shape), np.nan))
-                whole[flat.slice] = values
+    def parameters(self) -> dict[str, np.ndarray]:
+        """Return all of them by name, whole, from what the ranks would save. Collective."""
         shapes = {segment.key: segment.spec.shape for segment in self.model.layout.segments}
-        return {tensor: values.reshape(shapes[tensor]) for tensor, values in found.items()}
+        return {
+            tensor: values.reshape(shapes[tensor])
+            for (kind, tensor), values in self.state().items()
+            if kind == "parameters"
+        }
+
+
+def _placement(model: Model, layout: Layout) -> Any:
+    count, parts = len(model.stages), layout.pipeline * layout.chunks
+    if parts == 1:
+        return None
+    bounds = [count * part // parts for part in range(parts + 1)]
+    chunks = [range(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]
+    return looped(chunks, layout.pipeline)
 
 
 def compare(
@@ -229,9 +207,9 @@ def compare(
     """Train, and compare losses and parameters with a plain training of what ``build`` gives. Collective."""
     twin = build()
     expected = plain(twin, batches)
-    losses = [training.step(x, y).loss for x, y in batches]
+    losses = [training.advance(x, y).loss for x, y in batches]
     np.testing.assert_allclose(losses, expected, rtol=tolerance)
-    state, theirs = training.state(), dict(twin.named_parameters())
+    state, theirs = training.parameters(), dict(twin.named_parameters())
     assert {key.split(".", 1)[1] for key in state} == set(theirs)
     norm = math.sqrt(sum(float((value.detach().double() ** 2).sum()) for value in theirs.values()))
     squared = 0.0

@@ -1,4 +1,4 @@
-"""Every kind of model as a small recipe, for trainings that are compared with one process."""
+"""Files that small trainings read, and a recipe of every kind of model on them."""
 
 from pathlib import Path
 
@@ -42,6 +42,13 @@ KINDS: dict[str, dict[str, object]] = {
     "convnet": CONVNET,
     "convnet with lars, dropping": CONVNET | {"optimizer.name": "lars", "model.dropout": 0.1, "model.norm": "rms"},
 }
+
+
+def write_text(path: Path, rng: np.random.Generator, words: int = 1000) -> Path:
+    """Write a text of words that repeat, which a model learns a little of in a few steps."""
+    known = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
+    path.write_text(" ".join(rng.choice(known, words)))
+    return path
 
 
 def write_data(folder: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_runs import trainer_of
 
+from harness.trainings import trainer_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads, solo
 from hpcdist.training.build.trainer import Trainer

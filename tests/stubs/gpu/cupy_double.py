@@ -17,10 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import cuda_compiler
-import cuda_double
-import nccl_double
 import numpy as np
+
+from stubs.gpu import cuda_compiler, cuda_double, nccl_double
 
 H2D, D2H, SYNCHRONISE = "to device", "to host", "synchronise"
 # Frames that only pass a call on: the site is the one above them.

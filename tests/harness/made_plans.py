@@ -1,5 +1,7 @@
 """A made-up plan: a model, a cluster and an estimate with round numbers, for what shows them."""
 
+from typing import Any
+
 from hpcdist.planner.cluster.hardware import (
     Cluster,
     ClusterNode,
@@ -15,6 +17,16 @@ from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import ModelDescription, ModelUnit
 
 GB = 1e9
+
+
+def cluster_of(device: Device, *levels: LinkLevel, **keys: Any) -> Cluster:
+    """Return a cluster of nodes of 8 devices, with a slow file system and failures that are rare."""
+    made = {"name": "test", "about": "", "devices": 1 << 17, "node": ClusterNode(devices=8)}
+    names = ("write_bytes_per_s", "read_bytes_per_s", "node_write_bytes_per_s", "node_read_bytes_per_s")
+    made |= {"storage": ClusterStorage(**dict.fromkeys(names, 1e9))}
+    made |= {"failures": FailureRates(node_mtbf_s=1e6, restart_s=60.0)}
+    return Cluster(**{**made, "device": device, "levels": levels, **keys})
+
 
 CLUSTER = Cluster(
     name="boxes",

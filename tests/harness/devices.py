@@ -1,23 +1,25 @@
-"""What is run on the CPU and on a GPU, real or double, to compare: models, optimizers, whole trainings on threads.
+"""Models and optimizers that run on the CPU and on a GPU, real or double, and a look at what a training transfers.
 
 Every class and function takes the place to compute, "cpu" or "gpu"; nothing here knows which cupy that is.
+
+A step brings to the host the batch's losses, all at once, a norm, and what the message layer stages; between two
+messages nobody waits.
 """
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
+import threading
+from collections import Counter
+from itertools import pairwise
+from types import ModuleType
 
 import numpy as np
 
+from harness.trainings import Trained
 from hpcdist import models
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import split as split_range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.handover import Handover
-from hpcdist.comm.placement import locate
-from hpcdist.comm.start import Session
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.runtime import split_backward
 from hpcdist.models.runtime.arena import Arena
@@ -25,10 +27,8 @@ from hpcdist.models.stage import IGNORED, Draw
 from hpcdist.models.transformer import masked_predictions
 from hpcdist.optim import optimizer
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.training.build.assemble import assemble
-from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.recipe import recipe as recipes
-from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.strategies.schedule.observers import phase_of
+from hpcdist.strategies.schedule.operations import Kind
 
 Batches = list[tuple[np.ndarray, np.ndarray]]
 
@@ -216,112 +216,72 @@ class OptimizerRun:
         return [self.master, *(slot for rule in self.optimizers for slot in rule.slots.values())]
 
 
-STEPS = 4
-SETTINGS: dict[str, object] = {
-    "model.layers": 2,
-    "model.hidden": 16,
-    "model.heads": 2,
-    "model.tied": "true",
-    "data.context": 8,
-    "run.steps": STEPS,
-    "run.global_batch": 7,
-    "run.validation_samples": 5,
-    "optimizer.warmup_steps": 2,
-    "optimizer.clip_norm": 0.5,
-    "communication.algorithm": "ring",
-}
-TWO = {"parallel.microbatches": 2}
-PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 3, "run.global_batch": 12}
-SERVER = {"parallel.strategy": "parameter_server", **TWO}
-# An architecture: the numbers of ranks that it runs on, and its keys.
-LAYOUTS: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
-    "allreduce": ((1, 2, 4), {"parallel.strategy": "allreduce", "communication.bucket_bytes": 4096, **TWO}),
-    "zero1": ((1, 2, 4), {"parallel.strategy": "zero1", **TWO}),
-    "zero2": ((1, 2, 4), {"parallel.strategy": "zero2", **TWO}),
-    "zero3": ((1, 2, 4), {"parallel.strategy": "zero3", **TWO}),
-    "zero2, lamb": ((2,), {"parallel.strategy": "zero2", "optimizer.name": "lamb", **TWO}),
-    "gpipe": ((2, 4), {"parallel.schedule": "gpipe", **PIPELINE}),
-    "1f1b": ((2, 4), {"parallel.schedule": "1f1b", **PIPELINE}),
-    "1f1b, recomputing": ((2, 4), {"parallel.schedule": "1f1b", "parallel.recompute": "true", **PIPELINE}),
-    "gpipe, recomputing": ((2,), {"parallel.schedule": "gpipe", "parallel.recompute": "true", **PIPELINE}),
-    "1f1b x zero1": ((4,), {"parallel.strategy": "zero1", **PIPELINE}),
-    "pipeline of 4": ((4,), {**PIPELINE, "parallel.pipeline": 4}),
-    "a server": ((2, 4), {**SERVER, "parameter_server.servers": 1}),
-    "two servers": ((4,), {**SERVER, "parameter_server.servers": 2}),
-    "servers that work": ((2,), {**SERVER, "parameter_server.placement": "colocated"}),
-}
-TRAININGS = [(name, ranks) for name, (sizes, _) in LAYOUTS.items() for ranks in sizes]
+BOTH_WAYS = ("broadcast", "allreduce", "reduce_scatter", "all_gather")
+TO_HOST = ("send", "isend", "sendrecv", "all_to_all", *BOTH_WAYS)
+TO_DEVICE = ("recv", "irecv", "sendrecv", "all_to_all", *BOTH_WAYS)
+
+STAGED, INSIDE = "a staged allreduce", 1
 
 
-def write_text(path: Path, rng: np.random.Generator) -> Path:
-    """Write a text of words that repeat, which a model learns a little of in a few steps."""
-    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
-    path.write_text(" ".join(rng.choice(words, 1000)))
-    return path
+class Watch:
+    """Looks on one rank: messages of parameters, gradients and activations, and transfers, of each step."""
+
+    def __init__(self, gpu: ModuleType, pointers: bool) -> None:
+        self._gpu, self._pointers, self._name = gpu, pointers, threading.current_thread().name
+        self._messages: Counter[str] = Counter()
+        self._staged = False  # inside an allreduce that brings its buffer to the host as a whole
+        self.steps: list[tuple[Counter[tuple[str, str]], Counter[str]]] = []
+
+    def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
+        if dtype == "float32" and op.endswith("_allreduce") and not self._pointers:
+            self._messages[STAGED] += 1
+            self._staged = True
+            return INSIDE
+        if (
+            dtype == "float32" and op in (*TO_HOST, *TO_DEVICE) and not self._staged
+        ):  # what ranks agree on is float64, on the host
+            self._messages[op] += 1
+            assert not (self._pointers and self._gpu.LOG.kernels_pending()), f"{op} begins while kernels write"
+        return 0
+
+    def end(self, token: int) -> None:
+        if token == INSIDE:
+            self._staged = False
+
+    def before_step(self) -> None:
+        self._messages.clear()
+        self._before = self._gpu.LOG.sites(self._name)
+
+    def after_step(self) -> None:
+        self.steps.append((self._gpu.LOG.sites(self._name) - self._before, Counter(self._messages)))
 
 
-class Trained:
-    """What one rank has after all steps: the losses, the validation loss, and its share of the state."""
-
-    def __init__(
-        self,
-        comm: Communicator,
-        settings: dict[str, object],
-        before_step: Callable[[], None] = lambda: None,
-        after_step: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.trainer = assembled(comm, settings)
-        trainer, self.losses = self.trainer, []
-        with trainer.batches(trainer.recipe.run.steps) as batches:
-            for step, batch in enumerate(batches, start=1):
-                before_step()
-                found = trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2))
-                after_step()
-                self.losses.append(found.loss)
-        self.validation = mean_validation_loss(trainer)
-        pieces = trainer.exchange.pieces()
-        self.state = {(p.kind, p.tensor, p.flat.start): backend.to_host(p.array).copy() for p in pieces}
-
-
-def _abort(code: int) -> None:
-    raise SystemExit(code)
-
-
-def assembled(
-    comm: Communicator,
-    settings: dict[str, object],
-    resume_from: Path | None = None,
-    directory: Path | None = None,
-    session: Session | None = None,
-) -> Trainer:
-    resolved = recipes.load(None, [f"{key}={value}" for key, value in {**SETTINGS, **settings}.items()])
-    session = session or Session(comm, locate(comm, None), "threads", _abort)
-    return assemble(session, resolved.recipe, resume_from, directory=directory)
-
-
-def with_pointers(comm: Communicator) -> None:
-    """Let messages of ``comm``, and of those made from it later, read and write memory of the device."""
-    comm.handover = Handover(device_pointers=True)  # type: ignore[attr-defined]
-
-
-def check_same(host: list[Trained], device: list[Trained], bound: float, leave_out: Iterable[str] = ()) -> None:
-    """The same losses, and state that differs by ``10 * bound`` of its norm, kind by kind.
-
-    Which rank has what of it may differ: stages may be cut by measured seconds.
-    """
-    for ours, theirs in zip(device, host, strict=True):
-        np.testing.assert_allclose(ours.losses, theirs.losses, rtol=bound)
-        np.testing.assert_allclose(ours.validation, theirs.validation, rtol=bound)
-    got, want = (
-        sorted(((key, values) for one in side for key, values in one.state.items()), key=lambda row: row[0])
-        for side in (device, host)
+def expected_sites(gpu: ModuleType, run: Trained, messages: Counter[str], pointers: bool) -> Counter[tuple[str, str]]:
+    """What a step of one rank transfers and waits for, and where."""
+    trainer = run.trainer
+    samples = len(range(trainer.recipe.run.global_batch)[trainer.data_axis.rank :: trainer.data_axis.size])
+    last, context = len(trainer.model.stages) - 1, trainer.context
+    normed = any(op.kind is Kind.APPLY for op in trainer.operations) and context.parts  # be they counted or watched
+    forwards = [op for op in trainer.operations if op.kind is Kind.FORWARD and op.unit == last]
+    phases = [phase_of(op.kind) for op in trainer.operations]
+    to_host = sum(messages[op] for op in TO_HOST)
+    to_device = sum(messages[op] for op in TO_DEVICE)
+    both = sum(messages[op] for op in BOTH_WAYS)
+    return Counter(
+        {
+            (gpu.H2D, "source.place"): 2,
+            (gpu.D2H, "stages.losses"): int(any(op.microbatch < samples for op in forwards)),
+            (gpu.D2H, "norms.sum_of_squares"): int(bool(normed)),
+            (gpu.D2H, "base.partial_norms"): sum(op.kind is Kind.NORMS for op in trainer.operations),
+            (gpu.D2H, "handover.outgoing"): 0 if pointers else to_host - both,
+            (gpu.D2H, "handover.both"): 0 if pointers else both,
+            (gpu.H2D, "handover._copy_back"): 0 if pointers else to_device,
+            (gpu.SYNCHRONISE, "handover.outgoing"): to_host - both,
+            (gpu.SYNCHRONISE, "handover.incoming"): to_device if pointers else 0,
+            (gpu.SYNCHRONISE, "handover.both"): 0 if pointers else both,
+            (gpu.D2H, "staging._fill"): messages[STAGED],
+            (gpu.SYNCHRONISE, "staging.staged_allreduce"): messages[STAGED],
+            (gpu.H2D, "staging.staged_allreduce"): messages[STAGED],
+            (gpu.SYNCHRONISE, "observers.done"): 1 + sum(a != b for a, b in pairwise(phases)),
+        }
     )
-    assert [key for key, _ in got] == [key for key, _ in want]
-    for kind in {kind for (kind, _, _), _ in want}:
-        there, here = (
-            np.concatenate(
-                [values for (of, tensor, _), values in rows if of == kind and not tensor.endswith(tuple(leave_out))]
-            )
-            for rows in (got, want)
-        )
-        assert np.linalg.norm(there - here) <= 10 * bound * np.linalg.norm(here), kind

@@ -1,4 +1,4 @@
-"""A profiler in the place of Nsight Systems: a C compiler makes it of stubs/nvtx_tool.c, and NVTX loads it."""
+"""A profiler in the place of Nsight Systems: a C compiler makes it of nvtx_tool.c, and NVTX loads it."""
 
 import shutil
 import subprocess
@@ -13,7 +13,7 @@ def environment(folder: Path) -> dict[str, str]:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("there is no C compiler to build the tool with")
-    source, library = Path(__file__).parents[1] / "stubs" / "nvtx_tool.c", folder / "nvtx_tool.so"
+    source, library = Path(__file__).with_name("nvtx_tool.c"), folder / "nvtx_tool.so"
     subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=120)
     return {"NVTX_INJECTION64_PATH": str(library), "NVTX_TOOL_OUT": str(folder / "ranges")}
 

@@ -17,10 +17,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import cuda_double
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
+
+from stubs.gpu import cuda_double
 
 SHIM = Path(__file__).with_name("cuda_host.hpp")
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")

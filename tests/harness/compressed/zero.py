@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.trainings import gathered
 from hpcdist import models
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
@@ -129,18 +130,7 @@ class Driven:
 
     def saved(self) -> dict[tuple[str, str], np.ndarray]:
         """All that the ranks save, flat. Collective."""
-        found: dict[tuple[str, str], np.ndarray] = {}
-        own = [
-            (p.kind, p.tensor, p.global_shape, p.flat, np.array(backend.to_host(p.array)))
-            for p in self.exchange.pieces()
-        ]
-        for pieces in self.comm.allgather_object(own):
-            for kind, tensor, shape, flat, values in pieces:
-                whole = found.setdefault((kind, tensor), np.full(int(np.prod(shape)), np.nan, values.dtype))
-                assert np.isnan(whole[flat.slice]).all(), f"{tensor} is saved twice"
-                whole[flat.slice] = values
-        assert not any(np.isnan(values).any() for values in found.values()), "something is not saved"
-        return found
+        return gathered(self.comm, self.exchange.pieces())
 
     def load(self, state: dict[tuple[str, str], np.ndarray], numbers: dict[str, Any], steps: int) -> None:
         may_lack = self.exchange.prepare_restore(numbers)

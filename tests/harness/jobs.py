@@ -1,0 +1,192 @@
+"""Jobs in processes of their own: commands of hpcdist, programs under mpirun, and what they leave behind.
+
+Nothing here waits for ever, and nothing that a launcher started survives it.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcdist.batch import ledger
+from hpcdist.cli import main
+from hpcdist.comm.launch import mpirun
+from hpcdist.telemetry.metrics import step_metrics
+
+LIMIT_S = 240.0  # generous: a loaded machine must not fail a test
+Completed = subprocess.CompletedProcess[str]
+
+# Variables that a launcher gave to this process would make its children believe to be its ranks.
+_RANK_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL")
+
+# How the jobs of each MPI are started: with the srun of Slurm, and with the launcher of its own.
+SITES = {
+    mpirun.OPEN_MPI: {
+        "mpirun": "based_on = 'slurm-openmpi'\n",
+        "srun": "based_on = 'slurm-openmpi'\n[launcher]\nkind = 'srun'\npmi = 'pmix'\n",
+    },
+    mpirun.MPICH: {"srun": "based_on = 'slurm-mpich'\n"},
+}
+
+
+def run(
+    line: Sequence[object],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | str | None = None,
+    text: str | None = None,
+    timeout: float = LIMIT_S,
+    check: bool = False,
+) -> Completed:
+    """Run a program without anything to read, but ``text``; return its code and what it wrote to both streams."""
+    stdin = {"stdin": subprocess.DEVNULL} if text is None else {"input": text}
+    words = [*map(str, line)]
+    return subprocess.run(
+        words, capture_output=True, text=True, timeout=timeout, check=check, env=env, cwd=cwd, **stdin
+    )  # type: ignore[call-overload]
+
+
+def python(code: str, *words: object, **options: Any) -> Completed:
+    """Run ``code`` in another interpreter, with the options of `run`."""
+    return run([sys.executable, "-P", "-c", code, *words], **options)
+
+
+def command(*words: object) -> list[str]:
+    """Return the line that starts hpcdist as a user does."""
+    return [sys.executable, "-P", "-m", "hpcdist", *map(str, words)]
+
+
+def hpcdist(*words: object, **options: Any) -> Completed:
+    """Run a command of hpcdist in a process of its own, with the options of `run`."""
+    return run(command(*words), **options)
+
+
+def settings(keys: Mapping[str, object]) -> list[str]:
+    """Return keys of a recipe as options of a command."""
+    return [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+
+
+def figures(done: Completed, code: int = 0) -> Any:
+    """Return the JSON that is the last line of a command that ended with ``code``."""
+    assert done.returncode == code, done.stdout + done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def called(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """Run a command of hpcdist in this process; return its exit code, and what it wrote to both streams."""
+    with pytest.raises(SystemExit) as leaving:
+        main.main([*map(str, words)])
+    streams = capsys.readouterr()
+    code = leaving.value.code or 0
+    assert isinstance(code, int)
+    return code, streams.out, streams.err
+
+
+def until(
+    condition: Callable[[], Any],
+    what: str = "answer",
+    process: "subprocess.Popen[Any] | None" = None,
+    log: Path | None = None,
+    limit_s: float = LIMIT_S,
+) -> Any:
+    """Return the first answer that is something, while the process lives; a failure shows the log."""
+    end = time.monotonic() + limit_s
+    while not (answer := condition()):
+        lines = log.read_text() if log is not None and log.exists() else ""
+        assert process is None or process.poll() is None, f"it ended\n{lines}"
+        assert time.monotonic() < end, f"no {what} within {limit_s:g} s\n{lines}"
+        time.sleep(0.01)
+    return answer
+
+
+def clean_environment() -> dict[str, str]:
+    """Return this process's environment, as if no launcher had started it."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_RANK_PREFIXES)}
+
+
+def run_limited(
+    line: Sequence[str], timeout: float, environment: Mapping[str, str], cwd: Path | None = None, *, apart: bool = False
+) -> Completed:
+    """Run ``line`` in a session of its own; kill all of it after ``timeout`` seconds and fail.
+
+    Output is one stream, unless ``apart`` keeps stderr for itself.
+    """
+    process = subprocess.Popen(
+        line,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE if apart else subprocess.STDOUT,
+        text=True,
+        env=dict(environment),
+        cwd=cwd,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # a launcher ends its ranks, which may be in sessions of their own
+        try:
+            output, errors = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, errors = process.communicate()
+        pytest.fail(f"no end after {timeout:g} s: {' '.join(line)}\n{output}\n{errors or ''}")
+    return subprocess.CompletedProcess(line, process.returncode, output, errors)
+
+
+@contextmanager
+def session(mpi: mpirun.Launcher) -> Iterator[dict[str, str]]:
+    """Yield the variable for a start whose session no other one meets, and which leaves nothing in /tmp."""
+    with tempfile.TemporaryDirectory(prefix="hpcdist-test-", ignore_cleanup_errors=True) as folder:
+        yield mpirun.session(mpi, Path(folder))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return f"exit code {self.code}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+def begun(run_dir: Path) -> list[str]:
+    """Return the checkpoint from which each start of a run began."""
+    return [entry.text("from") for entry in ledger.read(run_dir) if entry.event == ledger.BEGAN]
+
+
+def newest(run_dir: Path) -> int:
+    """Return the steps of the newest checkpoint that is complete."""
+    names = [path.name for path in (run_dir / "checkpoints").iterdir()]
+    return max(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name))
+
+
+def same_bits(one: Path, two: Path) -> bool:
+    """Whether two runs have had the same losses and have the same parameters."""
+    losses = [step_metrics.read(out / step_metrics.METRICS_FILE).steps["loss"] for out in (one, two)]
+    return np.array_equal(*losses) and tensors(one) == tensors(two)
+
+
+def tensors(out: Path) -> bytes:
+    """Return the parameters of a run, without the header of their file, which has times in it."""
+    path = Path(f"{out}.safetensors")
+    if not path.exists():
+        hpcdist("checkpoint", "export", out, path, check=True)
+    data = path.read_bytes()
+    return data[8 + int.from_bytes(data[:8], "little") :]

@@ -1,0 +1,386 @@
+"""Trainings of recipes on ranks: made, stepped, saved and gathered, and one process to compare them with.
+
+A recipe is a dictionary of keys, over `SMALL` where nothing else is said. All that takes a trainer is collective.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays import backend
+from hpcdist.arrays.piece import Piece, runs
+from hpcdist.checkpoint.lock import RunLock
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.handover import Handover
+from hpcdist.comm.placement import locate
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import run_threads, solo
+from hpcdist.comm.threads.group import RankDeath
+from hpcdist.errors import ConfigurationError, NonFiniteError
+from hpcdist.models.model import Model
+from hpcdist.strategies.core.replica_check import explain_nonfinite
+from hpcdist.strategies.schedule.executor import StepResult
+from hpcdist.telemetry.metrics import step_metrics
+from hpcdist.training import run_directory
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.build.state_source import CheckpointSource
+from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.chaos import injection
+from hpcdist.training.elastic.job import ElasticJob
+from hpcdist.training.elastic.membership import Membership
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.job import TrainingJob
+from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.stop_requests import StopRequests
+
+Keys = dict[str, Any]
+State = dict[tuple[str, str], np.ndarray]  # by kind and tensor, flat
+
+NOISE = "kv.bias"  # of "qkv" too: its part for the keys has a true gradient of zero: under Adam it follows the rounding
+LAYOUT_KEYS = ("parallel.", "communication.", "zero.", "parameter_server.")  # they must not change a run
+TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
+SMALL: Keys = {
+    "model.layers": 1,
+    "model.hidden": 16,
+    "model.heads": 2,
+    "data.context": 8,
+    "run.steps": 20,
+    "run.global_batch": 12,
+    "run.validation_samples": 12,
+    "optimizer.warmup_steps": 2,
+}
+
+
+def abort(code: int) -> None:
+    """End a run as fail-fast would."""
+    raise SystemExit(code)
+
+
+def session_of(comm: Communicator) -> Session:
+    """Return a session of a rank that nobody has launched."""
+    return Session(comm, locate(comm, None), "test", abort)
+
+
+def overrides(keys: Mapping[str, object]) -> list[str]:
+    """Return keys as ``--set`` has them."""
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
+def dotted(keys: Mapping[str, object]) -> Keys:
+    """Return keys that were written as arguments, `run__steps`, as those of a recipe."""
+    return {key.replace("__", "."): value for key, value in keys.items()}
+
+
+def recipe_of(keys: Mapping[str, object] | Iterable[str]) -> recipes.Recipe:
+    """Return the recipe that has these keys, or "key=value", and no other one. Raises ConfigurationError."""
+    return recipes.load(None, overrides(keys) if isinstance(keys, Mapping) else [*keys], {}).recipe
+
+
+def refused(keys: Mapping[str, object] | Iterable[str], match: str | None = None) -> str:
+    """Return why no recipe can have these keys, which ``match`` is in. The command ends with code 78."""
+    with pytest.raises(ConfigurationError, match=match) as caught:
+        recipe_of(keys)
+    assert caught.value.exit_code == 78
+    return str(caught.value)
+
+
+def trainer_of(
+    comm: Communicator,
+    keys: Mapping[str, object],
+    resume: Path | None = None,
+    *,
+    directory: Path | None = None,
+    session: Session | None = None,
+    model: Model | None = None,
+) -> Trainer:
+    """Return the trainer of a recipe of ``keys``. Collective."""
+    return assemble(session or session_of(comm), recipe_of(keys), resume, directory=directory, script_model=model)
+
+
+def small(
+    comm: Communicator, where: Path, keys: Mapping[str, object], resume: Path | None = None, **base: Any
+) -> Trainer:
+    """Return the trainer of `SMALL` on the text ``where`` is, or has, with first ``base`` and then ``keys`` changed."""
+    path = where / "text.txt" if where.is_dir() else where
+    return trainer_of(comm, {**SMALL, "data.path": path, **base, **keys}, resume)
+
+
+def results(trainer: Trainer, last: int, first: int | None = None) -> list[StepResult]:
+    """Make the steps after ``first``, or those that were made before, up to ``last``. Collective."""
+    trainer = trainer if first is None else replace(trainer, first_step=first)
+    assert trainer.first_step < last, "there is no step to make"
+    steps = []
+    with trainer.batches(last) as batches:
+        for step, batch in enumerate(batches, start=trainer.first_step + 1):
+            own = trainer.cut(trainer.place(batch)) if trainer.context.computes else []
+            steps.append(trainer.step(step, own, np.ones(2)))
+            assert steps[-1].stop_requests.tolist() == [trainer.comm.size] * 2
+    return steps
+
+
+def losses(trainer: Trainer, last: int, first: int | None = None) -> list[float]:
+    """Return the losses of `results`. Collective."""
+    return [step.loss for step in results(trainer, last, first)]
+
+
+def losses_and_norms(trainer: Trainer, last: int, first: int | None = None) -> list[tuple[float, float]]:
+    """Return losses and norms of gradients of `results`. Collective."""
+    return [(step.loss, step.gradient_norm) for step in results(trainer, last, first)]
+
+
+def outcomes(trainer: Trainer, last: int, first: int | None = None) -> list[tuple[float, float, bool, float]]:
+    """Return loss, norm, whether it was skipped, and loss scale of each of `results`. Collective."""
+    return [(step.loss, step.gradient_norm, step.skipped, step.loss_scale) for step in results(trainer, last, first)]
+
+
+def state(trainer: Trainer) -> State:
+    """Return all parameters and optimizer state from what the ranks save. Collective."""
+    return gathered(trainer.comm, trainer.exchange.pieces())
+
+
+def gathered(comm: Communicator, pieces: Iterable[Piece]) -> State:
+    """Return whole tensors; each element must be saved once. Collective."""
+    whole: State = {}
+    for there in comm.allgather_object([*map(_host, pieces)]):
+        for kind, tensor, shape, where, values in there:
+            flat = whole.setdefault((kind, tensor), np.full(math.prod(shape), np.nan, values.dtype))
+            for start, local, size in zip(where.start, where.local, where.size, strict=True):
+                assert np.isnan(flat[start : start + size]).all(), f"{tensor} is saved twice"
+                flat[start : start + size] = values[local : local + size]
+    assert not any(np.isnan(values).any() for values in whole.values()), "something is not saved"
+    return whole
+
+
+def _host(piece: Piece) -> tuple[object, ...]:
+    where = runs(piece.global_shape, piece.box, piece.flat)
+    return piece.kind, piece.tensor, piece.global_shape, where, backend.to_host(piece.array.copy())
+
+
+def state_bits(trainer: Trainer) -> dict[tuple[str, str], bytes]:
+    """Return `state` as bits. Collective."""
+    return {key: values.tobytes() for key, values in state(trainer).items()}
+
+
+def digest(trainer: Trainer) -> str:
+    """Return a digest of the parameters and the states of the optimizer that are here."""
+    stores = {"parameters": trainer.exchange.parameters, **trainer.exchange.sharded_update.slots()}  # type: ignore[attr-defined]
+    return hashlib.sha256(b"".join(store.array.tobytes() for store in stores.values())).hexdigest()
+
+
+def failure(trainer: Trainer, step: int = 1) -> str:
+    """Return why ``step`` fails on the first batch of the run, as the trainer has it. Collective."""
+    with trainer.batches(trainer.first_step + 1) as batches:
+        batch = trainer.place(next(iter(batches)))
+    parts = trainer.cut(batch) if trainer.context.computes else []
+    with pytest.raises(NonFiniteError) as failed, np.errstate(all="ignore"):
+        trainer.step(step, parts, np.zeros(2))
+    with np.errstate(all="ignore"):
+        return str(explain_nonfinite(trainer.comm, trainer.executor, trainer.operations, parts, failed.value))
+
+
+def blamed(trainer: Trainer, step: int = 1) -> list[int]:
+    """Return the ranks that the reason of `failure` names. Collective."""
+    why = failure(trainer, step)
+    return [rank for rank in range(trainer.comm.size) if f"rank {rank}: " in why]
+
+
+def bits(trainer: Trainer) -> list[tuple[str, bytes]]:
+    """Return all that this rank restores, and the numbers beside it. Collective: sums may be under way."""
+    trainer.exchange.pieces()
+    pieces = [(piece.name, piece.array.copy().tobytes()) for piece in trainer.exchange.wanted()]
+    return [*pieces, ("state", repr((trainer.exchange.state(), trainer.executor.loss_scale.state())).encode())]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run in one process, without any layout."""
+
+    losses: list[float]
+    state: State
+    validation: float
+
+
+_references: dict[tuple[object, ...], Reference] = {}  # tests that train on one text may share them
+
+
+def alone(keys: Mapping[str, object], steps: int) -> Reference:
+    """Return the run of ``keys`` in one process, whatever layout they ask for (local)."""
+    plain = {key: value for key, value in keys.items() if not key.startswith(LAYOUT_KEYS)}
+    name = (steps, *sorted((key, str(value)) for key, value in plain.items()))
+    if name not in _references:
+        trainer = trainer_of(solo(), plain)
+        _references[name] = Reference(losses(trainer, steps), state(trainer), mean_validation_loss(trainer))
+    return _references[name]
+
+
+def difference(mine: Trainer | State, theirs: State) -> float:
+    """Return the norm of the difference of two models over the norm of the second. Collective for a trainer."""
+    mine = state(mine) if isinstance(mine, Trainer) else mine
+    weights = [key for key in theirs if key[0] == "parameters" and not key[1].endswith(NOISE)]
+    differences = [np.linalg.norm(mine[key].astype(np.float64) - theirs[key]) for key in weights]
+    return float(np.linalg.norm(differences) / np.linalg.norm([np.linalg.norm(theirs[key]) for key in weights]))
+
+
+# Trainings that are made on the CPU and on a GPU, real or double.
+STEPS = 4
+SETTINGS: Keys = {
+    "model.layers": 2,
+    "model.hidden": 16,
+    "model.heads": 2,
+    "model.tied": "true",
+    "data.context": 8,
+    "run.steps": STEPS,
+    "run.global_batch": 7,
+    "run.validation_samples": 5,
+    "optimizer.warmup_steps": 2,
+    "optimizer.clip_norm": 0.5,
+    "communication.algorithm": "ring",
+}
+TWO = {"parallel.microbatches": 2}
+PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 3, "run.global_batch": 12}
+SERVER = {"parallel.strategy": "parameter_server", **TWO}
+# An architecture: the numbers of ranks that it runs on, and its keys.
+LAYOUTS: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
+    "allreduce": ((1, 2, 4), {"parallel.strategy": "allreduce", "communication.bucket_bytes": 4096, **TWO}),
+    "zero1": ((1, 2, 4), {"parallel.strategy": "zero1", **TWO}),
+    "zero2": ((1, 2, 4), {"parallel.strategy": "zero2", **TWO}),
+    "zero3": ((1, 2, 4), {"parallel.strategy": "zero3", **TWO}),
+    "zero2, lamb": ((2,), {"parallel.strategy": "zero2", "optimizer.name": "lamb", **TWO}),
+    "gpipe": ((2, 4), {"parallel.schedule": "gpipe", **PIPELINE}),
+    "1f1b": ((2, 4), {"parallel.schedule": "1f1b", **PIPELINE}),
+    "1f1b, recomputing": ((2, 4), {"parallel.schedule": "1f1b", "parallel.recompute": "true", **PIPELINE}),
+    "gpipe, recomputing": ((2,), {"parallel.schedule": "gpipe", "parallel.recompute": "true", **PIPELINE}),
+    "1f1b x zero1": ((4,), {"parallel.strategy": "zero1", **PIPELINE}),
+    "pipeline of 4": ((4,), {**PIPELINE, "parallel.pipeline": 4}),
+    "a server": ((2, 4), {**SERVER, "parameter_server.servers": 1}),
+    "two servers": ((4,), {**SERVER, "parameter_server.servers": 2}),
+    "servers that work": ((2,), {**SERVER, "parameter_server.placement": "colocated"}),
+}
+TRAININGS = [(name, ranks) for name, (sizes, _) in LAYOUTS.items() for ranks in sizes]
+
+
+def assembled(
+    comm: Communicator,
+    settings: Mapping[str, object],
+    resume: Path | None = None,
+    directory: Path | None = None,
+    session: Session | None = None,
+) -> Trainer:
+    """Return the trainer of `SETTINGS` with some of them changed. Collective."""
+    return trainer_of(comm, {**SETTINGS, **settings}, resume, directory=directory, session=session)
+
+
+class Trained:
+    """What one rank has after all steps: the losses, the validation loss, and its share of the state."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        settings: dict[str, object],
+        before_step: Callable[[], None] = lambda: None,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.trainer = assembled(comm, settings)
+        trainer, self.losses = self.trainer, []
+        with trainer.batches(trainer.recipe.run.steps) as batches:
+            for step, batch in enumerate(batches, start=1):
+                before_step()
+                found = trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2))
+                after_step()
+                self.losses.append(found.loss)
+        self.validation = mean_validation_loss(trainer)
+        pieces = trainer.exchange.pieces()
+        self.state = {(p.kind, p.tensor, p.flat.start): backend.to_host(p.array).copy() for p in pieces}
+
+
+def with_pointers(comm: Communicator) -> None:
+    """Let messages of ``comm``, and of those made from it later, read and write memory of the device."""
+    comm.handover = Handover(device_pointers=True)  # type: ignore[attr-defined]
+
+
+def check_same(host: list[Trained], device: list[Trained], bound: float, leave_out: Iterable[str] = ()) -> None:
+    """The same losses, and state that differs by ``10 * bound`` of its norm, kind by kind.
+
+    Which rank has what of it may differ: stages may be cut by measured seconds.
+    """
+    for ours, theirs in zip(device, host, strict=True):
+        np.testing.assert_allclose(ours.losses, theirs.losses, rtol=bound)
+        np.testing.assert_allclose(ours.validation, theirs.validation, rtol=bound)
+    got, want = (
+        sorted(((key, values) for one in side for key, values in one.state.items()), key=lambda row: row[0])
+        for side in (device, host)
+    )
+    assert [key for key, _ in got] == [key for key, _ in want]
+    for kind in {kind for (kind, _, _), _ in want}:
+        there, here = (
+            np.concatenate(
+                [values for (of, tensor, _), values in rows if of == kind and not tensor.endswith(tuple(leave_out))]
+            )
+            for rows in (got, want)
+        )
+        assert np.linalg.norm(there - here) <= 10 * bound * np.linalg.norm(here), kind
+
+
+# Jobs of ranks that are threads and die of chaos, and the metrics that they leave behind.
+LIMIT_S = 60.0
+
+
+class Quiet(Session):
+    """A session of threads: no recorder, no watchdog, no process that could leave."""
+
+    def record(self, directory: Path, deadline_s: float, *, spans: bool = False) -> None:
+        """Record nothing."""
+
+    def stop_recording(self) -> None:
+        """There is none."""
+
+    def survive(self, comm: Communicator) -> Session:
+        """Return the session of those who train."""
+        return Quiet(comm, locate(comm, None), "threads", self.abort)
+
+    def leave(self, code: int) -> None:
+        """A thread just ends."""
+
+
+def survive(
+    size: int,
+    out: Path,
+    path: Path,
+    keys: Keys,
+    spares: int = 0,
+    ranks_per_node: int | None = None,
+    resume: str = "never",
+) -> step_metrics.MetricsData:
+    """Train on ``size`` threads, of which chaos may kill some; return the metrics that the living have written."""
+    recipe = recipe_of({**SMALL, "run.steps": 10, "energy.sources": "none", "data.path": path, **keys})
+    mode = "replace" if spares else "shrink"
+
+    def body(comm: Communicator) -> int:
+        session = Quiet(comm, locate(comm, None), "threads", abort)
+        lock = RunLock({})
+        run = run_directory.prepare_run_directory(comm, recipe, out, resume, lock)
+        team = Membership.begin(comm, mode, spares)
+        job = TrainingJob(
+            recipe, run, StopRequests(), lock, as_json=False, holder=lock.identity
+        )  # threads are one process
+        return ElasticJob(job, session, team).train(
+            None if run.resume_from is None else CheckpointSource(run.resume_from)
+        )
+
+    before, injection.kill_process = injection.kill_process, _die
+    try:
+        codes = run_threads(size + spares, body, deadline_s=LIMIT_S, fault_tolerant=True, ranks_per_node=ranks_per_node)
+    finally:
+        injection.kill_process = before
+    assert {code for code in codes if code is not None} == {0}
+    return step_metrics.read(out / "metrics.h5")
+
+
+def _die() -> None:
+    raise RankDeath
