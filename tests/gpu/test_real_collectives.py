@@ -109,8 +109,7 @@ def job(ranks: int, *words: str, **variables: str) -> dict[str, object]:
         pytest.skip(str(error))
     environment = os.environ | mpirun.settings(launcher) | variables
     line = mpirun.command(launcher, ranks, [sys.executable, str(PROGRAM), *words], variables)
-    done = jobs.run(line, env=environment)
-    return figures(done)
+    return figures(jobs.run(line, env=environment))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -32,8 +32,7 @@ def test_updates(name: str, dtype: str, rng: np.random.Generator) -> None:
         host.step(gradient)
         device.step(gradient)
     for got, want in zip(device.stores(), host.stores(), strict=True):
-        difference = np.linalg.norm(backend.to_host(got.array) - want.array)
-        assert difference <= BOUNDS[dtype] * np.linalg.norm(want.array)
+        assert np.linalg.norm(backend.to_host(got.array) - want.array) <= BOUNDS[dtype] * np.linalg.norm(want.array)
     rounded = backend.to_host(device.master.array).astype(np.float32)
     assert np.array_equal(backend.to_host(device.working.array), rounded)
     np.testing.assert_allclose(

@@ -277,8 +277,7 @@ class _Machine:
         ]
         key = (op.kind is Kind.AGREE, rank.pipeline * (op.kind is not Kind.AGREE))
         self.counts[index, key] += 1
-        turn = (key, self.counts[index, key])
-        there = self.present.setdefault(turn, {})
+        there = self.present.setdefault((key, self.counts[index, key]), {})
         there[index] = op, self.contribution(rank, op)
         while len(there) < len(members):
             yield False

@@ -207,8 +207,7 @@ def compare(
     """Train, and compare losses and parameters with a plain training of what ``build`` gives. Collective."""
     twin = build()
     expected = plain(twin, batches)
-    losses = [training.advance(x, y).loss for x, y in batches]
-    np.testing.assert_allclose(losses, expected, rtol=tolerance)
+    np.testing.assert_allclose([training.advance(x, y).loss for x, y in batches], expected, rtol=tolerance)
     state, theirs = training.parameters(), dict(twin.named_parameters())
     assert {key.split(".", 1)[1] for key in state} == set(theirs)
     norm = math.sqrt(sum(float((value.detach().double() ** 2).sum()) for value in theirs.values()))

@@ -284,8 +284,7 @@ def test_a_site_profile_and_the_name_of_a_run_execute_nothing(tmp_path: Path) ->
 
     def submitted(block: str) -> "subprocess.CompletedProcess[str]":
         profile.write_text(f'based_on = "slurm-openmpi"\n[blocks]\nmodules = """\n{block}\n"""\n')
-        command = [*submit, "--out", str(out)]
-        return jobs.run(command, cwd=tmp_path)
+        return jobs.run([*submit, "--out", str(out)], cwd=tmp_path)
 
     done = submitted(f"{{{{ cycler.__init__.__globals__.os.system('touch {sign}') }}}}")
     assert done.returncode == 78 and "cannot be rendered" in done.stderr, done.stdout + done.stderr

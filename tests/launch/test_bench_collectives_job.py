@@ -17,8 +17,7 @@ FEW = ["--algorithm", "ring", "--algorithm", "node_shared", "--bytes", "4K 64K",
 
 
 def hpcdist(*arguments):
-    line = [sys.executable, "-P", "-m", "hpcdist", *map(str, arguments)]
-    return jobs.run(line)
+    return jobs.run([sys.executable, "-P", "-m", "hpcdist", *map(str, arguments)])
 
 
 @pytest.fixture(scope="module")

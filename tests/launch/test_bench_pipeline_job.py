@@ -15,8 +15,7 @@ def test_one_command_starts_the_ranks_and_keeps_what_they_measure(tmp_path, mpi)
     path = tmp_path / "p.h5"
     schedules = ["--schedule", "1f1b", "--schedule", "zb-v"]
     line = [sys.executable, "-P", "-m", "hpcdist", "bench", "pipeline", *FEW, *schedules, "-o", path, "--json"]
-    done = jobs.run([*map(str, line), "--anonymous"])
-    rows = figures(done)["rows"]
+    rows = figures(jobs.run([*map(str, line), "--anonymous"]))["rows"]
     assert [(row["schedule"], row["microbatches"], row["ranks"], row["steps"]) for row in rows] == [
         ("1f1b", 2, 2, 2),
         ("zb-v", 2, 2, 2),

@@ -64,8 +64,7 @@ def in_force(folder: Path) -> dict[str, int]:
 
 
 def test_two_limits_and_none(folder: Path, environment: dict[str, str]) -> None:
-    limits = ",".join(map(str, POWER_W))
-    asked = ("r.toml", "-n", "2", "--limits", limits, "--repeats", "1", "--objective", "energy")
+    asked = ("r.toml", "-n", "2", "--limits", ",".join(map(str, POWER_W)), "--repeats", "1", "--objective", "energy")
     refused = hpcdist(folder, environment, *asked)
     assert refused.returncode == 2 and "nothing was changed: add --change-limits" in refused.stderr
     assert not in_force(folder) and not (folder / "power.h5").exists()

@@ -19,8 +19,7 @@ def test_one_command_starts_the_ranks_and_keeps_what_they_measure(tmp_path, mpi,
     path, names = tmp_path / "s.h5", ["hpcdist", "wrapped PyTorch", "PyTorch eager"]
     only = [word for name in names for word in ("--only", name)]
     line = [sys.executable, "-P", "-m", "hpcdist", "bench", "step", "-n", ranks, *FEW, *only, "-o", path, "--json"]
-    done = jobs.run([*map(str, line), "--anonymous"])
-    told = figures(done)
+    told = figures(jobs.run([*map(str, line), "--anonymous"]))
     assert [row["name"] for row in told["rows"]] == names and told["left_out"] == {}
     assert max(row["loss_difference"] for row in told["rows"]) < 1e-5
     assert all(0 < row["mfu"] < 1 and row["x_eager"] > 0 for row in told["rows"])

@@ -30,8 +30,7 @@ def test_under_a_launcher_rank_0_reports_for_all(mpiexec):
 def apart(rank: str, *options: str) -> "subprocess.CompletedProcess[str]":
     """Run a rank of three that finds itself alone, as under the mpirun of another MPI."""
     environment = {**os.environ, "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": rank}
-    line = [sys.executable, "-P", "-m", "hpcdist", "doctor", "--json", *options]
-    return jobs.run(line, env=environment)
+    return jobs.run([sys.executable, "-P", "-m", "hpcdist", "doctor", "--json", *options], env=environment)
 
 
 @pytest.mark.usefixtures("mpi")

@@ -46,8 +46,7 @@ def train(text: Path, out: Path, environment: dict[str, str], *arguments: str, *
     for name, value in chosen.items():
         command += ["--set", f"{name}={value}"]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
-    done = jobs.run(command, env=kept | environment)
-    return jobs.figures(done)
+    return jobs.figures(jobs.run(command, env=kept | environment))
 
 
 def test_joules_in_the_summary_and_in_the_file(text: Path, tmp_path: Path, driver: dict[str, str]) -> None:

@@ -25,8 +25,7 @@ pytestmark = pytest.mark.timeout(5 * LIMIT_S)
 
 
 def hpcdist(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "hpcdist", *map(str, arguments)]
-    return jobs.run(command)
+    return jobs.run([sys.executable, "-m", "hpcdist", *map(str, arguments)])
 
 
 def settings(data: Path) -> list[str]:
@@ -44,8 +43,7 @@ def test_a_run_is_looked_at_on_any_number_of_ranks(tmp_path: Path, rng: np.rando
     trained = hpcdist("run", "-n", 2, "train", *settings(text), "--out", run, "--json")
     assert trained.returncode == 0, trained.stderr
     before = sorted(run.iterdir())
-    evaluated = hpcdist("run", "-n", 3, "evaluate", run, "--json")
-    figures = jobs.figures(evaluated)
+    figures = jobs.figures(hpcdist("run", "-n", 3, "evaluate", run, "--json"))
     assert figures["steps"] == SETTINGS["run.steps"]
     assert figures["val_loss"] == pytest.approx(json.loads(trained.stdout.splitlines()[-1])["val_loss"], rel=1e-5)
 

@@ -60,8 +60,7 @@ def test_the_wheel_has_every_module_and_nothing_else(wheel):
     modules = {str(path.relative_to(CLONE)) for path in (CLONE / "hpcdist").rglob("*.py")}
     assert modules <= names
     assert {"hpcdist/py.typed", "hpcdist/CHANGELOG.md", "hpcdist/libexec/hpcdist"} <= names
-    folders = {name.split("/")[0] for name in names}
-    assert folders == {"hpcdist", f"hpcdist-{hpcdist.__version__}.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"hpcdist", f"hpcdist-{hpcdist.__version__}.dist-info"}
     assert any(name.endswith("LICENSE") for name in names)
     assert resources() <= names
 

@@ -108,8 +108,7 @@ class Prometheus:
         with socket.create_server(("127.0.0.1", 0)) as server:
             self.address = f"127.0.0.1:{server.getsockname()[1]}"
         folder.mkdir()
-        discovery = [{"files": [str(targets)], "refresh_interval": "1s"}]
-        scrape = {"job_name": "hpcdist", "file_sd_configs": discovery}
+        scrape = {"job_name": "hpcdist", "file_sd_configs": [{"files": [str(targets)], "refresh_interval": "1s"}]}
         config = {"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": [scrape]}
         (folder / "prometheus.yml").write_text(json.dumps(config))  # which is YAML, too
         arguments = (
@@ -222,8 +221,7 @@ def test_a_job_that_is_killed_and_resumed_shows_each_step_once(text: Path, tmp_p
     assert steps["step"].tolist() == every
     scalars = event_files.scalars(out / "tensorboard")
     assert [step for step, *_ in scalars["loss/training"]] == every
-    losses = [loss for _, loss, _ in scalars["loss/training"]]
-    assert losses == steps["loss"].astype(np.float32).tolist()
+    assert [loss for _, loss, _ in scalars["loss/training"]] == steps["loss"].astype(np.float32).tolist()
     times = [time for *_, time in scalars["loss/training"]]
     assert times == sorted(times) and times[-1] - times[0] < LIMIT_S * 2
     assert "hidden = 32" in event_files.texts(out / "tensorboard")["recipe"]
@@ -299,8 +297,7 @@ def test_a_profiler_sees_the_operations_of_every_rank(text: Path, tmp_path: Path
 
     keys = ("telemetry.nvtx=true", "checkpoint.every_steps=2")
     variables = os.environ | nvtx_tool.environment(tmp_path)
-    started = line(text, tmp_path / "run", *keys, steps=4)
-    done = jobs.run(started, env=variables)
+    done = jobs.run(line(text, tmp_path / "run", *keys, steps=4), env=variables)
     assert done.returncode == 0, done.stderr
     found = [rows for rows in nvtx_tool.ranges(tmp_path).values() if rows]
     assert len(found) == 2  # ranks; all of their ranges were left

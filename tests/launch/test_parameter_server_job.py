@@ -61,8 +61,7 @@ def test_it_learns_counts_its_bytes_and_keeps_what_it_evaluated(text: Path, tmp_
     np.testing.assert_allclose(rows["sent_bytes"][:, :2], psi, rtol=0.01)
     assert np.isnan(rows["sent_bytes"][:, 2]).all(), "a dedicated server has no steps"
     np.testing.assert_allclose(found["bytes_sent_per_step"], 2 * psi, rtol=0.02)
-    command = [sys.executable, "-m", "hpcdist", "evaluate", str(out), "--json"]
-    evaluated = jobs.run(command, check=True)
+    evaluated = jobs.run([sys.executable, "-m", "hpcdist", "evaluate", str(out), "--json"], check=True)
     assert json.loads(evaluated.stdout.splitlines()[-1])["val_loss"] == pytest.approx(found["val_loss"], rel=1e-5)
 
 

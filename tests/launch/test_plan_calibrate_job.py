@@ -31,7 +31,6 @@ def test_two_ranks_calibrate_and_a_plan_takes_the_file(tmp_path, mpi):
 def test_a_file_that_is_there_is_not_written_over(tmp_path):
     path = tmp_path / "here.toml"
     path.write_text("mine")
-    line = [*HPCDIST, "plan", "--calibrate", "-o", str(path)]
-    done = jobs.run(line, timeout=LIMIT_S)
+    done = jobs.run([*HPCDIST, "plan", "--calibrate", "-o", str(path)], timeout=LIMIT_S)
     assert done.returncode == 74
     assert path.read_text() == "mine"

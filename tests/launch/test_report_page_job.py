@@ -84,8 +84,7 @@ def page(folder, mpiexec):
     if not file.exists():
         words = [word for key in RECIPE for word in ("--set", key)]
         for more in (["--set", "run.steps=16"], ["--resume", "auto"]):
-            train = ["-m", "hpcdist", "train", "--out", str(run_dir), *words, *more]
-            done = mpiexec(2, train, timeout=240)
+            done = mpiexec(2, ["-m", "hpcdist", "train", "--out", str(run_dir), *words, *more], timeout=240)
             assert done.returncode == 0, done.stdout
         done = mpiexec(1, ["-m", "hpcdist", "report", str(run_dir), "--html", str(file), "--sample-prompt", "class "])
         assert done.returncode == 0, done.stdout

@@ -471,8 +471,7 @@ def test_the_session_of_a_killed_mpirun_is_no_hindrance(mpi, tmp_path):
     launcher.write_text(REUSED)
     launcher.chmod(0o755)
     environment = {**os.environ, "TMPDIR": str(temporary), "REAL": str(mpi.path)}
-    line = [sys.executable, "-P", "-c", START, str(launcher), "doctor"]
-    done = run(line, env=environment)
+    done = run([sys.executable, "-P", "-c", START, str(launcher), "doctor"], env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     (stale,) = temporary.iterdir()
     assert [path.name for path in stale.iterdir()] == ["pmix.vm.tool"], "and the job has left nothing"

@@ -52,8 +52,7 @@ def install(house: Path, venv: Path, **added: str) -> "subprocess.CompletedProce
     hidden = ("PIP_NO_INDEX", "PIP_FIND_LINKS", "PYTHONPATH", "MPICC")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PYTHON": sys.executable}
-    line = [str(house / "install.sh"), str(venv)]
-    return jobs.run(line, env=kept | nowhere | added, cwd=house.parent, timeout=300)
+    return jobs.run([str(house / "install.sh"), str(venv)], env=kept | nowhere | added, cwd=house.parent, timeout=300)
 
 
 def test_an_environment_is_made_of_the_files_alone(house, tmp_path):
@@ -61,8 +60,7 @@ def test_an_environment_is_made_of_the_files_alone(house, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "a stand-in of hpcdist"
     ask = "import importlib.metadata as m; print(m.version('mpi4py'), m.version('hpcdist'))"
-    line = [tmp_path / "a venv" / "bin" / "python", "-c", ask]
-    said = jobs.run(line, cwd=tmp_path, check=True)
+    said = jobs.run([tmp_path / "a venv" / "bin" / "python", "-c", ask], cwd=tmp_path, check=True)
     assert said.stdout.split() == ["4.1.9", "0.1.0"]
     again = install(house, tmp_path / "a venv")
     assert again.returncode == 2 and "exists" in again.stderr

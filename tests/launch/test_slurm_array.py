@@ -133,8 +133,7 @@ def test_a_failed_trial_leaves_the_others_and_the_results_of_all_are_merged(
     ]
     assert {each.name for each in found if each.repeats[0].status == "failed"} == {"lost"}
     reported = cluster.run(sys.executable, "-m", "hpcdist", "report", str(logs / "results.h5"), "--json", cwd=folder)
-    rows = json.loads(reported.stdout)["configurations"]
-    assert sum(row["status"] == "1 ok" for row in rows) == 5
+    assert sum(row["status"] == "1 ok" for row in json.loads(reported.stdout)["configurations"]) == 5
     # The one that failed is not recorded as left, so the merge is well.
     assert states(cluster, merge) == ["COMPLETED"]
     assert "5 ok, 1 failed" in (logs / f"merge-{merge}.out").read_text()
@@ -161,5 +160,4 @@ def test_workers_and_servers_are_one_world(cluster: Cluster, folder: Path, begun
     nodes = re.findall(r"\n\s+NodeList=(\S+)", cluster.run("scontrol", "show", "job", number).stdout)
     assert len(set(nodes)) == 2, "a node of each kind"
     assert "3 ranks on 2 nodes" in log and "1 dedicated server" in log
-    figures = report.report(folder / "served").figures
-    assert figures["steps"] == 6
+    assert report.report(folder / "served").figures["steps"] == 6

@@ -54,8 +54,7 @@ def test_a_chain_of_three_that_loses_a_node_trains_the_same_bits(jobs: Jobs) -> 
     assert np.array_equal(once.metrics.steps["loss"], thrice.metrics.steps["loss"])
     assert once.figures["val_loss"] == thrice.figures["val_loss"]
 
-    more = jobs.begin("--out=chained", "--no-check")
-    for number in (idle, more):
+    for number in (idle, jobs.begin("--out=chained", "--no-check")):
         jobs.until(number, JobState="COMPLETED", ExitCode="0:0")
         assert f"has all its {STEPS} steps" in jobs.log(number) and "\nstep " not in jobs.log(number)
 

@@ -51,6 +51,5 @@ def test_what_a_killed_job_left_is_removed_and_the_node_stays_in_use(
     assert marks[other].exists() and others <= set(local.iterdir()) and (textfile / f"hpcdist_{other}.prom").exists()
     jobs.checkpoint(tmp_path / "other", (tmp_path / "other" / "checkpoints" / "latest").read_text())
     assert cleaned.job(other)["JobState"] == "RUNNING"
-    states = cleaned.run("sinfo", "-h", "-o", "%T").stdout
-    assert "drain" not in states
+    assert "drain" not in cleaned.run("sinfo", "-h", "-o", "%T").stdout
     assert cleaned.run("scancel", other).returncode == 0

@@ -32,8 +32,7 @@ def sites(jobs: Jobs, mpi: mpirun.Launcher) -> dict[str, str]:
     """The profiles that start the MPI of this environment, by mpirun and by srun as far as Slurm can, with a name."""
     if mpi.vendor == mpirun.MPICH:
         return {"slurm-mpich": "by-srun"}
-    tried = jobs.cluster.run("srun", "--mpi=pmix", "--ntasks=1", "true")
-    if "can not load PMIx library" in tried.stderr:
+    if "can not load PMIx library" in jobs.cluster.run("srun", "--mpi=pmix", "--ntasks=1", "true").stderr:
         return {"slurm-openmpi": "by-mpirun"}
     (jobs.folder / "srun.toml").write_text(SRUN)
     return {"slurm-openmpi": "by-mpirun", "srun.toml": "by-srun"}

@@ -108,8 +108,7 @@ def test_the_next_call_goes_on_where_a_sweep_was_ended(folder: Path, number: int
     _, said = process.communicate(timeout=LIMIT_S)
     assert process.returncode == code, said
     _wait_until_ranks_are_gone(folder, limit)
-    before = _recorded(folder)
-    assert list(before.values()) == ["ok"], "the trial under way is not recorded"
+    assert list(_recorded(folder).values()) == ["ok"], "the trial under way is not recorded"
     done = hpcdist(*line(folder))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(": ok, ") == 1 and "2 ok, 0 failed, 0 left" in done.stderr

@@ -32,8 +32,7 @@ pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi")]
 
 
 def hpcdist(*arguments: object) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "hpcdist", *map(str, arguments)]
-    return jobs.run(line)
+    return jobs.run([sys.executable, "-m", "hpcdist", *map(str, arguments)])
 
 
 def train(ranks: int, out: Path, text: Path, settings: dict[str, Any]) -> subprocess.CompletedProcess[str]:

@@ -25,8 +25,7 @@ pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
 def hpcdist(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hpcdist", *map(str, arguments)]
-    return jobs.run(command, env=os.environ | environment)
+    return jobs.run([sys.executable, "-m", "hpcdist", *map(str, arguments)], env=os.environ | environment)
 
 
 def train(ranks: int, text: Path, *arguments: object, steps: int = 12) -> subprocess.CompletedProcess[str]:

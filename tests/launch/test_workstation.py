@@ -17,8 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def hpcdist(*words: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-P", "-m", "hpcdist", *words]
-    return jobs.run(line)
+    return jobs.run([sys.executable, "-P", "-m", "hpcdist", *words])
 
 
 def test_a_job_goes_on_by_itself_until_it_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

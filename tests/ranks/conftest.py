@@ -134,8 +134,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Gener
     report: pytest.TestReport = yield
     assert _agreement is not None
     own = Verdict(item.nodeid, report.when or "", report.outcome, report.longreprtext)
-    verdicts = _agreement.exchange(own)
-    complaint = disagreement(verdicts)
+    complaint = disagreement(_agreement.exchange(own))
     if complaint is not None:
         report.outcome = "failed"
         report.longrepr = complaint
@@ -144,8 +143,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Gener
 
 def disagreement(verdicts: list[Verdict]) -> str | None:
     """Return why the phase failed, on any rank; None when all ranks agree that it did not."""
-    at = {(verdict.test, verdict.phase) for verdict in verdicts}
-    if len(at) > 1:
+    if len({(verdict.test, verdict.phase) for verdict in verdicts}) > 1:
         return f"the ranks are not in the same test: {[(verdict.test, verdict.phase) for verdict in verdicts]}"
     failed = [rank for rank, verdict in enumerate(verdicts) if verdict.outcome == "failed"]
     if failed:

@@ -90,8 +90,7 @@ def test_beside_the_steps(comm, rng, shared_dir):
 
 
 def test_a_damaged_shard_is_found_by_all(comm, rng, shared_dir):
-    store = state(comm, rng)
-    mine = pieces_of(store, split(LAYOUT.size, comm.size, 4)[comm.rank])
+    mine = pieces_of(state(comm, rng), split(LAYOUT.size, comm.size, 4)[comm.rank])
     good = save(f"{shared_dir}/checkpoints", 1, mine, {}, comm)
     bad = save(f"{shared_dir}/checkpoints", 2, mine, {}, comm)
     if comm.rank == comm.size - 1:
@@ -104,8 +103,7 @@ def test_a_damaged_shard_is_found_by_all(comm, rng, shared_dir):
 
 
 def test_one_rank_that_cannot_write_stops_all(comm, rng, shared_dir, monkeypatch):
-    store = state(comm, rng)
-    mine = pieces_of(store, split(LAYOUT.size, comm.size, 4)[comm.rank])
+    mine = pieces_of(state(comm, rng), split(LAYOUT.size, comm.size, 4)[comm.rank])
     good = save(f"{shared_dir}/checkpoints", 1, mine, {}, comm)
     if comm.rank == comm.size - 1:
 

@@ -46,8 +46,7 @@ def test_rank_a_run_on_the_gpu_is_that_of_the_cpu(
     settings = {**text, **keys, "precision.mode": "float64"}
     host = Trained(comm, settings)
     assert gpu.LOG.events == []
-    on_device = Trained(comm, {**settings, "run.device": "gpu"})
-    check_same([host], [on_device], 1e-12)
+    check_same([host], [Trained(comm, {**settings, "run.device": "gpu"})], 1e-12)
     assert host.losses[-1] < host.losses[0]
 
 

@@ -72,8 +72,7 @@ def test_rank_a_resumed_run_with_working_copies_has_the_same_bits(
     expected = _train(whole)
     half = _trainer(comm, folder, keys)
     first = _train(half, 3)  # between two overflows in a row
-    saved = CheckpointSaver(half, folder / "checkpoints").save(3)
-    resumed = _trainer(comm, folder, keys, resume=saved)
+    resumed = _trainer(comm, folder, keys, resume=CheckpointSaver(half, folder / "checkpoints").save(3))
     assert first + _train(resumed) == expected
     assert state_bits(resumed) == state_bits(whole)
     assert resumed.executor.loss_scale.state() == whole.executor.loss_scale.state()

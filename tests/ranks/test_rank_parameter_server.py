@@ -109,8 +109,7 @@ def test_rank_a_lost_server_is_rebuilt(comm: Communicator, folder: Path) -> None
     if comm.size < 2:
         return
     keys = {"parameter_server__mirrored": "true", "run__steps": FEW}
-    whole = _served(comm, folder, 0, "colocated", **keys)
-    losses = _losses(whole, FEW)
+    losses = _losses(_served(comm, folder, 0, "colocated", **keys), FEW)
     for transport in ("messages", "shared", "rma"):
         served = _served(comm, folder, 0, "colocated", parameter_server__transport=transport, **keys)
         with served.batches(FEW) as batches:
@@ -123,8 +122,7 @@ def test_rank_a_lost_server_is_rebuilt(comm: Communicator, folder: Path) -> None
                                     store.range(part)[...] = np.nan
                     comm.barrier()
                     served.exchange.recover(comm.size - 1)
-                found = served.executor.run(served.operations, [batch], 7, step, np.zeros(2))
-                assert found.loss == losses[step - 1]
+                assert served.executor.run(served.operations, [batch], 7, step, np.zeros(2)).loss == losses[step - 1]
         served.close()
 
 

@@ -121,8 +121,7 @@ def test_rank_resume_is_bit_equal_in_every_layout(comm: Communicator, folder: Pa
     expected_losses = losses(whole, 12)
     half = _trainer(comm, folder, keys)
     first = losses(half, 5)
-    saved = CheckpointSaver(half, folder / "checkpoints").save(5)
-    resumed = _trainer(comm, folder, keys, resume=saved)
+    resumed = _trainer(comm, folder, keys, resume=CheckpointSaver(half, folder / "checkpoints").save(5))
     assert resumed.first_step == 5
     assert first + losses(resumed, 12) == expected_losses
     assert state_bits(resumed) == state_bits(whole)

@@ -57,8 +57,7 @@ def test_rank_resume_is_bit_equal(comm: Communicator, folder: Path, name: str) -
     expected = _losses(whole)
     half = _trainer(comm, folder, **keys)
     first = _losses(half, STEPS // 2)
-    saved = CheckpointSaver(half, folder / "checkpoints").save(STEPS // 2)
-    resumed = _trainer(comm, folder, resume=saved, **keys)
+    resumed = _trainer(comm, folder, resume=CheckpointSaver(half, folder / "checkpoints").save(STEPS // 2), **keys)
     assert resumed.first_step == STEPS // 2
     assert first + _losses(resumed) == expected
     assert resumed.exchange.parameters.array.tobytes() == whole.exchange.parameters.array.tobytes()

@@ -297,8 +297,7 @@ def cuts_of(layer: Range, degrees: ShardingDegrees, rank: int, itemsize: int = 4
     """The cuts of a rank of a layer, each inside the one before."""
     found = [layer]
     for inner, outer in pairwise((1, degrees.parameters, degrees.gradients, degrees.optimizer)):
-        part = split(found[-1].size, outer // inner, itemsize)[rank % outer // inner]
-        found.append(part.shift(found[-1].start))
+        found.append(split(found[-1].size, outer // inner, itemsize)[rank % outer // inner].shift(found[-1].start))
     return found
 
 

@@ -229,8 +229,7 @@ def test_stages_without_params_join_their_neighbour(rng):
     model = adapter.wrap(functions, params, lambda y, t: ((y - t) ** 2).mean(), example=(x, targets))
     assert [segment.key for segment in model.layout.segments] == ["0.value", "1.w"]
     value, _ = Bound(model).compute(x, targets)
-    wanted = np.mean((np.tanh(2 * x @ matrices[0]) @ matrices[1] - targets) ** 2)
-    assert value == pytest.approx(wanted, rel=1e-5)
+    assert value == pytest.approx(np.mean((np.tanh(2 * x @ matrices[0]) @ matrices[1] - targets) ** 2), rel=1e-5)
     trees = model.trees({"0.value": matrices[0], "1.w": matrices[1]})
     assert trees[0] == () and trees[2] is None and trees[1] is matrices[0]
 

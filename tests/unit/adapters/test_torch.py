@@ -51,8 +51,7 @@ class Bench:
         for one in self.gradients:
             one.begin_step()
         total, scale = 0.0, 1 / (len(x) * self.model.tokens_per_sample)
-        parts = microbatches_of((x, y), microbatches)
-        for microbatch, (some, targets) in enumerate(parts):
+        for microbatch, (some, targets) in enumerate(microbatches_of((x, y), microbatches)):
             total += self.loss(self.forward(some, draw, microbatch), targets, microbatch)
             self.backward(scale, microbatch)
         for one in self.gradients:
@@ -212,8 +211,7 @@ def test_what_is_written_over_is_noticed(rng):
 
     class Careless(nn.Linear):
         def forward(self, x):
-            y = super().forward(x)
-            z = torch.exp(y)
+            z = torch.exp(super().forward(x))
             z.add_(1)
             return z
 
@@ -478,8 +476,7 @@ def test_products_of_a_forward_are_counted(rng):
     block = 2 * tokens * 12 * hidden * hidden + 4 * tokens * tokens * hidden
     head = 2 * tokens * hidden * torch_models.VOCABULARY
     assert [stage.forward_flops for stage in model.stages] == [0, block, block, head]
-    bare = wrap(torch_models.gpt(0), torch_models.token_loss)
-    assert [stage.forward_flops for stage in bare.stages] == [None] * 4
+    assert [stage.forward_flops for stage in wrap(torch_models.gpt(0), torch_models.token_loss).stages] == [None] * 4
 
 
 def test_the_example_is_an_input_of_any_size(rng):
@@ -522,8 +519,7 @@ print(*found)
 def test_a_step_works_in_the_memory_of_the_last_one():
     """No page of activations, thousands of them, is faulted in anew after the first steps."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    command = [sys.executable, "-c", FAULTS]
-    done = jobs.run(command, env=kept)
+    done = jobs.run([sys.executable, "-c", FAULTS], env=kept)
     assert done.returncode == 0, done.stderr
     faults = [int(word) for word in done.stdout.split()]
     assert faults[0] > 20_000, "the activations are smaller than this test thinks"

@@ -107,8 +107,7 @@ def test_keys_beside_an_optimizer_win_whatever_their_order(first, tmp_path):
     own = {"optimizer.clip_norm": 0.5, "optimizer": {"learning_rate": 7e-3}}
     keys = {"run.steps": 1, "run.global_batch": 2, "precision.mode": "float64"}
     keys |= {**own, **derived} if first else {**derived, **own}
-    model = wrap(module, nn.functional.mse_loss)
-    with Training(model, keys, out=tmp_path / "run") as training:
+    with Training(wrap(module, nn.functional.mse_loss), keys, out=tmp_path / "run") as training:
         found = training.recipe.optimizer
         assert (found.clip_norm, found.learning_rate, found.beta2) == (0.5, 7e-3, 0.999)
         training.step(np.ones((2, 4)), np.ones((2, 2)))

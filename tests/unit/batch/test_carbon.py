@@ -103,8 +103,7 @@ def test_a_window_wider_than_the_valley_takes_the_lower_side_of_it():
 
 
 def test_of_equal_windows_the_earliest_wins():
-    forecast = hourly(0.3, 0.1, 0.7, 0.1, 0.7)
-    assert carbon.best_window(forecast, NOON, 3600, NOON + 5 * HOUR).begin == NOON + HOUR
+    assert carbon.best_window(hourly(0.3, 0.1, 0.7, 0.1, 0.7), NOON, 3600, NOON + 5 * HOUR).begin == NOON + HOUR
     flat = carbon.best_window(hourly(5, 5, 5, 5), NOON + timedelta(seconds=7), 3600, NOON + 4 * HOUR)
     assert flat.begin == NOON + timedelta(seconds=7) and flat.saving_percent == 0
 
@@ -200,8 +199,7 @@ def test_a_day_of_23_hours_has_23(zone, tmp_path):
     rows = ["2026-03-29T00:00:00+01:00,9", "2026-03-29T01:00:00+01:00,5", "2026-03-29T03:00:00+02:00,9"]
     forecast = carbon.read_forecast(written(tmp_path, "time,gCO2/kWh\n" + "\n".join(rows)))
     assert forecast.end - forecast.begin == 3 * HOUR
-    window = carbon.best_window(forecast, forecast.begin, 7200, forecast.end)
-    assert window.mean_g_per_kwh == 7
+    assert carbon.best_window(forecast, forecast.begin, 7200, forecast.end).mean_g_per_kwh == 7
     assert (
         carbon.begin_text(carbon.best_window(forecast, forecast.begin, 3600, forecast.end).begin)
         == "2026-03-29T01:00:00"

@@ -90,16 +90,14 @@ def test_a_missed_goal_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_study_is_listed_and_has_what_the_harness_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert studies.main([]) == 0
-    listed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in listed] == list(studies.STUDIES)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(studies.STUDIES)
     with pytest.raises(SystemExit, match="'none': choose a study from architectures"):
         studies.main(["none"])
 
 
 @pytest.mark.parametrize("name", studies.STUDIES)
 def test_the_ratios_of_every_committed_result_can_be_told(name: str) -> None:
-    module = pytest.importorskip(f"benchmarks.{studies.STUDIES[name]}")
-    found = harness.Study.of(module)
+    found = harness.Study.of(pytest.importorskip(f"benchmarks.{studies.STUDIES[name]}"))
     if found.committed:
         ratios = found.ratios(harness.committed(found))
         assert ratios and all(np.isfinite(np.median(samples)) for samples in ratios.values())

@@ -54,8 +54,7 @@ def test_version():
 
 @pytest.mark.parametrize("name", main.COMMANDS)
 def test_every_command_is_there_and_explains_itself(name):
-    context = click.Context(main.group)
-    command = main.group.get_command(context, name)
+    command = main.group.get_command(click.Context(main.group), name)
     assert command is not None
     assert command.help, f"hpcdist {name} has no docstring"
     unexplained = [option.name for option in command.params if isinstance(option, click.Option) and not option.help]

@@ -93,8 +93,7 @@ def test_the_check_loads_nothing_that_starts_threads(tmp_path: Path) -> None:
         "run.check_training(['train'], 2, None, 0, elsewhere=False)\n"
         "print(*[name for name in ('numpy', 'mpi4py', 'h5py', 'numba') if name in sys.modules])"
     )
-    line = [sys.executable, "-c", program]
-    done = jobs.run(line, check=True)
+    done = jobs.run([sys.executable, "-c", program], check=True)
     assert done.stdout.strip() == "", "the process forks to start the launcher"
 
 

@@ -90,8 +90,7 @@ def test_a_file_lies_beside_the_profile(submit, profile):
 def test_jobs_after_another_are_counted(submit):
     told = submit("--cluster", "a100-selene", "--set", "run.steps=100000000", "--time", "1:00:00")[1]
     assert len(told) == 2 and "jobs of 1:00:00 after another" in told[1]
-    many = int(told[1].split("that is ")[1].split()[0])
-    assert many > 2
+    assert int(told[1].split("that is ")[1].split()[0]) > 2
 
 
 @pytest.mark.parametrize(
@@ -114,5 +113,4 @@ def test_a_fault_of_the_planner_does_not_stop_a_job(submit, monkeypatch):
 
 def test_only_what_does_not_fit_is_loud(submit):
     arguments = ("--set", "model.hidden=65536", "--set", "model.heads=64", "--set", "data.context=4096")
-    told = submit("--cluster", "a100-selene", *arguments)[1]
-    assert "DOES NOT FIT" in told[0]
+    assert "DOES NOT FIT" in submit("--cluster", "a100-selene", *arguments)[1][0]

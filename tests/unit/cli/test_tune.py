@@ -18,8 +18,7 @@ TUNED = Tuning("native<=64,ring", (TuningRow(64, {"ring": 1e-6}, {"native": 1e-6
 
 def tune(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "XDG_CACHE_HOME": str(home)}
-    command = [sys.executable, "-m", "hpcdist", "tune", *arguments]
-    return jobs.run(command, env=env)
+    return jobs.run([sys.executable, "-m", "hpcdist", "tune", *arguments], env=env)
 
 
 @pytest.fixture

@@ -103,8 +103,7 @@ def test_the_event_of_a_call_that_is_refused_ends_and_that_of_one_that_fails_doe
         assert not recorder.running(), "the watchdog would end the job"
         with pytest.raises(CommunicationError, match=r"buffer of|different calls"):
             collectives.allreduce(comm, np.zeros(4 + comm.rank), "recursive_doubling", scale=scale)
-        oldest = min(recorder.running())[1]
-        assert "recursive_doubling_allreduce" in recorder.describe(oldest)
+        assert "recursive_doubling_allreduce" in recorder.describe(min(recorder.running())[1])
 
     run_threads(2, body, ranks_per_node=1)
 

@@ -116,8 +116,7 @@ def test_a_block_is_kept_while_its_copy_to_the_device_is_under_way(gpu: ModuleTy
     finish()
     del message, finish
     gc.collect()
-    other = staging.lease(1000, np.dtype(float))
-    other[...] = 9  # were it the same block, the copy would take this
+    staging.lease(1000, np.dtype(float))[...] = 9  # were it the same block, the copy would take this
     assert (target.get() == 7).all()
 
 

@@ -38,8 +38,7 @@ def test_every_rank_puts_into_all_and_gets_from_all(size: int, rng: np.random.Ge
 
 
 def test_threads_move_nothing_before_the_flush() -> None:
-    comm = solo()
-    window = comm.window(8)
+    window = solo().window(8)
     value, back = np.array([1.5]), np.zeros(1)
     window.put(value, 0, 0)
     assert not window.memory.any()

@@ -57,8 +57,7 @@ def test_what_was_sent_is_the_sum_of_gradients_less_the_last_residual(compressor
 def test_the_mean_of_signs_comes_to_the_mean_of_the_gradients():
     """Where the same gradient comes every step, signs alone send a wrong one for ever."""
     gradient, steps = np.float32([4.0, 1.0, -0.5, 0.1]), 400
-    layout = Layout.of([TensorSpec(0, "w", (4,))])
-    feedback, total = ErrorFeedback(layout), np.zeros(4)
+    feedback, total = ErrorFeedback(Layout.of([TensorSpec(0, "w", (4,))])), np.zeros(4)
     payload = np.empty(SignSgd().payload_bytes(4), np.uint8)
     for step in range(steps):
         feedback.encode(Range(0, 4), gradient, SignSgd(), payload, RandomKey(0, step, 0, 0))

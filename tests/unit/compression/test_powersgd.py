@@ -92,8 +92,7 @@ def test_error_feedback_loses_nothing_of_the_mean(rng: np.random.Generator) -> N
         out = exchanged(states, sums)
         residuals = [total - out for total in sums]
         taken += out
-    left = np.mean(residuals, axis=0, dtype=np.float64)
-    assert distance(taken + left, steps * mean) < 1e-4
+    assert distance(taken + np.mean(residuals, axis=0, dtype=np.float64), steps * mean) < 1e-4
     assert distance(taken, steps * mean) < 0.2  # without feedback 10 of 20 directions would never be seen
 
 

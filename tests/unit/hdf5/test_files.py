@@ -167,8 +167,7 @@ def test_a_kill_at_any_point_leaves_the_old_or_the_new_and_never_a_mixture(tmp_p
             rows = np.arange(3000).reshape(-1, *[1] * len(width)) * np.ones(width, np.int64)
             file.create_dataset(name, data=rows, maxshape=(None, *width), chunks=(1024, *width))
         file.attrs["rows"] = 3000
-    line = [sys.executable, "-c", textwrap.dedent(KILLED), str(path)]
-    done = jobs.run(line)
+    done = jobs.run([sys.executable, "-c", textwrap.dedent(KILLED), str(path)])
     assert done.returncode == 0, done.stderr
     *killed, last = json.loads(done.stdout)
     assert last == [0, 6000, 6000, 6000, ["f.h5"]]

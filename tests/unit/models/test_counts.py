@@ -125,8 +125,7 @@ def test_attention_looks_at_pairs(context: int, causal: bool) -> None:
 
 
 def test_a_step_is_about_six_operations_a_parameter_and_token() -> None:
-    config = ModelConfig(layers=12, hidden=768, heads=12, vocabulary=50_000)
-    found = counts(config, context=64)
+    found = counts(ModelConfig(layers=12, hidden=768, heads=12, vocabulary=50_000), context=64)
     matrices = found.parameters - 50_000 * 768 - 64 * 768  # without the tables
     assert found.flops / 64 == pytest.approx(6 * matrices, rel=0.01)
 
@@ -164,8 +163,6 @@ def test_memory_is_that_of_the_ledger(name: str, recompute: bool, rng: np.random
 
 
 def test_recomputation_takes_the_memory_of_one_block_and_the_outputs() -> None:
-    config = config_of({"layers": 24})
-    whole = counts(config, context=128)
-    less = whole.activation_bytes(8, recompute=True)
-    assert less < 0.2 * whole.activation_bytes(8)
+    whole = counts(config_of({"layers": 24}), context=128)
+    assert whole.activation_bytes(8, recompute=True) < 0.2 * whole.activation_bytes(8)
     assert whole.activation_bytes(8, itemsize=2) * 2 == whole.activation_bytes(8)

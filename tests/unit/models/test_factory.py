@@ -54,8 +54,7 @@ def test_the_function_gets_what_the_data_decides(file, monkeypatch):
     model = build(f"{file}:build", features=3, classes=5)
     assert [segment.spec.shape for segment in model.layout.segments] == [(4, 3), (4,), (5, 4), (5,)]
     monkeypatch.syspath_prepend(file.parent)
-    again = build("my_model:build", features=3, classes=5)
-    assert again.layout == model.layout
+    assert build("my_model:build", features=3, classes=5).layout == model.layout
     import my_model
 
     assert my_model.calls == [(0, 3, 5)]

@@ -147,8 +147,7 @@ def test_micro_batches_add_up_to_the_batch(case):
     run, (x, targets) = case
     whole = run.backward([(x, targets)])
     want = run.gradient.array.copy()
-    parts = run.backward([(x[:1], targets[:1]), (x[1:], targets[1:])])
-    assert parts == pytest.approx(whole, rel=1e-13)
+    assert run.backward([(x[:1], targets[:1]), (x[1:], targets[1:])]) == pytest.approx(whole, rel=1e-13)
     assert np.linalg.norm(run.gradient.array - want) <= 1e-13 * np.linalg.norm(want)
 
 
@@ -197,8 +196,7 @@ def test_integer_features_become_fractions(rng):
 def test_tied_head_owns_no_tensor():
     tied, untied = (models.build(ModelConfig(**GPT, tied=tied), context=5) for tied in (True, False))
     assert set(untied.layout.by_key) - set(tied.layout.by_key) == {"3.head.weight"}
-    store = FlatStore(tied.layout, tied.dtype)
-    bound = tied.bind(store)
+    bound = tied.bind(FlatStore(tied.layout, tied.dtype))
     assert bound[-1]["head.weight"].ctypes.data == bound[0]["tokens.weight"].ctypes.data
 
 
@@ -216,8 +214,7 @@ def test_logits_for_any_context_and_causal(rng):
 
 
 def test_initial_values():
-    config = ModelConfig(layers=8, hidden=64, heads=2)
-    model = models.build(config, "float32", context=32)
+    model = models.build(ModelConfig(layers=8, hidden=64, heads=2), "float32", context=32)
     store, other = FlatStore(model.layout, model.dtype), FlatStore(model.layout, model.dtype)
     model.initialise(store, 3)
     model.initialise(other, 3)

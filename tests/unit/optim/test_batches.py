@@ -83,8 +83,7 @@ def test_the_rate_follows_the_batch_of_each_update_and_the_warm_up_its_samples(r
 def test_every_sample_comes_once_in_the_same_order_whatever_the_stages(
     ranks: int, warmup: tuple[int, ...], shared_text: Path
 ) -> None:
-    keys = {**RUN, "data.path": shared_text, "run.batch_warmup": list(warmup)}
-    recipe = recipe_of(keys)
+    recipe = recipe_of({**RUN, "data.path": shared_text, "run.batch_warmup": list(warmup)})
     steps = 8
 
     def body(comm: Communicator) -> list[np.ndarray]:

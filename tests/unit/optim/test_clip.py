@@ -48,8 +48,7 @@ def test_halves_are_widened_block_by_block(rng, dtype, size):
 
 def test_scale_brings_the_norm_to_the_limit(rng):
     store = filled(LAYOUT, rng, np.dtype("float64"))
-    squared = norms.sum_of_squares(store, ALL)
-    factor = norms.clip_scale(squared, 1.5)
+    factor = norms.clip_scale(norms.sum_of_squares(store, ALL), 1.5)
     store.array *= factor
     assert math.sqrt(norms.sum_of_squares(store, ALL)) == pytest.approx(1.5, rel=1e-12)
     assert norms.clip_scale(4.0, 2.0) == 1.0  # at the limit

@@ -67,8 +67,7 @@ def test_what_is_beyond_float16_becomes_infinite():
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 1000])
 def test_sum_of_squares(rng, dtype, size):
     values = rng.standard_normal(size).astype(dtype)
-    got = float(kernels.sum_of_squares(values))
-    assert got == pytest.approx(np.sum(values.astype(np.float64) ** 2), rel=1e-14)
+    assert float(kernels.sum_of_squares(values)) == pytest.approx(np.sum(values.astype(np.float64) ** 2), rel=1e-14)
 
 
 def test_sum_of_squares_neither_overflows_nor_underflows_in_float32():
@@ -89,8 +88,7 @@ def test_direction_of_adam_in_its_dtype(rng, dtype):
     w, g, m, v = (rng.standard_normal(1001).astype(dtype) for _ in range(4))
     v **= 2
     before = [x.astype(np.float64) for x in (w, g, m, v)]
-    options = dict(scale=0.3, betas=(0.9, 0.99), epsilon=1e-8, decay=0.1, count=3)
-    kernels.adam_direction(w, g, m, v, **options)
+    kernels.adam_direction(w, g, m, v, **dict(scale=0.3, betas=(0.9, 0.99), epsilon=1e-8, decay=0.1, count=3))
     g64 = 0.3 * before[1]
     m64, v64 = 0.9 * before[2] + 0.1 * g64, 0.99 * before[3] + 0.01 * g64**2
     u64 = (m64 / (1 - 0.9**3)) / (np.sqrt(v64 / (1 - 0.99**3)) + 1e-8) + 0.1 * before[0]

@@ -17,8 +17,7 @@ def rates(total, **options):
 
 
 def test_warm_up_is_linear_and_never_zero():
-    got = rates(20, warmup_steps=4, decay="constant")
-    assert got == pytest.approx([0.5, 1.0, 1.5, 2.0] + [2.0] * 18)
+    assert rates(20, warmup_steps=4, decay="constant") == pytest.approx([0.5, 1.0, 1.5, 2.0] + [2.0] * 18)
 
 
 @pytest.mark.parametrize("decay", ["cosine", "polynomial"])
@@ -126,5 +125,4 @@ def test_the_section_is_light():
         "import sys, hpcdist.optim.config, hpcdist.optim.rates, hpcdist.optim.rates; "
         "print([m for m in ('numpy', 'numba', 'mpi4py', 'h5py', 'cupy') if m in sys.modules])"
     )
-    shown = jobs.python(code, check=True)
-    assert shown.stdout.strip() == "[]"
+    assert jobs.python(code, check=True).stdout.strip() == "[]"

@@ -230,8 +230,7 @@ def test_any_partition_gives_the_same(rng, name, parts):
     expected = reference(config, weights, drawn)
     aligned = split(LAYOUT.size, parts, 8)
     bounds = [0, *sorted(rng.integers(0, LAYOUT.size + 1, parts - 1).tolist()), LAYOUT.size]  # also empty parts
-    ragged = [Range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
-    for cuts, full in ((aligned, True), (ragged, False)):
+    for cuts, full in ((aligned, True), ([Range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)], False)):
         got, replicas = train(config, weights, drawn, cuts, longest=37, whole=full)
         assert distance(got, expected) < 1e-12
         assert all(slot.parts == ((r.part,) if r.part else ()) for r in replicas for slot in r.optimizer.slots.values())

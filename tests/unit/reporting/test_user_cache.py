@@ -46,8 +46,7 @@ VALUES: tuple[Any, ...] = (None, True, -1, 1e308, float("inf"), 10**30, "x", [],
 def metrics(run: Path, resume_step: int | None, *steps: int) -> None:
     with MetricsWriter(run / "metrics.h5", 2, resume_step) as writer:
         for step in steps:
-            wide = {name: np.ones(2) for name in PER_RANK}
-            writer.append(step=step, loss=1.0, learning_rate=0.1, tokens=3, **wide)
+            writer.append(step=step, loss=1.0, learning_rate=0.1, tokens=3, **{name: np.ones(2) for name in PER_RANK})
         writer.evaluation(steps[-1], 1.0)
 
 

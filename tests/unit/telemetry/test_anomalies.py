@@ -291,8 +291,7 @@ def test_waiting_for_data(rng):
     assert found[0].value > DATA_SHARE and "waiting for data" in found[0].text
     watched(looking, rng, ENOUGH, first=101)
     assert len(watched(looking, rng, 50, first=300, **slow)) == 1
-    unknown = Anomalies()
-    assert watched(unknown, rng, 60, **{"phase_seconds[data]": None}) == []
+    assert watched(Anomalies(), rng, 60, **{"phase_seconds[data]": None}) == []
 
 
 def test_every_kind_is_known_and_counted(rng):

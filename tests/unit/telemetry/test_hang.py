@@ -246,8 +246,7 @@ def test_what_the_ring_has_lost_accuses_nobody() -> None:
 
 def test_missing_record() -> None:
     stories = [Story(rank).does("barrier", 1).notes_("deadline", 300) for rank in (0, 2)]
-    report = told(*stories)
-    assert first(report)[:2] == ("missing", (1,))
+    assert first(told(*stories))[:2] == ("missing", (1,))
 
 
 def test_process_that_is_gone_while_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:

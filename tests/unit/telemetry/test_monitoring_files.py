@@ -270,7 +270,6 @@ def test_the_tests_of_the_rules_can_fail(promtool, expression, tmp_path):
         assert body
         text = text.replace(body[2], expression)
     (tmp_path / "alerts.yml").write_text(re.sub(r"for: \d+m", "for: 0m", text))
-    line = [promtool, "test", "rules", "rules_test.yml"]
-    done = jobs.run(line, cwd=tmp_path)
+    done = jobs.run([promtool, "test", "rules", "rules_test.yml"], cwd=tmp_path)
     assert done.returncode != 0
     assert [name for name in alerts if f"alertname: {name}" not in done.stdout + done.stderr] == []

@@ -16,8 +16,7 @@ PROMPT = np.array([3], np.uint8)
 
 
 def test_greedy_takes_the_likeliest() -> None:
-    tokens = generate(successor, PROMPT, 8, 4, temperature=0.0, top_k=0, seed=0)
-    assert list(tokens) == [4, 5, 6, 7, 8, 9, 0, 1]
+    assert list(generate(successor, PROMPT, 8, 4, temperature=0.0, top_k=0, seed=0)) == [4, 5, 6, 7, 8, 9, 0, 1]
 
 
 def test_top_1_is_greedy_at_any_temperature() -> None:

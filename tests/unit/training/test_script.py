@@ -26,8 +26,7 @@ KEYS = {"run.steps": 6, "run.global_batch": 12, "optimizer.warmup_steps": 2, "ru
 
 
 def _model(dtype: str = "float32", **more) -> Model:
-    built = models.build(CONFIG, dtype, features=5, classes=3)
-    return Model(built.stages, dtype, tokens_per_sample=1, **more)
+    return Model(models.build(CONFIG, dtype, features=5, classes=3).stages, dtype, tokens_per_sample=1, **more)
 
 
 def _batches(rng: np.random.Generator, steps: int = 6) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -267,9 +266,7 @@ def test_the_launcher_says_where_the_first_training_is_and_whether_it_goes_on(tm
 
 def test_a_recipe_that_cannot_be_run_ends_the_script_with_its_code(tmp_path):
     program = "from hpcdist.training.script import Training\nTraining(None, {'run.stepps': 2})"
-    line = [sys.executable, "-c", program]
-    environment = {**os.environ, "HPCDIST_FAILURE_DIR": str(tmp_path)}
-    done = jobs.run(line, env=environment)
+    done = jobs.run([sys.executable, "-c", program], env={**os.environ, "HPCDIST_FAILURE_DIR": str(tmp_path)})
     assert done.returncode == 78, done.stderr
     assert "the nearest known is 'run.steps'" in (tmp_path / "rank-0.txt").read_text()
 

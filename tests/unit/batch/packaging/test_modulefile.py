@@ -96,8 +96,7 @@ def test_tcl_reads_every_text_as_it_is(texts, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", modulefile.KINDS)
 def test_every_value_in_a_template_is_quoted(kind):
-    template = (job.folder(job.MODULEFILES) / f"hpcdist.{kind}.j2").read_text()
-    values = re.findall(r"{{(.*?)}}", template)
+    values = re.findall(r"{{(.*?)}}", (job.folder(job.MODULEFILES) / f"hpcdist.{kind}.j2").read_text())
     assert len(values) >= 10
     assert [value for value in values if not value.endswith(f"| {kind} ")] in ([], [' "#%Module1.0" '])
 
@@ -123,8 +122,7 @@ def test_the_completion_is_clean_shell(tmp_path):
 def test_a_variable_that_is_known_is_one_that_is_read():
     root = Path(hpcdist.__file__).parent
     code = "\n".join(path.read_text() for path in root.rglob("*.py"))
-    known = modulefile.source()["variables"]
-    assert {name for name in known if f'"{name}"' not in code} == set()
+    assert {name for name in modulefile.source()["variables"] if f'"{name}"' not in code} == set()
 
 
 def test_prints_the_installation_that_was_asked_for(tmp_path):
@@ -154,8 +152,7 @@ class TestTheCommandAlone:
     """hpcdist/libexec/hpcdist, which is what a modulefile shows."""
 
     def run(self, path: Path, code: int = 0) -> str:
-        line = [str(path), "run", "a b"]
-        done = jobs.run(line, env=SHELL)
+        done = jobs.run([str(path), "run", "a b"], env=SHELL)
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 

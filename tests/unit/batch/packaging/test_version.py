@@ -71,8 +71,7 @@ def old(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def hpcdist_says(*arguments: object) -> str:
-    line = [sys.executable, "-P", "-m", "hpcdist", *map(str, arguments)]
-    done = jobs.run(line)
+    done = jobs.run([sys.executable, "-P", "-m", "hpcdist", *map(str, arguments)])
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -98,8 +97,7 @@ def test_files_of_the_version_before_are_read(old):
     assert ("an earlier version of hpcdist saved no digest" in said) == (old.name == "run-0.1.0")
     hpcdist_says("checkpoint", "export", old, old.parent / "model.safetensors")
     assert (old.parent / "model.safetensors").stat().st_size
-    said = hpcdist_says("report", old)
-    assert re.search(r"^ +4 +\S+", said, re.MULTILINE), "its last step"
+    assert re.search(r"^ +4 +\S+", hpcdist_says("report", old), re.MULTILINE), "its last step"
 
 
 @pytest.mark.parametrize("old", ["0.2.0"], indirect=True)

@@ -74,8 +74,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    needs = ("mpi4py >= 4.1", "alpha-beta", 'delta; extra == "cuda12x"')
-    lines = [f"Requires-Dist: {need}" for need in needs]
+    lines = [f"Requires-Dist: {need}" for need in ("mpi4py >= 4.1", "alpha-beta", 'delta; extra == "cuda12x"')]
     extras = [f"Provides-Extra: {name}" for name in ("cuda12x", "nvml")]
     return make_wheel(tmp_path, "hpcdist", "0.1.0", "Requires-Python: >=3.11", *extras, *lines)
 
@@ -95,8 +94,7 @@ def install(folder: Path, target: Path) -> "subprocess.CompletedProcess[str]":
     """Run the line of the help."""
     line = f"install --no-index --find-links {folder} --require-hashes -r {folder}/requirements.txt --target {target}"
     kept = {name: value for name, value in os.environ.items() if name not in ("PIP_FIND_LINKS", "PYTHONPATH")}
-    words = [sys.executable, "-m", "pip", *line.split()]
-    return jobs.run(words, env=kept)
+    return jobs.run([sys.executable, "-m", "pip", *line.split()], env=kept)
 
 
 def test_pip_installs_what_was_collected_and_refuses_another_byte(own, tmp_path):

@@ -133,8 +133,7 @@ def test_a_step_that_has_not_ended_is_named(accounted):
 
 
 def test_a_node_without_a_value_is_named(accounted):
-    rows = SACCT["contain: mpirun"].replace("energy=1308,", "energy=0,")
-    (row,) = accounted(rows)
+    (row,) = accounted(SACCT["contain: mpirun"].replace("energy=1308,", "energy=0,"))
     assert row.energy_j == 7856 and row.energy_reason == "without n1, which has measured none"
 
 

@@ -270,8 +270,7 @@ def test_a_site_has_defaults_of_the_recipe_and_of_striping(site):
 
 
 def test_the_same_recipe_is_the_same_run(sbatch):
-    first = submit("--nodes=1", "--set=run.steps=5", folder=sbatch)
-    assert first.stdout == "4711\n"
+    assert submit("--nodes=1", "--set=run.steps=5", folder=sbatch).stdout == "4711\n"
     pending = ["4711", "PENDING", "0", "0:00", "10:00", "1", "0", "N/A", "N/A", "Priority"]
     queued = {"QUEUED": "|".join(pending)}
     again = submit("--nodes=2", "--set=run.steps=7", folder=sbatch, **queued)  # longer, and on more nodes

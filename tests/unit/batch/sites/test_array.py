@@ -364,8 +364,7 @@ def test_a_sweep_is_submitted_as_it_is_now(submit, tmp_path, monkeypatch):
     tree = tomllib.loads("\n".join(array))
     assert array == merge
     assert tree["recipe"]["run"]["steps"] == 7 and [each["ranks"] for each in tree["trial"]] == [[1, 2], [1, 2]]
-    again = submit("--array", "sweep.toml", *options)
-    assert again == (code, out, said), "the same sweep has the same directory"
+    assert submit("--array", "sweep.toml", *options) == (code, out, said), "the same sweep has the same directory"
 
 
 def test_servers_are_the_ranks_of_their_nodes(submit):

@@ -209,8 +209,7 @@ def ended(process):
 def test_shell_metacharacters_arrive_as_they_are(stage, tmp_path):
     recipe = f"data.path = {EVIL}\nEOF\n#SBATCH --nodes=7\n%s %d \\n {{{{ job }}}}\n"
     job = dataclasses.replace(PLAIN, recipe=recipe, run_dir=tmp_path / EVIL, mpi_args=EVIL, python_of_ranks=(EVIL, "b"))
-    environment = dataclasses.replace(GENERIC.environment, variables={"A": EVIL})
-    site = dataclasses.replace(GENERIC, environment=environment)
+    site = dataclasses.replace(GENERIC, environment=dataclasses.replace(GENERIC.environment, variables={"A": EVIL}))
     code, errors = ended(stage(dataclasses.replace(job, name=EVIL, account=EVIL, python_path=EVIL), site, CODE="0"))
     assert code == 0, errors
     run = [*("-P", "-m", "hpcdist", "run", "-n", "8", "--launcher", "mpirun", "--ranks-per-node", "4")]

@@ -103,8 +103,7 @@ def test_two_ranks_measure_messages_and_collectives_of_all_sizes():
     first, second = run_threads(2, body)
     assert first.links == second.links
     assert first.collectives == second.collectives
-    plain = [one for one in first.links if not one.border]
-    assert [one.nbytes for one in plain] == list(sizes(1 << 10, 1 << 16))
+    assert [one.nbytes for one in [one for one in first.links if not one.border]] == list(sizes(1 << 10, 1 << 16))
     assert {one.level for one in first.links} == {links.INSIDE}
     assert all(one.seconds.one > 0 and one.seconds.all > 0 for one in first.links)
     for operation in OPERATIONS:

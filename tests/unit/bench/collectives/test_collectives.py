@@ -172,16 +172,14 @@ def test_a_pool_is_filled_slot_by_slot_from_its_own_phase_on(count, size, dtype)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_operation_is_measured_verified_and_kept(ranks):
     kept, said = measured(ranks)
-    ops = {one.key.op for one in kept}
-    assert ops == set(results.OPERATIONS)
+    assert {one.key.op for one in kept} == set(results.OPERATIONS)
     assert [one.wrong for one in kept if one.wrong] == []
     for one in kept:
         assert one.time_s.shape == one.start_s.shape == (4, ranks)
         assert (one.time_s > 0).all() and (one.start_s.min(axis=1) == 0).all()
         assert one.verified == (0 if one.reference else 4)
         assert (one.key.ranks, one.key.cache, one.key.mpi_library) == (ranks, "hot", LIBRARY)
-    found = {one.key.algorithm for one in kept if one.key.op == "allreduce"}
-    assert found == {"native", "ring", "memcpy"}
+    assert {one.key.algorithm for one in kept if one.key.op == "allreduce"} == {"native", "ring", "memcpy"}
     assert any("nothing is exchanged" in line for line in said) == (ranks == 1)
 
 
@@ -300,8 +298,7 @@ def configuration(times_s, **changes):
 
 def test_figures_of_the_table_by_hand():
     native = configuration([4e-3, 1e-3, 2e-3, 3e-3, 5e-3])
-    ring = configuration([1e-3] * 3, algorithm="ring")
-    first, second = collectives_report.rows([ring, native])
+    first, second = collectives_report.rows([configuration([1e-3] * 3, algorithm="ring"), native])
     assert (first.algorithm, first.median_s, first.quartiles_s, first.x_native) == ("native", 3e-3, (2e-3, 4e-3), 1.0)
     assert first.p95_s == pytest.approx(4.8e-3)
     assert (second.x_native, second.algorithm_bandwidth) == (pytest.approx(3.0), pytest.approx(1e9))

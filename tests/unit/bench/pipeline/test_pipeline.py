@@ -46,8 +46,7 @@ def made(case: PipelineCase, costs: StepCosts, steps: int = 3, overhead_s: float
         spans += overhead_s * np.stack([sent - np.diff(sent, prepend=0), sent], axis=1)
         samples.append([PipelineSample(100.0, float(spans.max()) - 100.0, spans, 1.0)] * steps)
     ideal_s = np.full((steps, case.ranks), timeline.makespan_s)
-    raw = run._Raw(lists, samples)
-    return run._measured(case, placement, raw, ideal_s, costs.link.latency_s, one_clock=True)
+    return run._measured(case, placement, run._Raw(lists, samples), ideal_s, costs.link.latency_s, one_clock=True)
 
 
 def case(schedule: str, microbatches: int = 4, chunks: int = 1) -> PipelineCase:
@@ -56,8 +55,7 @@ def case(schedule: str, microbatches: int = 4, chunks: int = 1) -> PipelineCase:
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)])
 def test_a_machine_that_does_what_the_simulator_says_has_its_bubble(name: str, chunks: int) -> None:
-    draw = np.random.default_rng(3)
-    rows = draw.uniform(1.0, 2.0, (4, 2 * chunks)).tolist()
+    rows = np.random.default_rng(3).uniform(1.0, 2.0, (4, 2 * chunks)).tolist()
     names = ("forward_s", "backward_s", "input_s", "weight_s")
     costs = StepCosts(**dict(zip(names, rows, strict=True)), link=LinkCost(latency_s=0.25))
     found = made(case(name, 6, chunks), costs)
@@ -82,8 +80,7 @@ def test_overhead_is_neither_computing_nor_waiting() -> None:
 
 
 def test_closed_forms_are_those_of_the_mean_stage() -> None:
-    found = made(case("1f1b", 8), StepCosts.equal(2, 1.0, 2.0, 1.0))
-    assert found.closed == pytest.approx(1 / 9)
+    assert made(case("1f1b", 8), StepCosts.equal(2, 1.0, 2.0, 1.0)).closed == pytest.approx(1 / 9)
     assert made(case("zb-h1", 8), StepCosts.equal(2, 1.0, 2.0, 1.0)).closed == pytest.approx(2 / (32 + 2))
     assert made(case("zb-h1", 8), StepCosts.equal(2, 1.0, 1.0, 2.0)).closed is None
 
@@ -206,8 +203,7 @@ def test_the_ranks_get_the_same_command_line(monkeypatch: pytest.MonkeyPatch) ->
     ranks, line = lines[0]
     assert ranks == 3 and "--ranks" not in line and "-n" not in line
     parsed = pipeline.command.make_context("pipeline", list(line)).params
-    wanted = pipeline.command.make_context("pipeline", given).params
-    assert parsed == wanted
+    assert parsed == pipeline.command.make_context("pipeline", given).params
 
 
 def test_the_command_line_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:

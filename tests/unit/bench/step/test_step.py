@@ -172,8 +172,7 @@ def test_pytorch_and_jax_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     found = run.run(solo(), wanted, {}, lambda line: None)
     assert found is not None and found.left_out == {}
     assert [one.name for one in found.cases] == [OURS, WRAPPED_TORCH, WRAPPED_JAX, EAGER]
-    apart = run.differences(found, 100)
-    assert max(apart.values()) < 1e-5
+    assert max(run.differences(found, 100).values()) < 1e-5
     ours, wrapped, _, eager = found.cases
     assert ours.loss[-1] < 0.99 * ours.loss[0], "the updates of a step that changes nothing would agree, too"
     assert wrapped.activation_bytes is None and wrapped.operation_s == {}

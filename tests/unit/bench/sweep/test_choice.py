@@ -82,8 +82,7 @@ def test_the_list_loads_neither_mpi_nor_hdf5(sweep_file):
         "except SystemExit as leaving:\n    assert leaving.code == 0\n"
         f"print('loaded:', *[name for name in {NOT_FOR_A_LIST!r} if name in sys.modules])"
     )
-    done = jobs.python(code, check=True)
-    said, loaded = done.stdout.splitlines()
+    said, loaded = jobs.python(code, check=True).stdout.splitlines()
     assert loaded.strip() == "loaded:"
     listed = json.loads(said)
     assert listed["sweep"] == str(sweep_file)

@@ -65,7 +65,6 @@ def test_it_expands_into_the_same_trials(trials, tmp_path, monkeypatch):
 
 def test_what_all_have_in_common_is_written_once(trials, tmp_path):
     (tmp_path / "sweep.toml").write_text("[sweep]\nranks = [2, 1]\n[axes]\nrun.seed = [1, 2, 3]\n")
-    text = definition.freeze(*trials(tmp_path / "sweep.toml"))
-    tree = tomllib.loads(text)
+    tree = tomllib.loads(definition.freeze(*trials(tmp_path / "sweep.toml")))
     assert tree["trial"] == [{"name": f"seed={seed}", "ranks": [2, 1], "run": {"seed": seed}} for seed in (1, 2, 3)]
     assert "seed" not in tree["recipe"]["run"] and tree["sweep"] == {"repeats": 1}

@@ -117,8 +117,7 @@ def test_two_versions_are_told_apart(found, monkeypatch):
 def test_markdown(found):
     said = CliRunner().invoke(command, [str(found[0]), "--markdown"], catch_exceptions=False).output
     lines = said.splitlines()
-    bars = {line.replace("\\|", "").count("|") for line in lines[:6]}
-    assert bars == {len(report._COLUMNS) + 1}
+    assert {line.replace("\\|", "").count("|") for line in lines[:6]} == {len(report._COLUMNS) + 1}
     assert lines[2].startswith("| ring | 2 | 1,500 [1,000-3,000] |") and "zero \\| 1" in lines[4]
 
 

@@ -163,8 +163,7 @@ KILLED = """
 
 def test_a_kill_at_any_point_of_an_append_costs_one_trial_at_most(path, rng):
     results.append(path, trial("old"), 0, 0, good(rng), "abc")
-    line = [sys.executable, "-c", textwrap.dedent(KILLED), str(path)]
-    done = jobs.run(line)
+    done = jobs.run([sys.executable, "-c", textwrap.dedent(KILLED), str(path)])
     assert done.returncode == 0, done.stderr
     *killed, last = json.loads(done.stdout)
     assert last == [0, ["id-old-2", "new"]]
@@ -196,8 +195,7 @@ _RNG = np.random.default_rng(0)
 
 
 def test_repeats_alternate_and_a_failure_does_not_end_the_sweep(tmp_path):
-    trials = [trial("a"), trial("bad"), trial("c")]
-    ran, tally, said = run(tmp_path / "r.h5", trials, 3)
+    ran, tally, said = run(tmp_path / "r.h5", [trial("a"), trial("bad"), trial("c")], 3)
     assert ran == ["a", "bad", "c", "c", "bad", "a", "a", "bad", "c"]
     assert tally == SweepTally(ok=6, failed=3, left=0)
     assert "[2/9] bad on 2 ranks, repeat 1: FAILED after 1.0 s, exit code 1" in said

@@ -63,8 +63,7 @@ def test_axes_multiply_with_trials_and_ranks(expand):
 def test_equal_leaves_of_two_sections_are_told_apart(expand):
     (trial,) = expand("[sweep]\nranks=1\n[axes]\nmodel.kind=['gpt']\noptimizer.name=['sgd']\n")
     assert trial.name == "kind=gpt name=sgd"
-    labels = definition.labels({"a.x": 1, "b.x": 2, "b.y": 3})
-    assert labels == ["a.x=1", "b.x=2", "y=3"]
+    assert definition.labels({"a.x": 1, "b.x": 2, "b.y": 3}) == ["a.x=1", "b.x=2", "y=3"]
 
 
 def test_an_id_is_configuration_and_ranks_and_nothing_else(expand):
@@ -313,8 +312,7 @@ def test_two_sweeps_do_not_write_one_file(start, tmp_path):
     assert start("pass", "-o", "other.h5").wait(60) == FAILURE, "another file is another matter"
     first.kill()
     first.wait()
-    third = start(SAYS, "-o", "r.h5")
-    assert third.wait(60) == FAILURE, "a lock ends with its process"
+    assert start(SAYS, "-o", "r.h5").wait(60) == FAILURE, "a lock ends with its process"
     assert list(results.statuses(tmp_path / "r.h5").values()) == ["failed"]
 
 

@@ -24,8 +24,7 @@ def wanted(*names: str, seeds: int = 2) -> Any:
 
 
 def ended(loss: float, sent: float = 100.0) -> Any:
-    points = np.array([[10.0, 2.0, 2.1, sent / 2], [20.0, loss, 1.9, sent]])
-    return results.Ended(loss, sent, sent / 20, 1.0, points)
+    return results.Ended(loss, sent, sent / 20, 1.0, np.array([[10.0, 2.0, 2.1, sent / 2], [20.0, loss, 1.9, sent]]))
 
 
 def test_everybody_takes_the_rate_that_dense_gradients_were_best_with() -> None:
@@ -61,8 +60,7 @@ def test_a_training_that_hpcdist_refuses_is_told_with_the_reason() -> None:
 
 
 def test_a_warm_up_is_a_share_of_the_steps() -> None:
-    keys = plan.Study(500, RATES, 1).keys("powersgd 4, 10 % dense")
-    assert keys["compression.warmup_steps"] == 50
+    assert plan.Study(500, RATES, 1).keys("powersgd 4, 10 % dense")["compression.warmup_steps"] == 50
     assert "compression.warmup_steps" not in wanted().keys("powersgd 4")
 
 

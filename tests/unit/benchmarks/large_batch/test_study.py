@@ -20,8 +20,7 @@ from hpcdist.training.recipe.config import DataConfig
 
 
 def ended(samples: float, status: str = "reached", loss: float = 1.0) -> Any:
-    curve = np.array([[0.0, 2.0, np.nan], [100.0, loss, np.nan]])
-    return search_for.Ended(status, samples, loss, 0.1, curve)
+    return search_for.Ended(status, samples, loss, 0.1, np.array([[0.0, 2.0, np.nan], [100.0, loss, np.nan]]))
 
 
 def line(**changes: Any) -> Any:
@@ -33,8 +32,7 @@ def answers(best: Callable[[int], float]) -> Callable[[Any], Any]:
     """Return trainings whose samples rise with the distance, in octaves, of their rate from ``best`` of the batch."""
 
     def train(wanted: Any) -> Any:
-        octaves = abs(math.log2(wanted.learning_rate / best(wanted.batch)))
-        samples = 1000.0 * (1 + octaves)
+        samples = 1000.0 * (1 + abs(math.log2(wanted.learning_rate / best(wanted.batch))))
         if samples > wanted.limit_samples:
             return ended(math.nan, "missed")
         return ended(samples)
@@ -56,8 +54,7 @@ def test_a_search_follows_its_border_and_then_halves_gaps(best: float) -> None:
     train = answers(lambda batch: best)
     while (exponent := search.next()) is not None:
         tried.append(search.rate(exponent))
-        wanted = search_for.Wanted("t", "sgd", 1, 0, "search", tried[-1], 10**9)
-        search.tell(exponent, [train(wanted)])
+        search.tell(exponent, [train(search_for.Wanted("t", "sgd", 1, 0, "search", tried[-1], 10**9))])
     assert len(tried) == len(set(tried)) == 8
     assert tried[:3] == [1.0, 0.5, 2.0]
     assert search.rate(search.best) == best and not search.at_border
@@ -200,8 +197,7 @@ def test_it_trains_with_our_optimizers_and_measures_the_noise(tmp_path: Path) ->
         limit_samples=1000,
         target=0.3,
     )
-    rates = {"sgd": 0.1, "adamw": 0.01, "lars": 1.0, "lamb": 0.03}
-    for name, rate in rates.items():
+    for name, rate in {"sgd": 0.1, "adamw": 0.01, "lars": 1.0, "lamb": 0.03}.items():
         wanted = search_for.Wanted("digits", name, 16, 1, "check", rate, 1000)
         found = tasks.train(task, wanted)
         assert found.status == "reached" and 0 < found.samples < 1000, name
@@ -211,8 +207,7 @@ def test_it_trains_with_our_optimizers_and_measures_the_noise(tmp_path: Path) ->
     assert np.isfinite(noise.curve[1:, 2]).any()
     wanted = search_for.Wanted("digits", "sgd", 16, 1, "search", 1e6, 1000)
     assert tasks.train(task, wanted).status == "diverged"
-    slow = replace(wanted, learning_rate=1e-6)
-    assert tasks.train(task, replace(slow, limit_samples=64)).status == "missed"
+    assert tasks.train(task, replace(replace(wanted, learning_rate=1e-6), limit_samples=64)).status == "missed"
 
 
 def cell(optimizer: str, batch: int, *samples: float) -> Any:
@@ -289,8 +284,7 @@ def test_damaged_files_of_mnist_are_refused(tmp_path: Path, name: str, content: 
 
 
 def test_cifar_is_read_with_one_label_and_with_two(tmp_path: Path) -> None:
-    rng = np.random.default_rng(1)
-    rows = rng.integers(0, 10, (12, 3074)).astype(np.uint8)
+    rows = np.random.default_rng(1).integers(0, 10, (12, 3074)).astype(np.uint8)
     ten, hundred = tmp_path / "ten", tmp_path / "hundred"
     for folder in (ten, hundred):
         folder.mkdir()

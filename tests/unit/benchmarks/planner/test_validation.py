@@ -54,8 +54,7 @@ def test_no_test_row_is_of_a_run_whose_parts_calibrate(known: dict[str, Any]) ->
     """Stages and blocks were profiled in runs that other tables of the same paper have whole steps of."""
 
     def run(row: Any) -> tuple[Any, ...]:
-        paper = known[row.table].source.split(",")[0]
-        return paper, row.shape, row.layout.tensor, row.layout.microbatch
+        return known[row.table].source.split(",")[0], row.shape, row.layout.tensor, row.layout.microbatch
 
     rows = [row for table in known.values() for row in table.rows]
     chosen = {run(row) for row in rows if row.role == "calibration"}
@@ -242,8 +241,7 @@ def test_a_role_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_a_file_holds_all_that_was_compared(found: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "compared.h5"
     report.write(path, found, {"created_utc": "now"})
-    again = report.read(path)
-    for one, other in zip(again, found, strict=True):
+    for one, other in zip(report.read(path), found, strict=True):
         assert math.isnan(one.tflops) == math.isnan(other.tflops)
         assert replace(one, tflops=0.0) == replace(other, tflops=0.0)
     with pytest.raises(StorageError):

@@ -229,8 +229,7 @@ def test_state_dicts_of_others(rng, tmp_path):
     weight = torch.from_numpy(rng.standard_normal((4, 6)).astype("f4"))
     state = {"a.w": weight.T, "b.w": weight[1:3], "half": weight.bfloat16(), "mask": torch.ones(3, dtype=torch.bool)}
     torch.save({"model": state, "epoch": 3}, tmp_path / "theirs.pt")
-    found = import_checkpoint(tmp_path / "theirs.pt", tmp_path / "run")
-    assert found.left_out == ("epoch", "parameters/mask")
+    assert import_checkpoint(tmp_path / "theirs.pt", tmp_path / "run").left_out == ("epoch", "parameters/mask")
     half = np.zeros((4, 6), ml_dtypes.bfloat16)
     wanted = {"a.w": np.zeros((6, 4), "f4"), "b.w": np.zeros((2, 6), "f4"), "half": half}
     arrays, _ = restored(tmp_path / "run", {("parameters", name): array for name, array in wanted.items()})

@@ -222,8 +222,7 @@ def test_every_damaged_bit_is_found(nodes, capsys):
             run.keep(step)
         for generation in run.buddies.copies.generations:
             copy = generation.of[comm.rank]
-            digested = np.flatnonzero(_digested(copy))
-            for place in digested[comm.rank :: 7]:
+            for place in np.flatnonzero(_digested(copy))[comm.rank :: 7]:
                 for bit in (8 * place, 8 * place + 7):
                     flip(copy, bit)
                     assert run.buddies.checked().startswith(f"the copy of rank {comm.rank}'s state after step ")

@@ -103,8 +103,7 @@ def test_cut_by_columns_to_cut_by_rows_over_several_blocks(tmp_path, rng, monkey
     whole = rng.standard_normal((60, 45))
 
     def body(comm):
-        cuts = split(45, comm.size, 8, align_bytes=8)
-        own = cuts[comm.rank]
+        own = split(45, comm.size, 8, align_bytes=8)[comm.rank]
         array = np.ascontiguousarray(whole[:, own.slice]).reshape(-1)
         box = ((0, 60), (own.start, own.stop))
         save(tmp_path / "checkpoints", 1, [Piece("w", "0.w", (60, 45), box, Range(0, array.size), array)], {}, comm)
@@ -122,8 +121,7 @@ def test_cut_by_columns_to_cut_by_rows_over_several_blocks(tmp_path, rng, monkey
 
 def test_shards_open_with_plain_h5py(tmp_path, rng):
     stores = {"parameters": filled(LAYOUT, rng), "half": filled(LAYOUT, rng, "bfloat16")}
-    path = save_on(1, tmp_path, 3, stores)
-    with h5py.File(path / "shard-00000.h5") as file:
+    with h5py.File(save_on(1, tmp_path, 3, stores) / "shard-00000.h5") as file:
         assert file.attrs["schema"] == "hpcdist.shard" and file.attrs["step"] == 3
         for segment in LAYOUT.segments:
             if not segment.range:
@@ -175,8 +173,7 @@ DAMAGE = {
 def test_damage_falls_back_and_says_why(tmp_path, rng, capfd, reason, ranks):
     old, new = filled(LAYOUT, rng), filled(LAYOUT, rng)
     save_on(2, tmp_path, 10, {"parameters": old})
-    path = save_on(2, tmp_path, 20, {"parameters": new})
-    DAMAGE[reason](path)
+    DAMAGE[reason](save_on(2, tmp_path, 20, {"parameters": new}))
     found = set(run_threads(ranks, lambda comm: newest(tmp_path, comm)))
     assert found == {tmp_path / "checkpoints/step-10"}
     told = capfd.readouterr().err

@@ -81,8 +81,7 @@ def test_a_state_that_is_worth_nothing_makes_room_for_the_next(run):
 
     def take(path):
         assert all(held() is None for held in begun)
-        state = State()
-        begun.append(weakref.ref(state))
+        begun.append(weakref.ref(State()))
         piece = piece_of(solo())
         restore_together(solo(), path, [piece])
         return len(begun)

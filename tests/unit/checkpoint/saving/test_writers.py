@@ -147,8 +147,7 @@ def test_the_index_of_columns_shows_them_in_place(tmp_path, rng):
         pieces = [Piece("w", "0.w", (12, 9), box, cut, array[cut.slice]) for cut in cuts]
         return save(tmp_path, 1, pieces, {}, comm, writers="1")
 
-    path = run_threads(3, body)[0]
-    with h5py.File(path / "index.h5") as file:
+    with h5py.File(run_threads(3, body)[0] / "index.h5") as file:
         assert (file["w/0.w"][...] == whole).all()
 
 

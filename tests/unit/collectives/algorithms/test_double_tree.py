@@ -55,8 +55,7 @@ def test_double_tree_sends_a_half_to_each_neighbour_in_each_tree(size: int, segm
         halves = split(buffer.size, 2, 4)
         with count_traffic(comm) as traffic:
             double_tree_allreduce(comm, buffer, segment_bytes=segment_bytes)
-        places = trees(size)[comm.rank]
-        neighbours = [len(place.children) + (place.parent is not None) for place in places]
+        neighbours = [len(place.children) + (place.parent is not None) for place in trees(size)[comm.rank]]
         assert traffic.sent_bytes == sum(n * 4 * half.size for n, half in zip(neighbours, halves, strict=True))
         assert traffic.sent_bytes <= 2 * buffer.nbytes
         pieces = [-(-4 * half.size // segment_bytes) for half in halves]

@@ -189,8 +189,7 @@ def test_a_copy_that_does_not_wait_for_the_producer_is_refused(gpu: ModuleType) 
 def test_memory_of_another_process_is_read_after_its_kernels(gpu: ModuleType) -> None:
     def body(comm: Communicator, ordered: bool) -> list[float]:
         own = peer_memory.allocate(64)
-        tickets = comm.allgather_object(peer_memory.export(own))
-        mapping = peer_memory.open_handle(tickets[1 - comm.rank])
+        mapping = peer_memory.open_handle(comm.allgather_object(peer_memory.export(own))[1 - comm.rank])
         own[...] = comm.rank + 5
         if ordered:
             device.produced()

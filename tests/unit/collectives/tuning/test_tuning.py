@@ -210,8 +210,7 @@ def test_what_one_rank_cannot_run_nobody_runs():
             if comm.rank == 1:
                 raise MissingCapabilityError("not here")
 
-        calls = {"native": lambda: None, "ring": refuse}
-        return Tournament(comm, comm, calls, time.perf_counter).run(0.01, "native")
+        return Tournament(comm, comm, {"native": lambda: None, "ring": refuse}, time.perf_counter).run(0.01, "native")
 
     assert [set(found) for found in run_threads(2, body)] == [{"native"}] * 2
 

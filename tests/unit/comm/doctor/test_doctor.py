@@ -141,8 +141,7 @@ def test_world(size):
     ],
 )
 def test_placement(cores, status):
-    rows = [("host", rank, own, 1) for rank, own in enumerate(cores)]
-    assert command._placement(rows).status == status
+    assert command._placement([("host", rank, own, 1) for rank, own in enumerate(cores)]).status == status
 
 
 def test_a_missing_distribution_fails(monkeypatch):

@@ -513,8 +513,7 @@ def test_rank_0_gathers_all_rows(tmp_path, size, ranks_per_node, nodes):
     assert job_checks.check_directory(one.table, "run", one.failure).status == OK
     assert len(one.offsets) == nodes
     assert all(abs(offset.offset_s) <= offset.bound_s + 1e-3 for offset in one.offsets)
-    inside = [row.greeting.inside_s is not None for row in one.table.rows]
-    assert any(inside) is (ranks_per_node > 1 and size > 1)
+    assert any(row.greeting.inside_s is not None for row in one.table.rows) is (ranks_per_node > 1 and size > 1)
     assert list((tmp_path / "run").iterdir()) == [], "what rank 0 wrote is gone"
 
 
@@ -550,8 +549,7 @@ def test_a_node_that_sees_another_directory(tmp_path):
 
 def test_a_directory_that_rank_0_cannot_make(tmp_path):
     (tmp_path / "file").touch()
-    found = gathered(2, 1, tmp_path / "file" / "run")
-    assert found[0][0].failure == "Not a directory"
+    assert gathered(2, 1, tmp_path / "file" / "run")[0][0].failure == "Not a directory"
 
 
 def test_a_file_that_comes_late_is_seen(tmp_path):

@@ -38,8 +38,7 @@ def test_nobody_waits_long_for_a_rank_that_does_not_come(absent: int) -> None:
 
     def body(comm: Communicator) -> bool | None:
         if comm.rank == absent:
-            buffer = np.zeros(1)
-            comm.recv(buffer, (absent + 1) % comm.size, 5)  # from a rank that has given up asking
+            comm.recv(np.zeros(1), (absent + 1) % comm.size, 5)  # from a rank that has given up asking
             return None
         answer = all_agree(comm, "alone", patience_s=0.05)
         if comm.rank == (absent + 1) % comm.size:
@@ -72,8 +71,7 @@ failfast.guarded(main)
 def run(rank: int, agree: str, error: str = "DataError('no data')", **environment: str) -> tuple[int, str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HPCDIST_")}
     kept["PYTHONPATH"] = str(Path(hpcdist.__file__).parents[1])
-    line = [sys.executable, "-c", PROGRAM.format(error=error), str(rank), agree]
-    done = jobs.run(line, env=kept | environment)
+    done = jobs.run([sys.executable, "-c", PROGRAM.format(error=error), str(rank), agree], env=kept | environment)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -123,8 +123,7 @@ def test_who_does_not_go_on_within_the_limit_ends_the_job() -> None:
     ended = run("failfast.set_recovery_limit(60)\nfailfast.set_recovery_limit(0.05)\ntime.sleep(60)")
     assert (ended.returncode, ended.stdout) == (1, "abort 1\n")
     assert "DeadlineError: a rank died, and the others did not go on within 0.05 s" in ended.stderr
-    limits = ("0.2", "None", "float('inf')")
-    first, *others = (f"failfast.set_recovery_limit({limit})\n" for limit in limits)
+    first, *others = (f"failfast.set_recovery_limit({limit})\n" for limit in ("0.2", "None", "float('inf')"))
     gone_on = run(f"{first}{others[0]}time.sleep(0.5)\n{others[1]}")
     assert (gone_on.returncode, gone_on.stdout, gone_on.stderr) == (0, "", "")
 

@@ -163,8 +163,7 @@ def test_daemons_in_a_slurm_job_block_the_signal_that_announces_a_preemption(tmp
     words = mpirun.daemons(launcher, [], job | path)[AGENT].split(" ")  # as PRRTE splits them
     assert words[0] == sys.executable and words[-1] == "prted"
     shown = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
-    done = jobs.run([*words[:-1], sys.executable, "-c", shown], check=True)
-    assert "SIGTERM" in done.stdout
+    assert "SIGTERM" in jobs.run([*words[:-1], sys.executable, "-c", shown], check=True).stdout
     monkeypatch.setattr("sys.executable", f"{tmp_path}/with blank/python")
     assert mpirun.daemons(launcher, [], job | path) == {}
     (tmp_path / "env").write_text('#!/bin/sh\n[ "$1 $2" = "--block-signal=TERM true" ]\n')

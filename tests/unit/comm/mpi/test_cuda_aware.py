@@ -66,8 +66,7 @@ def test_everything_passes_in_both_rounds() -> None:
 
 def test_what_dies_alone_is_not_tried_between_two() -> None:
     children = Children({1: dict.fromkeys(OPERATIONS, "SIGSEGV")})
-    verdict = cuda_aware.probe({}, "cpu", children)
-    assert verdict == DevicePointerSupport(frozenset(), "in a world of one: SIGSEGV")
+    assert cuda_aware.probe({}, "cpu", children) == DevicePointerSupport(frozenset(), "in a world of one: SIGSEGV")
     assert all(ranks == 1 for ranks, _ in children.runs)
     assert [operations[0] for _, operations in children.runs] == list(OPERATIONS)  # a new child after each death
 
@@ -133,8 +132,7 @@ def test_a_child_that_dies_or_hangs_is_an_answer() -> None:
     def child(code: str) -> ProbeOutcome:
         return cuda_aware._run([sys.executable, "-c", f"print('{{}}', flush=True)\n{code}"], os.environ, 1.0)
 
-    died = child(f"import os; os.kill(os.getpid(), {int(signal.SIGSEGV)})")
-    assert died == ProbeOutcome(("{}",), "SIGSEGV")
+    assert child(f"import os; os.kill(os.getpid(), {int(signal.SIGSEGV)})") == ProbeOutcome(("{}",), "SIGSEGV")
     assert child("import time; time.sleep(60)").end == "no end within 1 s"
     assert child("raise SystemExit('reason')").end == "exit code 1: reason"
     assert child("").end == ""

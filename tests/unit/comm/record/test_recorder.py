@@ -258,8 +258,7 @@ def test_half_written_records_are_left_out(recorder: Recorder) -> None:
     recorder.end(begin(recorder))
     data = bytearray(recorder.path.read_bytes())
     flight_recorder.RECORD.pack_into(data, flight_recorder.RING + 2 * 64, 77, 1, 0, 1, 1, 1, 9999, 1, 0, 0)
-    events = flight_recorder.parse(bytes(data), recorder.path).events
-    assert [event.index for event in events] == [1]
+    assert [event.index for event in flight_recorder.parse(bytes(data), recorder.path).events] == [1]
 
 
 def test_a_damaged_record_is_refused_by_name(tmp_path: Path, rng: np.random.Generator) -> None:

@@ -98,8 +98,7 @@ def test_more_names_than_the_table_holds_lose_only_themselves(path: Path) -> Non
 
 
 def test_numbers_beyond_the_field_are_cut(path: Path) -> None:
-    spans = Spans(path, 0, 1)
-    spans.add("compute", "FORWARD", 1, 1, 2, microbatch=10**6, unit=2)
+    Spans(path, 0, 1).add("compute", "FORWARD", 1, 1, 2, microbatch=10**6, unit=2)
     assert record_spans.read(path).spans[0].microbatch == 0x7FFF
 
 

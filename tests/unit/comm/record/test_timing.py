@@ -52,8 +52,7 @@ def test_every_event_goes_on_with_its_own_token():
     timing = OperationTiming(inner)
     outer = begin(timing, "ring_allreduce", 4)
     first = begin(timing, "isend", 2, 8)
-    second = begin(timing, "recv", 2)
-    for token in (second, first, outer):
+    for token in (begin(timing, "recv", 2), first, outer):
         timing.end(token)
     later = begin(timing, "isend")
     other = begin(timing, "isend")
@@ -69,8 +68,7 @@ def test_messages_within_belong_to_the_outermost(rng):
     for _ in range(calls):
         outer = begin(timing, "ring_allreduce", 1000)
         for _ in range(3):
-            inner = begin(timing, "sendrecv", 10, 40)
-            timing.end(inner)
+            timing.end(begin(timing, "sendrecv", 10, 40))
         timing.end(outer)
     assert set(timing.totals()) == {"ring_allreduce"}
     found = timing.totals()["ring_allreduce"]

@@ -90,8 +90,7 @@ def test_requests_complete_in_any_order() -> None:
         if comm.rank == 0:
             buffers = [np.zeros(1), np.zeros(1)]
             requests = [comm.irecv(buffers[0], 1, tag=1), comm.irecv(buffers[1], 2, tag=2)]
-            first = comm.wait_any(requests)
-            requests[1 - first].wait()
+            requests[1 - comm.wait_any(requests)].wait()
             assert [b[0] for b in buffers] == [1.0, 2.0]
         else:
             comm.isend(np.array([float(comm.rank)]), 0, tag=comm.rank).wait()

@@ -113,8 +113,7 @@ def test_large_blocks_weigh_more():
 
 def test_the_sample_is_bounded_and_spread():
     for rows, block in ((1, 256), (255, 256), (256, 256), (257, 256), (10**6, 256), (10, 1 << 20)):
-        apart = spacing(rows, block)
-        counted = len(range(0, rows, apart))
+        counted = len(range(0, rows, spacing(rows, block)))
         assert counted * block <= max(1 << 16, block) and counted >= 1
 
 

@@ -78,5 +78,4 @@ def test_rows_and_what_belongs_to_them(n, width):
     rows = rows_of(values, width)
     assert [int(v) for row in rows for v in row.reshape(-1)] == list(range(n))
     assert all(row.shape[1] == width or (row.shape[0] == 1 and row is rows[-1]) for row in rows)
-    scales = np.arange(-(-n // width), dtype=np.float32)
-    assert (spread(scales, width, n) == values // width).all()
+    assert (spread(np.arange(-(-n // width), dtype=np.float32), width, n) == values // width).all()

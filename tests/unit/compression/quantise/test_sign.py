@@ -21,8 +21,7 @@ def test_signs_and_the_scale(name):
     mean, norm = math.fsum(exact) / given.size, math.sqrt(math.fsum(v * v for v in exact) / given.size)
     signs = np.where(given < 0, -1, 1)
     for scale, want in (("mean", mean), ("norm", norm)):
-        got = through(SignSgd(scale=scale), given)
-        assert (got == signs * np.float32(want)).all()
+        assert (through(SignSgd(scale=scale), given) == signs * np.float32(want)).all()
 
 
 def test_the_mean_magnitude_is_the_best_scale_and_contracts():

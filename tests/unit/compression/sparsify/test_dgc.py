@@ -87,8 +87,7 @@ def test_the_share_that_is_sent_falls_in_stages() -> None:
 
 def test_local_clipping_keeps_the_norm_of_the_sum(rng: np.random.Generator) -> None:
     ranks, limit = 16, 2.0
-    gradients = rng.standard_normal((ranks, 5000))
-    clipped = [g * dgc.clip_factor(float(g @ g), limit, ranks) for g in gradients]
+    clipped = [g * dgc.clip_factor(float(g @ g), limit, ranks) for g in rng.standard_normal((ranks, 5000))]
     for one in clipped:
         assert np.linalg.norm(one) == pytest.approx(limit / 4)
     assert np.linalg.norm(sum(clipped)) == pytest.approx(limit, rel=0.2)

@@ -91,8 +91,7 @@ def test_bytes_and_round_trip(rng: np.random.Generator) -> None:
     kept = np.zeros(1000, bool)
     kept[first_by_stable_sort(values, 70)] = True
     assert np.array_equal(out, np.where(kept, values, 0))
-    lost = np.sum((values - out).astype(np.float64) ** 2)
-    assert lost <= (1 - 70 / 1000) * np.sum(values.astype(np.float64) ** 2)
+    assert np.sum((values - out).astype(np.float64) ** 2) <= (1 - 70 / 1000) * np.sum(values.astype(np.float64) ** 2)
     compressor.add(payload, out, -2.0)
     assert np.array_equal(out, np.where(kept, -values, 0))
     empty = np.empty(0, np.float32)

@@ -167,8 +167,7 @@ def test_phases_that_are_always_in_proportion_cannot_be_told_apart(rng):
 
 
 def test_short_steps_all_alike_are_doubtful_when_the_counter_is_noisy(rng):
-    mean_s = {"compute": 0.002, "communication": 0.001, "idle": 0.0001}
-    ranks = [mixed(rng, 20_000, mean_s=mean_s, scatter=0.05)]
+    ranks = [mixed(rng, 20_000, mean_s={"compute": 0.002, "communication": 0.001, "idle": 0.0001}, scatter=0.05)]
     source = counter(*power(ranks))
     rough = np.cumsum(
         np.diff(source.energy_mj, prepend=source.energy_mj[0]) * rng.normal(1, 0.25, len(source.times_ns))
@@ -191,8 +190,7 @@ def test_few_values_and_short_phases_say_nothing(rng):
 def test_nothing_told_is_nothing_known(rng):
     ranks = [mixed(rng, 100)]
     assert told([np.empty((0, 3), np.int64)], [counter(*power(ranks))])[0]["activities"] == {}
-    still = CounterSamples("a", "gpu", np.arange(50) * 10**8, np.full(50, 7))
-    assert told(ranks, [still])[0]["activities"] == {}
+    assert told(ranks, [CounterSamples("a", "gpu", np.arange(50) * 10**8, np.full(50, 7))])[0]["activities"] == {}
     assert told(ranks, []) == []
 
 

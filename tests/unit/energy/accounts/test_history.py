@@ -68,8 +68,7 @@ def usage(path, **changes):
 
 
 def report(*arguments):
-    runner = click.testing.CliRunner()
-    result = runner.invoke(energy_report.command, [str(each) for each in arguments])
+    result = click.testing.CliRunner().invoke(energy_report.command, [str(each) for each in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == 0, result.output

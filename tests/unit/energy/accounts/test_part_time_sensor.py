@@ -102,8 +102,7 @@ def test_phases_beside_the_steps_have_joules_of_their_own(rng):
 
 def test_edges_inside_of_a_step_follow_what_jitters(rng):
     """Backward takes 30 ms at 500 W, and then 10 to 60 ms are waited at 60 W: the profile knows the edge."""
-    waits = rng.uniform(0.01, 0.06, 300)
-    begins = np.concatenate([[0.0], np.cumsum(0.03 + waits)])
+    begins = np.concatenate([[0.0], np.cumsum(0.03 + rng.uniform(0.01, 0.06, 300))])
     steps = np.rint(np.stack([begins[:-1], begins[:-1] + 0.03, begins[1:]], axis=1) * 1e9).astype(np.int64)
     edges = np.append(steps[:, :2].ravel(), steps[-1, 2])
     load = synthetic_load.SyntheticLoad(edges, np.tile([500.0, 60.0], 300), steps)

@@ -337,8 +337,7 @@ def test_after_its_end_no_sensor_is_asked_any_more(monkeypatch):
             raise counters.SensorReadError("the driver says: Uninitialized")
         return 50_000
 
-    counter = IntegratedPower("GPU-0", "gpu", power_mw, SourceInfo(), 0.1)
-    sources = NodeSources([counter])
+    sources = NodeSources([IntegratedPower("GPU-0", "gpu", power_mw, SourceInfo(), 0.1)])
     monkeypatch.setattr(NodeSources, "close", lambda self: closed.append(True))
     monkeypatch.setattr(monitors, "open_node_sources", lambda *_: sources)
 
@@ -348,8 +347,7 @@ def test_after_its_end_no_sensor_is_asked_any_more(monkeypatch):
             with monitor.window("training"):
                 time.sleep(0.05)
             before = monitor.state()
-        after = monitor.state(), monitor.collect()[0].drained.samples
-        return before, after, monitor.report()["sources"][0]
+        return before, (monitor.state(), monitor.collect()[0].drained.samples), monitor.report()["sources"][0]
 
     before, (after, samples), source = run_threads(1, body)[0]
     assert closed and before == after and len(samples)

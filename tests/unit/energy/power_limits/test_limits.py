@@ -83,8 +83,7 @@ def program(place):
     def run(gpus, source, code=0):
         if gpus is not None:
             (folder / "gpus").write_text("".join(gpus))
-        line = [sys.executable, "-c", PRELUDE + source]
-        done = jobs.run(line, env=environment)
+        done = jobs.run([sys.executable, "-c", PRELUDE + source], env=environment)
         assert done.returncode == code, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
@@ -214,8 +213,7 @@ with nvml.NvmlDriver() as driver:
         tell([line.split()[0:2] for line in open(os.environ["NVML_STUB"] + ".set")])
         {ENDINGS[ending]}
 """
-    inside = program([gpu(0), gpu(1)], source, CODES[ending])
-    assert sorted(inside) == [["GPU-00", "200000"], ["GPU-01", "250000"]]
+    assert sorted(program([gpu(0), gpu(1)], source, CODES[ending])) == [["GPU-00", "200000"], ["GPU-01", "250000"]]
     assert set_limits(place[0]) == {"GPU-00": (300_000, 0, 0), "GPU-01": (300_000, 0, 0)} and not left(place[0])
 
 
@@ -489,8 +487,7 @@ def test_without_a_place_for_the_record_nothing_changes(powercap, tmp_path):
 
 
 def test_records_of_other_starts_and_other_machines(powercap, tmp_path):
-    path = zone(powercap, 0)
-    change = kept.ChangedLimit("rapl-power", path.name, str(powercap), 150_000_000, 90_000_000)
+    change = kept.ChangedLimit("rapl-power", zone(powercap, 0).name, str(powercap), 150_000_000, 90_000_000)
     written = kept.write(tmp_path, [change])
     content = json.loads(written.read_text())
     content["boot_id"] = "another"

@@ -44,8 +44,7 @@ def test_wraps_are_unrolled_over_several_turns():
 
 def test_microjoules_lose_nothing_by_rounding():
     steps = [7 * number for number in range(2000)]
-    track = CounterReader(Script(*steps, per_mj=1000))
-    assert reads(track, 2000)[-1] == steps[-1] // 1000
+    assert reads(CounterReader(Script(*steps, per_mj=1000)), 2000)[-1] == steps[-1] // 1000
 
 
 def test_a_failed_read_is_none_and_counted():
@@ -64,8 +63,7 @@ def test_a_gap_in_which_a_wrap_may_hide_gives_a_wrapping_counter_up():
     waiting = CounterReader(Script(1, 2, 3, span=1000))
     assert reads(waiting, 3, MAX_GAP_NS + 1) == [1, None, None]
     assert "may have wrapped unseen" in waiting.explain()
-    endless = CounterReader(Script(1, 2, 3))
-    assert reads(endless, 3, MAX_GAP_NS + 1) == [1, 2, 3]
+    assert reads(CounterReader(Script(1, 2, 3)), 3, MAX_GAP_NS + 1) == [1, 2, 3]
 
 
 def test_a_pace_needs_two_changes():

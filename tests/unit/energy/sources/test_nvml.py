@@ -337,8 +337,7 @@ def body(comm):
 report, abouts = run_threads(4, body)[0]
 tell([report, abouts])
 """
-    gpus = [line.replace("fixed:1000", "fixed:0") for line in INSTANCES]
-    report, abouts = program(gpus, source)
+    report, abouts = program([line.replace("fixed:1000", "fixed:0") for line in INSTANCES], source)
     assert abouts == [["GPU-01", 3, "average"], ["GPU-02", 1, ""]]
     assert [row["note"] for row in report["sources"]] == [f"shared by 3 ranks; {nvml.MIG_NOTE}", nvml.MIG_NOTE]
     assert report["reason"] is None and report["energy_j"] == pytest.approx(4 + 8)

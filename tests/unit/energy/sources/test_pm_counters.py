@@ -54,8 +54,7 @@ def node(tmp_path):
 
 
 def test_the_node_first_and_its_parts_in_order(tmp_path):
-    node = Node(tmp_path, accelerators=12)
-    found, missing = pm_counters.find(node.root)
+    found, missing = pm_counters.find(Node(tmp_path, accelerators=12).root)
     assert missing == {}
     names = ["energy", "cpu_energy", "memory_energy", *(f"accel{number}_energy" for number in range(12))]
     assert [counter.name for counter in found] == [f"pm_counters/{name}" for name in names]
@@ -111,8 +110,7 @@ def test_values_of_two_renewals_are_never_mixed(node, monkeypatch):
 def test_a_value_is_new_only_with_new_freshness(node):
     group = PmCounterFiles(node.root, node.clock)
     group.watch("energy")
-    counter = PmCounter(group, "node", "energy", "")
-    track = CounterReader(counter)
+    track = CounterReader(PmCounter(group, "node", "energy", ""))
     assert track.read(0) == 1_000_000
     (node.root / "energy").write_text("5555 J\n")  # half of a renewal
     assert track.read(1) == 1_000_000
@@ -138,8 +136,7 @@ def test_a_controller_that_was_restarted_has_lost_the_count(node):
 
 
 def test_a_changed_power_cap_is_noted(node):
-    counter = pm_counters.find(node.root)[0][0]
-    track = CounterReader(counter)
+    track = CounterReader(pm_counters.find(node.root)[0][0])
     track.read(0)
     assert track.about.note == ""
     node.renew(generation="4", energy="1001 J")

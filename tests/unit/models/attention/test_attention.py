@@ -121,8 +121,7 @@ def test_memory_is_linear_in_the_context(rng):
     def held(context):
         qkv, _, dy = _inputs(rng, "float32", 1, context, 2, 8)
         ledger = Ledger()
-        arena = Arena(ledger)
-        saved = arena.saved(0)
+        saved = Arena(ledger).saved(0)
         saved.draw = Draw(1, 1, 0)
         LocalAttention().forward(qkv, 8, saved, dropout=0.1)
         LocalAttention().backward(dy, saved)

@@ -72,8 +72,7 @@ def test_against_the_sums(case, dtype, few, monkeypatch):
         y = convolve(parameters, "c", x, stride, saved)
         assert y.dtype == dtype and y.shape == want.shape
         np.testing.assert_allclose(y, want, atol=bound)
-        found = convolve_backward(parameters, into, "c", dy, saved)
-        np.testing.assert_allclose(found, dx, atol=bound)
+        np.testing.assert_allclose(convolve_backward(parameters, into, "c", dy, saved), dx, atol=bound)
         np.testing.assert_allclose(into["c.weight"], dweight + 2 * add, atol=bound)
         np.testing.assert_allclose(into["c.bias"], dy.sum(axis=(0, 1, 2), dtype=np.float64) + 2 * add, atol=bound)
 

@@ -85,8 +85,7 @@ def test_sizes_at_a_border_are_fitted_and_pin_it():
 def test_several_times_of_a_size_count_as_their_median():
     sizes = [size for size in SIZES for _ in range(3)]
     times = [FittedLine(5e-6, 1e-9).at(size) * factor for size in SIZES for factor in (1, 1, 50)]
-    found = line_fits.fit_pieces(sizes, times)
-    assert found.lines[0].latency_s == pytest.approx(5e-6)
+    assert line_fits.fit_pieces(sizes, times).lines[0].latency_s == pytest.approx(5e-6)
 
 
 def test_what_a_piece_covers_ends_with_what_was_measured():

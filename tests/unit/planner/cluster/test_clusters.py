@@ -328,6 +328,5 @@ def test_the_commented_file_shows_every_field_and_reads_with_all_of_them():
 def test_a_fit_that_missed_its_unseen_sizes_by_far_is_read() -> None:
     """A busy machine measures such: its file says so, and is not lost."""
     cluster = toml_file.read("a100-selene")
-    fit = dataclasses.replace(cluster.fits[0], error=366.9)
-    said = toml_file.dump(dataclasses.replace(cluster, fits=(fit,)))
+    said = toml_file.dump(dataclasses.replace(cluster, fits=(dataclasses.replace(cluster.fits[0], error=366.9),)))
     assert toml_file.of_tree(tomllib.loads(said), "here").fits[0].error == pytest.approx(366.9)

@@ -155,8 +155,7 @@ def test_each_rank_of_a_pipeline_has_what_its_table_says(schedule: str, tensor: 
         # A border between two chunks of one rank has no message, which the table counts all the same.
         assert terms["messages"] == row.bytes["messages"], rank
         assert terms["scratch"] == row.bytes["scratch"], rank
-    fullest = memory(found, layout, BARE, 12)
-    assert fullest.bytes == max(sum(terms.values()) for terms in by_rank(found, layout, 12))
+    assert memory(found, layout, BARE, 12).bytes == max(sum(terms.values()) for terms in by_rank(found, layout, 12))
 
 
 def test_messages_are_as_large_as_what_crosses_the_border() -> None:
@@ -265,8 +264,7 @@ def test_what_the_paper_ran_fits_and_its_baseline_does_not(name: str) -> None:
     )
     found = describe(named(name), name)
     assert not memory(found, layout, BARE, 8 * ranks).fits
-    both = replace(layout, sequence_parallel=True, recompute="selective")
-    assert memory(found, both, CLUSTER, 8 * ranks).fits
+    assert memory(found, replace(layout, sequence_parallel=True, recompute="selective"), CLUSTER, 8 * ranks).fits
 
 
 @pytest.mark.parametrize(
@@ -286,8 +284,7 @@ def test_pipelines_that_cannot_run_are_refused(fields: dict[str, Any], message: 
 
 def test_buckets_of_16_bits_are_summed_in_float32() -> None:
     half = ParallelLayout(data=4, precision="bfloat16", algorithm="ring")
-    whole = exchanged(replace(half, precision="float32"), 1e9, 1e6)
-    assert whole == 2**20  # a quarter of 4 MiB arrives
+    assert exchanged(replace(half, precision="float32"), 1e9, 1e6) == 2**20  # a quarter of 4 MiB arrives
     # 4 MiB of 16-bit numbers are 8 MiB in float32, and a quarter of those arrives.
     assert exchanged(half, 1e9, 1e6) == 2**23 + 2**21
     assert exchanged(half, 100.0, 100.0) == 400 + 100

@@ -107,8 +107,7 @@ def test_a_plan_does_not_depend_on_those_before_it(rng: np.random.Generator):
     assert len({str(one) for one in warm}) > 150, "these layouts do not differ"
     for (model, layout, batch), known in zip(asked, warm, strict=True):
         forget()
-        again = figures(plan(MODELS[model], layout, replace(cluster), batch, 10))
-        assert again == known, layout
+        assert figures(plan(MODELS[model], layout, replace(cluster), batch, 10)) == known, layout
 
 
 def test_memory_looks_at_all_fields_that_decide(rng: np.random.Generator):

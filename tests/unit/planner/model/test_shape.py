@@ -45,8 +45,7 @@ def test_cut_parameters_are_those_that_tensor_parallelism_cuts(keys: dict[str, A
     config = ModelConfig(**keys)
     model = build(config, **inputs)
     cut = [sum(spec.size for spec in stage.tensors() if spec.cut is not None) for stage in model.stages]
-    found = of_config(config, **inputs)
-    assert [unit.cut_parameters for unit in found.units for _ in range(unit.count)] == cut
+    assert [unit.cut_parameters for unit in of_config(config, **inputs).units for _ in range(unit.count)] == cut
 
 
 def test_units_that_are_alike_are_one() -> None:

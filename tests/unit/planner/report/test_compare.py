@@ -51,8 +51,7 @@ def test_words_say_which_is_faster_and_why():
 
 
 def test_an_impossible_layout_has_its_reasons_and_no_estimate():
-    odd = replace(WIDE, data=2, tensor=7)
-    found = compare(MODEL, [odd, WIDE], CLUSTER, 512)
+    found = compare(MODEL, [replace(WIDE, data=2, tensor=7), WIDE], CLUSTER, 512)
     assert found.rows[0].estimate is None
     assert any("7" in text and "24 heads" in text for text in found.rows[0].problems)
     assert found.best == 1

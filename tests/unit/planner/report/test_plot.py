@@ -59,8 +59,7 @@ def test_memory_step_and_timeline_are_drawn(drawn):
 
 def test_bars_of_the_memory_are_as_long_as_its_terms_and_the_limit_is_a_line(drawn):
     memory = drawn()[0].axes[0]
-    lengths = [bar.get_width() for bar in memory.patches]
-    assert lengths == [size / 1e9 for size in MEMORY.terms.values() if size]
+    assert [bar.get_width() for bar in memory.patches] == [size / 1e9 for size in MEMORY.terms.values() if size]
     assert memory.lines[0].get_xdata()[0] == pytest.approx(MEMORY.limit_bytes / 1e9)
 
 

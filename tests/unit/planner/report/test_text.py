@@ -100,8 +100,7 @@ def test_all_of_a_plan_is_told(said):
 def test_pairs_that_are_looked_at_are_told_where_they_are_fewer():
     near = replace(ESTIMATE.work, exact_flops=64 * 0.96e15, executed_flops=64 * 1.19e15)
     assert "looked at" not in text.text(replace(ESTIMATE, work=near), DESCRIPTION, CLUSTER)
-    skips = replace(near, executed_flops=64 * 1.1e15)
-    shown = text.text(replace(ESTIMATE, work=skips), DESCRIPTION, CLUSTER)
+    shown = text.text(replace(ESTIMATE, work=replace(near, executed_flops=64 * 1.1e15)), DESCRIPTION, CLUSTER)
     assert "over those that are looked at MFU 32.0 %, HFU 36.7 %" in shown
 
 
@@ -181,8 +180,7 @@ def test_a_plan_in_one_line():
 
 
 def test_a_model_whose_samples_are_no_tokens():
-    rows = replace(ESTIMATE, tokens=512)
-    shown = text.text(rows, replace(DESCRIPTION, tokens=1), CLUSTER)
+    shown = text.text(replace(ESTIMATE, tokens=512), replace(DESCRIPTION, tokens=1), CLUSTER)
     assert "512 samples a step" in shown and "10.0 s, 51.2 samples/s" in shown and "tokens" not in shown
 
 

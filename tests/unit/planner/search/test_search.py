@@ -392,8 +392,7 @@ def test_finalists_are_simulated():
 
 
 def test_the_first_are_explained_by_terms():
-    on = cluster(40e9)
-    result = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE))
+    result = search(MODEL, cluster(40e9), DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE))
     assert len(result.found) == 10
     for one, behind in zip(result.found, result.found[1:], strict=False):
         assert any("instead of" in line for line in one.why), one.why

@@ -133,8 +133,7 @@ def test_servers_share_the_link_of_their_box() -> None:
     deep = replace(CLUSTER, levels=(near, far))
 
     def pulled(count: int) -> float:
-        layout = made("parameter_server", 512, servers=count)
-        return exchange(N, layout, deep, 0.0).exposed_s * count
+        return exchange(N, made("parameter_server", 512, servers=count), deep, 0.0).exposed_s * count
 
     assert pulled(2) == pytest.approx(pulled(1), rel=1e-3)  # 4 GB/s each
     assert pulled(8) > 3.5 * pulled(1)  # 1 GB/s each, the box has 8
@@ -155,8 +154,7 @@ def test_buckets_are_as_long_as_latencies_ask_for() -> None:
     """A ring of 10,000 has 20 ms of latency: a hundred of them would take longer than what they hide behind."""
     layout = made(p=10_000, overlap=1.0, algorithm="ring")
     whole_s = 2 * 4 * N / RATE + 20e-3
-    found = exchange(N, layout, CLUSTER, 1.0, units=100)
-    assert found.exposed_s < 0.2 * whole_s
+    assert exchange(N, layout, CLUSTER, 1.0, units=100).exposed_s < 0.2 * whole_s
     short = exchange(N, layout, CLUSTER, 0.01, units=100)  # little to hide behind: a few
     assert short.exposed_s < 1.12 * whole_s and short.bucket_bytes > 0.1 * 4 * N
 
@@ -169,8 +167,7 @@ def test_longer_buckets_than_the_default_are_asked_for_and_take_memory() -> None
     assert found.bucket_bytes > 4 * BUCKET_BYTES
     (flag,) = found.flags
     assert f"needs communication.bucket_bytes = {math.ceil(found.bucket_bytes)}," in flag
-    count = round(4 * N / found.bucket_bytes)
-    whole_s = 2 * 4 * N / RATE + count * 20e-3
+    whole_s = 2 * 4 * N / RATE + round(4 * N / found.bucket_bytes) * 20e-3
     assert found.exposed_s + found.hidden_s == pytest.approx(whole_s, rel=1e-3)
     # As far as there is memory for them: a ring has a share of the bucket beside it, here a ten thousandth.
     spare = (found.bucket_bytes - BUCKET_BYTES) / 10_000
@@ -227,8 +224,7 @@ def test_published_zero3_goes_tensor_by_tensor() -> None:
 
 
 def test_experts_are_exchanged_by_those_who_share_them() -> None:
-    layout = made("allreduce", 16, expert=4)
-    found = exchange(N, layout, CLUSTER, 0.0, expert_parameters=N / 2)
+    found = exchange(N, made("allreduce", 16, expert=4), CLUSTER, 0.0, expert_parameters=N / 2)
     assert found.nbytes == pytest.approx(2 * 4 * N / 2 * (15 / 16 + 3 / 4))
     everyone = made("allreduce", 16, expert=16)
     assert exchange(N, everyone, CLUSTER, 0.0, expert_parameters=N / 2).nbytes == pytest.approx(4 * N * 15 / 16)
@@ -363,15 +359,13 @@ def test_what_compresses_nothing_is_left_out() -> None:
 
 def test_compression_that_costs_time_is_flagged() -> None:
     fast = replace(CLUSTER, levels=(LinkLevel(name="flat", devices=0, latency_s=ALPHA, bytes_per_s=9e12),))
-    found = exchange(N, made(compression="int8"), fast, 0.0)
-    assert "gradients as they are" in found.flags[0]
+    assert "gradients as they are" in exchange(N, made(compression="int8"), fast, 0.0).flags[0]
 
 
 def test_gathered_payloads_grow_with_the_ranks() -> None:
     """Everybody gets the payloads of everybody: 8 bytes of 1 % from each of p-1 others."""
     for p in (2, 8, 128):
-        found = exchange(N, made(p=p, compression="topk"), CLUSTER, 0.0)
-        assert found.nbytes == pytest.approx((p - 1) * 0.08 * N)
+        assert exchange(N, made(p=p, compression="topk"), CLUSTER, 0.0).nbytes == pytest.approx((p - 1) * 0.08 * N)
 
 
 def test_one_replica_exchanges_nothing() -> None:

@@ -54,8 +54,7 @@ def test_one_level_is_the_alpha_beta_of_thakur(p: int, n: float) -> None:
         halving = collective("allreduce", n, reach, FLAT, "rabenseifner")
         assert halving.seconds == pytest.approx(2 * log * ALPHA + 2 * (p - 1) / p * n * BETA)
         assert halving.nbytes == pytest.approx(2 * (p - 1) / p * n)
-    scattered = collective("all_to_all", n, reach, FLAT)
-    assert scattered.seconds == pytest.approx((p - 1) * ALPHA + (p - 1) / p * n * BETA)
+    assert collective("all_to_all", n, reach, FLAT).seconds == pytest.approx((p - 1) * ALPHA + (p - 1) / p * n * BETA)
 
 
 @pytest.mark.parametrize("p", [2, 4, 16, 1024])
@@ -181,8 +180,7 @@ def test_spans_cross_the_levels_that_the_grid_makes_them() -> None:
 @pytest.mark.parametrize("stride", [1, 2, 4, 8, 16])
 def test_other_groups_take_their_share_of_a_box(stride: int) -> None:
     """``stride`` groups of each box of 8 send one message out of it at a time, at most 80 of its 160 GB/s each."""
-    reach = group(64, stride, 64 * stride, DEEP.levels)
-    rate = 1 / reach.tiers[-1].single
+    rate = 1 / group(64, stride, 64 * stride, DEEP.levels).tiers[-1].single
     assert rate == pytest.approx(min(80e9, 8 * 20e9 / min(stride, 8)))
 
 
@@ -314,8 +312,7 @@ def test_fits_hold_for_their_library(library: str, holds: str) -> None:
     )
     layouts = {"mpi": ParallelLayout(pipeline=2), "nccl": ParallelLayout(pipeline=2, implementation="megatron")}
     for name, layout in layouts.items():
-        seconds = message(1e6, layout, "pipeline", cluster).seconds
-        assert (seconds == 1.0) == (holds in (name, "both")), name
+        assert (message(1e6, layout, "pipeline", cluster).seconds == 1.0) == (holds in (name, "both")), name
     for name in layouts:
         reach = span(ParallelLayout(data=2, library=name), "data", cluster)
         assert (collective("allreduce", 1e6, reach, cluster).seconds == 1.0) == (holds in (name, "both")), name

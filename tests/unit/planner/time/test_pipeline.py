@@ -145,5 +145,4 @@ def test_a_slow_rank_decides_and_the_simulator_is_near(schedule: str, slow: int)
 def test_folded_chunks_go_forth_and_back():
     """Of zb-v: the first rank has the first and the last chunk, so a slow first chunk is one of rank 0."""
     chunks = [PlannedSeconds(2.0, 2.0, 2.0)] + [EQUAL] * 7
-    ran = simulated_timeline("zb-v", chunks, 4, 12)
-    assert [round(stage.busy_s) for stage in ran.stages] == [12 * 9, 72, 72, 72]
+    assert [round(stage.busy_s) for stage in simulated_timeline("zb-v", chunks, 4, 12).stages] == [12 * 9, 72, 72, 72]

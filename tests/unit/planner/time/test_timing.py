@@ -379,8 +379,7 @@ def test_what_is_known_of_a_cluster_goes_with_it():
     assert vars(cluster) == before, "nothing is hidden in it"
     mine, at = cached(cluster, "loads"), id(cluster)
     assert mine and cached(CLUSTER, "loads") is not mine
-    slower = replace(cluster, device=replace(cluster.device, kernel_s=1.0))
-    assert timing(MODEL, LAYOUT, slower, 8).step_s > first
+    assert timing(MODEL, LAYOUT, replace(cluster, device=replace(cluster.device, kernel_s=1.0)), 8).step_s > first
     assert at in compute._KNOWN
     del cluster
     gc.collect()

@@ -170,6 +170,5 @@ def test_a_choice_of_the_recipe_is_not_explained() -> None:
     assert CompressionDecision("int8", "recipe").described() == ""
     kept = CompressionDecision("int8", "checkpoint").described()
     assert "kept from the checkpoint" in kept and "int8" in kept
-    row = CandidateTiming("int8", 0.002, 0.0005)
-    assert str(row) == "int8 2.00 ms (0.50 of it encoding and decoding)"
+    assert str(CandidateTiming("int8", 0.002, 0.0005)) == "int8 2.00 ms (0.50 of it encoding and decoding)"
     assert autoselect.CLEARLY < 1

@@ -221,8 +221,7 @@ def test_what_is_sent_weighs_what_the_formula_says(ranks: int, rng: np.random.Ge
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 def test_a_real_model_takes_28_times_fewer_bytes(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    config = ModelConfig(layers=4, hidden=256, heads=4)
-    space = models.build(config, "float32", context=256).layout
+    space = models.build(ModelConfig(layers=4, hidden=256, heads=4), "float32", context=256).layout
     dense, sent = 2 * (ranks - 1) / ranks * 4 * space.parameters, max(bytes_of(space, ranks))
     print(f"{ranks} ranks, {space.parameters} parameters: {sent} bytes a step, {dense / sent:.2f} times fewer")
     assert dense / sent > 28

@@ -232,8 +232,7 @@ def test_what_is_owed_of_an_own_range_is_paid_at_once(rng: np.random.Generator) 
         assert not this._payloads.owes
         return job.sums[0], this.residuals.feedback.residuals.array.copy()
 
-    found = run_threads(2, body)
-    sums, residuals = (sum(pair) for pair in zip(*found, strict=True))
+    sums, residuals = (sum(pair) for pair in zip(*run_threads(2, body), strict=True))
     pushed = given[0].sum(axis=0) + owed.sum(axis=0) + 2 * np.float32(0.1) * start(UNEVEN)
     np.testing.assert_allclose(sums + residuals, pushed, rtol=1e-5, atol=1e-5)
 

@@ -73,8 +73,7 @@ def test_a_run_goes_on_to_the_bit(placed: Settings, way: Settings, words: Settin
     def stopped(comm: Communicator) -> dict[tuple[str, str, int], bytes]:
         trainer = assembled(comm, settings)
         steps(trainer, 2)
-        found = CheckpointSaver(trainer, tmp_path).save(2)
-        again = assembled(comm, settings, found)
+        again = assembled(comm, settings, CheckpointSaver(trainer, tmp_path).save(2))
         steps(again, 4)
         return state(again)
 

@@ -235,8 +235,7 @@ def expected_bytes(name: str, ranks: int, rank: int) -> int:
     total = 0
     for part in PARTS:
         if made is None:
-            shapes = [segment.spec.shape for segment, _ in LAYOUT.within(part)]
-            total += powersgd.wire_bytes(shapes, CONFIG.rank)
+            total += powersgd.wire_bytes([segment.spec.shape for segment, _ in LAYOUT.within(part)], CONFIG.rank)
         elif name in SUMMED:
             total += sum(made.payload_bytes(where.size) - 16 for where in pieces(part))
         else:

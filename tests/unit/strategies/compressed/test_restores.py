@@ -42,8 +42,7 @@ def owed(trainer: Trainer) -> np.ndarray:
 def begun(comm: Communicator, given: dict[str, Any], path: Path) -> tuple[Path, list[tuple[str, bytes]], Any, Any]:
     trainer = trainer_of(comm, given)
     outcomes(trainer, HALF, 0)
-    saved = CheckpointSaver(trainer, path).save(HALF)
-    return saved, bits(trainer), owed(trainer), outcomes(trainer, 2 * HALF, HALF)
+    return CheckpointSaver(trainer, path).save(HALF), bits(trainer), owed(trainer), outcomes(trainer, 2 * HALF, HALF)
 
 
 @pytest.mark.parametrize("of", [FACTORS, {"communication.compression": "int8"}])

@@ -148,5 +148,4 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("keys", "why"), REFUSED)
 def test_what_does_not_go_together_is_refused(keys: dict[str, Any], why: str) -> None:
-    given = {"data.path": "x", **keys}
-    refused(given, why.replace(".", r"\."))
+    refused({"data.path": "x", **keys}, why.replace(".", r"\."))

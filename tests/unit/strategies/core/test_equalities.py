@@ -86,8 +86,7 @@ def test_it_is_the_run_of_one_process(way: str, optimizer: str, dtype: str) -> N
     losses, weights = alone(optimizer, dtype)
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5]), "the model learns"
     for size in (1, 2, 3, 4) if ALL or dtype == "float64" else (3,):
-        found = run_threads(size, lambda comm: trained(comm, way, optimizer, dtype))
-        for ours, kept in found:
+        for ours, kept in run_threads(size, lambda comm: trained(comm, way, optimizer, dtype)):
             np.testing.assert_allclose(ours, losses, rtol=TOLERANCE[dtype], err_msg=f"{size} ranks")
             apart = np.linalg.norm(kept.astype(np.float64) - weights) / np.linalg.norm(weights.astype(np.float64))
             assert apart <= TOLERANCE[dtype], f"{size} ranks: {apart:.1e}"
@@ -98,8 +97,7 @@ def test_ssp_of_0_is_bsp() -> None:
     zero = ParameterServerConfig(placement="colocated", consistency="ssp", staleness=0)
 
     def body(comm: Communicator, config: ParameterServerConfig) -> tuple[type, list[object]]:
-        run = run_of(comm, "bsp", "lamb", "float64")
-        made = served(run.context, config)
+        made = served(run_of(comm, "bsp", "lamb", "float64").context, config)
         return type(made), made.plan()
 
     kinds = [run_threads(3, lambda comm, config=config: body(comm, config)) for config in (COLOCATED, zero)]

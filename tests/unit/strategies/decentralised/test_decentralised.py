@@ -253,8 +253,7 @@ def test_gradients_are_clipped_by_their_own_norm(rng: np.random.Generator) -> No
     size, n, limit = 3, size_of_model(), 0.5
     start, targets = rng.standard_normal((2, size, n))
     optimizer = SGD | {"clip_norm": limit, "learning_rate": 1.0}
-    samples = [1, 2, 3]
-    found, _, mask = trails(size, "local_sgd", {"period": 100}, optimizer, start, targets, samples)
+    found, _, mask = trails(size, "local_sgd", {"period": 100}, optimizer, start, targets, [1, 2, 3])
     first = start * mask - found[0]
     np.testing.assert_allclose(np.linalg.norm(first, axis=1), limit, rtol=1e-12)
     whole = (start - targets) * mask
@@ -297,8 +296,7 @@ def trained(
     comm: Communicator, settings: dict[str, object], steps: int = 5, first: Any = None
 ) -> tuple[Any, list[float]]:
     trainer = first or assembled(comm, settings)
-    losses = trainings.losses(trainer, steps)
-    return trainer, losses
+    return trainer, trainings.losses(trainer, steps)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -487,8 +485,7 @@ def verified(lists: list[list[Operation]], size: int, microbatches: int = 1) -> 
 
 
 def test_mixing_goes_beside_the_gradient_where_it_comes_first() -> None:
-    steps = lists_of(3, "gossip", {})[0]
-    kinds = [op.kind for op in steps]
+    kinds = [op.kind for op in lists_of(3, "gossip", {})[0]]
     assert kinds[0] is Kind.MIX_START and kinds.index(Kind.MIX_WAIT) > max(
         index for index, kind in enumerate(kinds) if kind is Kind.BACKWARD
     )

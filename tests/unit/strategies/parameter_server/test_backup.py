@@ -88,8 +88,7 @@ def lock_step(workers: int, data: np.ndarray, taken: list[list[int]], **keys: ob
         place = Place(comm, ParameterServerConfig(placement="colocated"), **keys)
         for step, ranks in enumerate(taken):
             samples = np.concatenate([data[step, rank] for rank in ranks])
-            batch = [(samples[:, :-1], samples[:, 1:])]
-            place.executor.run(place.operations, batch, len(samples), step, np.zeros(0))
+            place.executor.run(place.operations, [(samples[:, :-1], samples[:, 1:])], len(samples), step, np.zeros(0))
         return place.exchange.parameters.array.tobytes()
 
     return run_threads(1, body)[0]

@@ -252,8 +252,7 @@ def test_pushes_go_out_while_backward_still_runs() -> None:
 
 def test_a_colocated_rank_keeps_its_own_part_to_itself() -> None:
     def body(comm: Communicator) -> list[Range]:
-        run = Run(comm, ParameterServerConfig(servers=1, placement="colocated"))
-        return run.exchange.sharded_update.parts
+        return Run(comm, ParameterServerConfig(servers=1, placement="colocated")).exchange.sharded_update.parts
 
     served = run_threads(2, body)
     assert served[1] == [] and len(served[0]) == 1
@@ -268,8 +267,7 @@ def ends(size: int) -> list[ParameterServerConfig]:
 def kept(comm: Communicator, config: ParameterServerConfig, data: np.ndarray, **keys: object) -> tuple[object, ...]:
     """The losses, all parameters that the rank holds, and its optimizer state, as bits."""
     run = Run(comm, config, **keys)
-    losses = run.losses(data)
-    return losses, run.weights(), run.served()
+    return run.losses(data), run.weights(), run.served()
 
 
 @pytest.mark.parametrize("transport", ["shared", "rma"])

@@ -60,8 +60,7 @@ def test_models_are_shared_within_a_hundredth(config: ModelConfig, servers: int)
     inputs = {"context": 64} if config.kind == "gpt" else {"features": 96, "classes": 10}
     layout = models.build(config, "float32", **inputs).layout
     found = check(layout, servers)
-    burden = loads(found)
-    assert max(burden) <= 1.01 * layout.size / servers
+    assert max(loads(found)) <= 1.01 * layout.size / servers
     assert len(found.keys) <= len(layout.segments) + 130 * servers, "no more cuts than the balance needs"
 
 
@@ -84,13 +83,11 @@ def test_tensor_ranks_with_a_row_less_have_the_same_keys(rows: int) -> None:
 
 def test_the_largest_go_first_to_the_least_loaded() -> None:
     layout = layout_of(64, 128, 64)  # 128 to server 0, then both of 64 to server 1
-    found = partition_keys(layout, 2)
-    assert found.owners == (1, 0, 1)
+    assert partition_keys(layout, 2).owners == (1, 0, 1)
 
 
 def test_empty_tensors_are_no_keys() -> None:
-    layout = layout_of(64, 0, 64)
-    assert len(partition_keys(layout, 2).keys) == 2
+    assert len(partition_keys(layout_of(64, 0, 64), 2).keys) == 2
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(1, 9))

@@ -126,8 +126,7 @@ def test_several_chunks_a_rank_are_the_best_of_all_cuts(ranks: int, chunks: int,
 @pytest.mark.parametrize(("ranks", "chunks", "layers"), [(2, 2, 8), (4, 2, 26), (8, 4, 100), (8, 2, 61), (3, 2, 4)])
 def test_alike_inner_units_are_proven_without_a_search(ranks: int, chunks: int, layers: int, folded: bool) -> None:
     placed = dealt(ranks, chunks, folded and chunks == 2)
-    seconds = (0.1, *[1.0] * layers, 2.7)
-    found = search(seconds, placed, (1.0,) * ranks, (0,) * ranks, None, steps=0)
+    found = search((0.1, *[1.0] * layers, 2.7), placed, (1.0,) * ranks, (0,) * ranks, None, steps=0)
     assert found is not None and found.largest == pytest.approx(found.bound, rel=1e-12)
     # Counted by hand: the rank with the head has it and `own` inner units, the others share the rest.
     ends = 2.7 + (0.1 if placed[-1] == placed[0] else 0)
@@ -137,8 +136,7 @@ def test_alike_inner_units_are_proven_without_a_search(ranks: int, chunks: int, 
 
 
 def test_a_search_that_ends_early_says_how_far_it_may_be_off() -> None:
-    draw = np.random.default_rng(5)
-    seconds, placed = tuple(draw.random(60)), dealt(4, 4, False)
+    seconds, placed = tuple(np.random.default_rng(5).random(60)), dealt(4, 4, False)
     found = search(seconds, placed, (1.0,) * 4, (0,) * 4, None, steps=500)
     assert found is not None
     assert found.bound <= found.largest <= found.bound + 4 * max(seconds)

@@ -111,8 +111,7 @@ def test_pipelines_overlap_as_they_say(case: tuple[Step, Step, int | None, int])
     for rank, steps in enumerate(behind.lists):
         assert most(steps, Kind.START) <= (in_flight or len(steps))
         assert most(steps, Kind.START_GATHER) <= ahead
-        kinds = Counter(op.kind for op in steps)
-        assert kinds[Kind.START] == sum(op.kind is Kind.REDUCE for op in step.lists[rank])
+        assert Counter(op.kind for op in steps)[Kind.START] == sum(op.kind is Kind.REDUCE for op in step.lists[rank])
         under_way = 0
         for op, after in zip(steps, steps[1:], strict=False):
             under_way += (op.kind in ENDS) - (op.kind in ENDS.values())

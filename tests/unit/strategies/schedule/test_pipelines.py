@@ -74,8 +74,7 @@ def test_recompute_comes_before_the_gradient_and_only_where_time_passed() -> Non
         twice = expand(gpipe(stage, 2, 3), of_two(2), stage, recompute=True)
         assert [op.unit for op in twice if op.recompute] == [2 * stage, 2 * stage + 1] * 3
         assert all(op.kind is Kind.FORWARD for op in twice if op.recompute)
-        once = [op for op in twice if not op.recompute]
-        assert once == expand(gpipe(stage, 2, 3), of_two(2), stage)
+        assert [op for op in twice if not op.recompute] == expand(gpipe(stage, 2, 3), of_two(2), stage)
 
 
 def test_a_second_forward_gathers_once_more() -> None:

@@ -68,8 +68,7 @@ def of_lists(of: ScheduleText, placement: StagePlacement, costs: StepCosts, reco
 
 
 def of_passes(of: ScheduleText, placement: StagePlacement, costs: StepCosts, recompute: bool = False) -> StepTimeline:
-    rows = [passes.compact(row) for row in of.passes]
-    return timeline.simulate_passes(rows, placement, costs, recompute=recompute)
+    return timeline.simulate_passes([passes.compact(row) for row in of.passes], placement, costs, recompute=recompute)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -189,8 +188,7 @@ def test_messages_slow_a_pipeline_down_and_their_links_are_taken() -> None:
     assert [(link.rank, link.travels, link.begin_s, link.end_s) for link in found.critical_path()] == [
         (0, False, 0, 1), (0, False, 1, 2), (0, False, 2, 3), (1, True, 3, 17),
     ]  # fmt: skip
-    other = replace(costs, links={(0, 1): LinkCost()})
-    assert timeline.simulate_lists(lists, place, other).makespan_s == 3.0
+    assert timeline.simulate_lists(lists, place, replace(costs, links={(0, 1): LinkCost()})).makespan_s == 3.0
 
 
 def test_the_critical_path_has_no_gap_and_is_as_long_as_the_step(rng: np.random.Generator) -> None:

@@ -144,8 +144,7 @@ def test_tied_tensors_of_any_placement_sum_to_the_same_gradient(split: bool) -> 
     for seed in range(4):
         draw = random.Random(seed)
         placement = (looped, folded)[seed % 2](parts(LAYERS + 2, 4, draw), 2)
-        plan = Plan(placement, legal(placement, 3, split, draw), 3)
-        compare(plan, model, "float64", exact=False, late=seed > 1)
+        compare(Plan(placement, legal(placement, 3, split, draw), 3), model, "float64", exact=False, late=seed > 1)
 
 
 def test_microbatches_that_share_a_tag_come_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:

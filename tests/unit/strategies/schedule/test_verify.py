@@ -436,8 +436,7 @@ def test_what_is_accepted_runs_to_its_end_and_what_hangs_is_refused(step: Step) 
 
 
 def play(comm: Communicator, step: Step) -> None:
-    axes = GridCommunicators(step.grid, comm)
-    data = axes.data
+    data = GridCommunicators(step.grid, comm).data
     stride = step.grid.data
     number = np.zeros(1)
     for op in step.lists[comm.rank]:

@@ -170,8 +170,7 @@ def test_messages_of_a_block(ranks, by_rows, rng):
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_checkpoints_go_from_any_degree_to_any_other(by_rows, tmp_path, rng):
     seed, whole = int(rng.integers(1 << 30)), built(4)
-    expected = filled(whole, seed)
-    path = save(tmp_path, 0, pieces(expected), {}, solo())
+    path = save(tmp_path, 0, pieces(filled(whole, seed)), {}, solo())
 
     def body(comm, path, step):
         model = cut_model(built(4), comm, sequence_parallel=by_rows)
@@ -182,8 +181,7 @@ def test_checkpoints_go_from_any_degree_to_any_other(by_rows, tmp_path, rng):
 
     for number, ranks in enumerate((1, 2, 4, 1), 1):
         path = run_threads(ranks, lambda comm, path=path, number=number: body(comm, path, number))[0]
-        entries = manifest.load(path).pieces
-        assert sum(entry.flat[1] - entry.flat[0] for entry in entries) == whole.layout.parameters
+        assert sum(entry.flat[1] - entry.flat[0] for entry in manifest.load(path).pieces) == whole.layout.parameters
 
 
 def test_what_is_not_cut_is_saved_once():

@@ -172,8 +172,7 @@ def test_checkpoints_go_from_any_degree_to_any_other(optimizer, text, tmp_path):
     def body(comm, changed, path, last):
         trainer = trainer_of(comm, keys | changed, path)
         assert trainer.first_step == max(0, last - 2)
-        found = losses(trainer, last)
-        return found, CheckpointSaver(trainer, tmp_path).save(last)
+        return losses(trainer, last), CheckpointSaver(trainer, tmp_path).save(last)
 
     for number, (ranks, changed) in enumerate(layouts, 1):
         (more, path), *_ = run_threads(ranks, lambda comm, c=changed, p=path, n=2 * number: body(comm, c, p, n))
@@ -187,8 +186,7 @@ def test_a_resumed_run_has_the_same_bits(text, tmp_path):
     def body(comm):
         whole = losses(trainer_of(comm, keys), 8)
         half = trainer_of(comm, keys)
-        first = losses(half, 3)
-        return whole == first + losses(trainer_of(comm, keys, CheckpointSaver(half, tmp_path).save(3)), 8)
+        return whole == losses(half, 3) + losses(trainer_of(comm, keys, CheckpointSaver(half, tmp_path).save(3)), 8)
 
     assert run_threads(2, body) == [True, True]
 
@@ -241,8 +239,7 @@ def test_only_the_tensor_rank_that_brought_a_bad_value_is_named(by_rows, value, 
     ],
 )
 def test_what_does_not_go_together_is_refused(changed, said):
-    keys = {"model.heads": 4, "model.hidden": 24, "data.context": 12, **changed}
-    refused(keys, said)
+    refused({"model.heads": 4, "model.hidden": 24, "data.context": 12, **changed}, said)
 
 
 def test_the_proof_covers_the_tensor_axis(text):

@@ -63,8 +63,7 @@ def zero(stage: int = 1, config: ZeroConfig = ZeroConfig()) -> Callable[[RankCon
 @cache
 def text() -> np.ndarray:
     """Sequences in which each token decides the next one."""
-    first = np.random.default_rng(5).integers(0, 8, (STEPS, SAMPLES, 1))
-    return ((first + np.arange(9)) % 8 * 7).astype(np.uint8)
+    return ((np.random.default_rng(5).integers(0, 8, (STEPS, SAMPLES, 1)) + np.arange(9)) % 8 * 7).astype(np.uint8)
 
 
 def alone(**keys: object) -> tuple[list[float], State]:
@@ -217,8 +216,7 @@ def test_small_units_stay_gathered_and_their_state_is_cut() -> None:
         small = {unit for unit, size in sizes.items() if size < 1100}
         assert 0 < len(small) < len(sizes)
         for one, kept in ((whole, set()), (run, small)):
-            freed = {op.unit for op in one.operations if op.kind is Kind.FREE}
-            assert freed == set(sizes) - kept
+            assert {op.unit for op in one.operations if op.kind is Kind.FREE} == set(sizes) - kept
             agreed = next(at for at, op in enumerate(one.operations) if op.kind is Kind.AGREE)
             after = [op.unit for op in one.operations[agreed:] if op.kind is Kind.GATHER]
             assert sorted(after) == sorted(kept), "one gather after the update"

@@ -266,5 +266,4 @@ def test_the_summary_tells_what_was_exposed() -> None:
     assert found == {"reductions_s": 1.5, "reductions_exposed_s": 0.5, "communication_hidden_share": 1 - 0.5 / 1.5}
     polled = overlap_figures([rank((9.0, math.nan), (0.5, math.nan))])
     assert polled == {"reductions_s": None, "reductions_exposed_s": 0.5, "communication_hidden_share": None}
-    nothing = overlap_figures([rank()])
-    assert nothing == dict.fromkeys(found)
+    assert overlap_figures([rank()]) == dict.fromkeys(found)

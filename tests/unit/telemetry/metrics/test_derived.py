@@ -71,8 +71,7 @@ def test_parts_do_not_matter(rng):
     rows = rows_of(rng, 60, 3, exposed_s=0.01, overlapped_s=0.04)
     whole = DerivedFigures(10).of(rows)
     for _ in range(3):
-        parts = in_parts(rng, DerivedFigures(10), rows)
-        for one, other in zip(whole, parts, strict=True):
+        for one, other in zip(whole, in_parts(rng, DerivedFigures(10), rows), strict=True):
             assert {name: other[name] for name in one} == pytest.approx(one)
             assert set(other) - set(one) <= {"straggler_rank", "straggler_ratio"}  # with the last of each part
 
@@ -80,8 +79,7 @@ def test_parts_do_not_matter(rng):
 def test_keys_are_in_the_catalogue(rng):
     rows = rows_of(rng, 3, 4, sent_bytes=5.0, exposed_s=0.01, overlapped_s=0.04)
     (_, _, figures) = DerivedFigures().of(rows)
-    names = {quantities.split(name) for name in figures}
-    for name, label in names:
+    for name, label in {quantities.split(name) for name in figures}:
         assert bool(quantities.QUANTITIES[name].label) == (label is not None)
     assert {"straggler_rank", "hidden_communication_ratio"} <= set(figures)
 
@@ -104,8 +102,7 @@ def test_a_planted_straggler(world, rng):
 
 
 def test_equal_ranks_have_no_straggler(rng):
-    figures = DerivedFigures().of(rows_of(rng, 30, 4, compute_s=0.2))[-1]
-    assert figures["straggler_ratio"] == 1.0
+    assert DerivedFigures().of(rows_of(rng, 30, 4, compute_s=0.2))[-1]["straggler_ratio"] == 1.0
 
 
 def test_a_straggler_that_recovers_is_forgotten(rng):
@@ -185,8 +182,7 @@ def test_the_first_step_is_left_out_as_soon_as_there_is_another(rng):
 def test_workers_that_do_not_wait_for_each_other(rng):
     step_s = np.tile([0.1, 0.3], (21, 1))
     step_s[::2, 0] = 0.2  # which of them is slower changes, but neither waits
-    derived = DerivedFigures(lock_step=False)
-    figures = derived.of(rows_of(rng, 21, 2, step_s=step_s))[-1]
+    figures = DerivedFigures(lock_step=False).of(rows_of(rng, 21, 2, step_s=step_s))[-1]
     assert figures["tokens_per_second"] == pytest.approx(1000 * 20 / (0.3 * 20))
     step_s[::2, 1] = 0.0
     figures = DerivedFigures(lock_step=False).of(rows_of(rng, 21, 2, step_s=step_s))[-1]

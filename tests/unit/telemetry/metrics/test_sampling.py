@@ -37,8 +37,7 @@ def test_of_a_large_run_rows_all_over(tmp_path, rng, monkeypatch):
     assert found.chosen[0] == 0 and found.chosen[-1] == 1000, "the first and the last step"
     assert np.diff(found.chosen).max() < 60
     assert len(found.steps["loss"]) == 1001, "what is one number a step is there in full"
-    whole = step_metrics.read(tmp_path / "metrics.h5")
-    for name, column in whole.steps.items():
+    for name, column in step_metrics.read(tmp_path / "metrics.h5").steps.items():
         assert np.array_equal(found.sample.steps[name], column[found.chosen])
 
 

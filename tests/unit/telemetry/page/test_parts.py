@@ -27,8 +27,7 @@ def counters(rows):
 
 
 def sources(*rows):
-    names = ("session", "node", "source")
-    found = {name: np.array([row[at] for row in rows]) for at, name in enumerate(names)}
+    found = {name: np.array([row[at] for row in rows]) for at, name in enumerate(("session", "node", "source"))}
     return found | {"kind": np.array([row[3].encode() for row in rows], "S8")}
 
 
@@ -182,12 +181,10 @@ def test_of_many_ranks_some_are_chosen_evenly(slowest):
 
 def test_nodes_without_compared_clocks_are_put_together_by_their_wall_clocks(tmp_path):
     lanes(tmp_path, 1, [50])
-    first = (tmp_path / "recorder/rank-00000.spans").read_bytes()
-    found = energy_data.spans.parse(first, tmp_path)
+    found = energy_data.spans.parse((tmp_path / "recorder/rank-00000.spans").read_bytes(), tmp_path)
     one = energy_data.replace(found, boot_id="a", world=2, wall_ns=1000 * S, monotonic_ns=10 * S)
     late = one.spans[-1]
     elsewhere = {"boot_id": "b", "wall_ns": 1000 * S + 3 * MS, "monotonic_ns": 510 * S}
-    two = energy_data.replace(one, rank=1, **elsewhere)
-    offsets, worth = energy_data._offsets([one, two], late.step, None)
+    offsets, worth = energy_data._offsets([one, energy_data.replace(one, rank=1, **elsewhere)], late.step, None)
     assert "wall clocks" in worth
     assert offsets[1] - offsets[0] == -500 * S + 3 * MS

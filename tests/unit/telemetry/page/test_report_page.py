@@ -231,8 +231,7 @@ def test_nothing_of_a_hostile_run_is_markup(tmp_path):
         sample=TextSample(HOSTILE + "text", HOSTILE, ""),
     )
     text = made(path, beside)
-    found = seen(text)
-    assert found.said.count("<script>alert(1)</script>") > 10, "it is all there, as text"
+    assert seen(text).said.count("<script>alert(1)</script>") > 10, "it is all there, as text"
     assert not re.search("[\x00-\x08\x0e-\x1f\u202e]", text)
 
 
@@ -335,8 +334,7 @@ def test_of_a_large_run_the_part_is_told(run_dir, monkeypatch):
     write(large, steps=3000)
     read = run_data.sampling.read
     monkeypatch.setattr(run_data.sampling, "read", lambda path: read(path, 500 * 2 * 8))
-    said = seen(made(large)).said
-    assert re.search(r"From \d{3} of 3,000 steps, spread evenly", said)
+    assert re.search(r"From \d{3} of 3,000 steps, spread evenly", seen(made(large)).said)
 
 
 def test_ids_and_colours_of_a_drawing_belong_to_the_page(rng):

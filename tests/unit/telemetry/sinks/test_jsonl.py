@@ -107,34 +107,29 @@ def test_every_kind_survives_a_resume_up_to_its_step(tmp_path, kind):
     first = JsonLines(run_in(tmp_path), ON)
     first.write([RunEvent(kind, 3), RunEvent(kind, 4), RunEvent(kind, 5)])
     first.close(False)
-    second = JsonLines(run_in(tmp_path, 4), ON)
-    second.write([RunEvent(kind, 5)])
+    JsonLines(run_in(tmp_path, 4), ON).write([RunEvent(kind, 5)])
     assert [row["step"] for row in rows(tmp_path)] == [3, 4, 5]
 
 
 def test_what_was_written_late_about_an_early_step_stays(tmp_path):
     """A checkpoint that is written beside the steps is complete some steps later."""
-    sink = JsonLines(run_in(tmp_path), ON)
-    sink.write([step(1), step(2), step(3), RunEvent("checkpoint", 2), step(4)])
+    JsonLines(run_in(tmp_path), ON).write([step(1), step(2), step(3), RunEvent("checkpoint", 2), step(4)])
     JsonLines(run_in(tmp_path, 2), ON)
     assert [(row["kind"], row["step"]) for row in rows(tmp_path)] == [("step", 1), ("step", 2), ("checkpoint", 2)]
 
 
 def test_a_run_that_begins_again_drops_all_steps(tmp_path):
-    sink = JsonLines(run_in(tmp_path), ON)
-    sink.write([RunEvent("begin", 0), step(1)])
+    JsonLines(run_in(tmp_path), ON).write([RunEvent("begin", 0), step(1)])
     JsonLines(run_in(tmp_path), ON)
     assert [row["kind"] for row in rows(tmp_path)] == ["begin"]
 
 
 @pytest.mark.parametrize("cut", [1, 2, 30, 70])
 def test_a_last_line_that_was_cut_off_goes(tmp_path, cut):
-    sink = JsonLines(run_in(tmp_path), ON)
-    sink.write([step(1), step(2)])
+    JsonLines(run_in(tmp_path), ON).write([step(1), step(2)])
     path = tmp_path / FILE
     path.write_bytes(path.read_bytes()[:-cut])
-    again = JsonLines(run_in(tmp_path, 2), ON)
-    again.write([step(3)])
+    JsonLines(run_in(tmp_path, 2), ON).write([step(3)])
     assert [row["step"] for row in rows(tmp_path)] == [1, 3]
 
 
@@ -149,8 +144,7 @@ def test_a_file_that_was_cut_anywhere_goes_on(tmp_path, rng):
         whole = path.read_bytes()
         path.write_bytes(whole[: rng.integers(len(whole) + 1)])
         left, resumed = path.read_bytes().count(b"\n"), int(rng.integers(0, 20))
-        again = JsonLines(run_in(folder, resumed), ON)
-        again.write(events[resumed:])
+        JsonLines(run_in(folder, resumed), ON).write(events[resumed:])
         assert [row["step"] for row in rows(folder)] == [*range(1, min(left, resumed) + 1), *range(resumed + 1, 20)]
 
 

@@ -141,8 +141,7 @@ def test_without_a_job_the_run_is_its_identity(tmp_path):
 
 
 def test_a_name_with_odd_characters_makes_one_file(tmp_path):
-    run = RunInfo("näme/of run", tmp_path, "", 1, 1, "")
-    sink = PrometheusSink(run, TEXTFILE)
+    sink = PrometheusSink(RunInfo("näme/of run", tmp_path, "", 1, 1, ""), TEXTFILE)
     assert os.path.basename(sink.where) == "hpcdist_n_me_of_run.prom"
     with open(sink.where) as file:
         assert file.read() == ""

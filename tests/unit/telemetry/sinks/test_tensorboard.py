@@ -74,13 +74,11 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path):
 
 
 def test_a_start_after_a_kill_does_not_touch_the_file_that_was_cut_off(tmp_path):
-    first = TensorBoard(run_in(tmp_path), ON)
-    first.write([step(1), step(2)])
+    TensorBoard(run_in(tmp_path), ON).write([step(1), step(2)])
     (path,) = (tmp_path / DIRECTORY).iterdir()
     cut = path.read_bytes()[:-5]
     path.write_bytes(cut)
-    second = TensorBoard(run_in(tmp_path, 1, started_s=1_770_000_005), ON)
-    second.write([step(2, 3.0)])
+    TensorBoard(run_in(tmp_path, 1, started_s=1_770_000_005), ON).write([step(2, 3.0)])
     assert path.read_bytes() == cut
     assert [row[:2] for row in scalars(tmp_path)["loss/training"]] == [(1, 1.0), (2, 3.0)]
     (new,) = set((tmp_path / DIRECTORY).iterdir()) - {path}
@@ -110,15 +108,13 @@ def test_our_checksums_are_those_of_tensorboardx(rng):
     from tensorboardX.record_writer import masked_crc32c
 
     assert tensorboard.crc32c([b"123456789"]).tolist() == [0xE3069283]  # the check value of CRC-32C
-    sizes = [0, 1, 8, *rng.integers(0, 900, 40)]
-    data = [rng.bytes(int(size)) for size in sizes]
+    data = [rng.bytes(int(size)) for size in [0, 1, 8, *rng.integers(0, 900, 40)]]
     assert tensorboard.masked(tensorboard.crc32c(data)).tolist() == [masked_crc32c(record) for record in data]
     assert tensorboard.crc32c([]).tolist() == []
 
 
 def test_the_reader_of_these_tests_sees_damage(tmp_path):
-    sink = TensorBoard(run_in(tmp_path), ON)
-    sink.write([step(1)])
+    TensorBoard(run_in(tmp_path), ON).write([step(1)])
     (path,) = (tmp_path / DIRECTORY).iterdir()
     data = bytearray(path.read_bytes())
     (length,) = struct.unpack_from("<Q", data)

@@ -129,8 +129,7 @@ def test_what_lies_beside_it_can_be_longer_without_harm(rng):
         for rank, ns in enumerate((10, 30, 20)):
             dag.compute(rank, ns + step, f"work {step}")
         dag.meet([0, 1, 2], 5)
-    path = critical_path(dag.pieces)
-    of_rank, of_phase, of_name = trace_critical_path.path_shares(path)
+    of_rank, of_phase, of_name = trace_critical_path.path_shares(critical_path(dag.pieces))
     assert of_rank == {1: 93, -1: 15}, "the slowest computes, the rest is transfer"
     assert of_phase == {"compute": 93, "communication": 15}
     assert of_name == {"work 0": 30, "work 1": 31, "work 2": 32, "meet": 15}
@@ -233,8 +232,7 @@ def test_it_agrees_with_the_simulator(name, rng):
             path = critical_path(pieces)
             assert sum(link.took_ns for link in path) == timeline.makespan_s
             check_chain(path, pieces)
-            theirs = timeline.critical_path()
-            assert sum(link.end_s - link.begin_s for link in theirs) == timeline.makespan_s
+            assert sum(link.end_s - link.begin_s for link in timeline.critical_path()) == timeline.makespan_s
             # Transfers take no time without a wire, and with one as much on both paths.
             travels = sum(link.took_ns for link in path if link.travels)
             crossings = sum(one.rank != other.rank for one, other in zip(path, path[1:], strict=False))

@@ -108,8 +108,7 @@ def test_collectives_end_after_the_last_has_come(tmp_path, rng):
     found = summary.collect(tmp_path)
     bound = RTT_NS + 4
     for meeting in found.timeline.matches.meetings:
-        step = meeting.calls[0].step
-        truth = made.begins[step]
+        truth = made.begins[meeting.calls[0].step]
         last = meeting.released_by()
         assert truth[last.rank] >= max(truth) - 2 * bound
         assert all(call.end_ns >= last.begin_ns for call in meeting.calls)
@@ -128,8 +127,7 @@ def test_the_critical_path_is_that_of_the_truth(tmp_path, rng):
         slowest = max(range(len(made.ranks)), key=lambda rank: made.begins[path.step][rank])
         margin = sorted(made.begins[path.step])[-1] - sorted(made.begins[path.step])[-2]
         if margin > 2 * RTT_NS:
-            computing = [link for link in links if link.name == "BACKWARD"]
-            assert {link.rank for link in computing} == {slowest}
+            assert {link.rank for link in [link for link in links if link.name == "BACKWARD"]} == {slowest}
     waited = found.waits
     assert waited and all(rank != by for rank, by in waited)
 
@@ -155,8 +153,7 @@ def test_without_the_table_collectives_put_clocks_right(tmp_path, rng):
     clock = {one["host"]: one for one in summary.figures(found)["clocks"]}["beta"]
     assert clock["source"] == "messages" and clock["readings"] >= 10
     assert any("the metrics have no readings" in note for note in found.notes)
-    bound = round(clock["bound_s"] * 1e9)
-    assert 0 < bound < 20_000_000
+    assert 0 < round(clock["bound_s"] * 1e9) < 20_000_000
     worst = 0
     for rank in made.ranks:
         for step, (_, end) in found.timeline.lines[rank.rank].steps.items():
@@ -173,16 +170,14 @@ def test_without_table_and_messages_there_are_wall_clocks(tmp_path, rng):
     clock = {one["host"]: one for one in summary.figures(found)["clocks"]}["beta"]
     assert clock["source"] == "wall clocks" and clock["bound_s"] is None
     # Its wall clock is three hours ahead, so all it did seems to be so much later.
-    end = found.timeline.lines[2].steps[24][1]
-    assert true_ns(end) - (made.ends[24] + 34) == pytest.approx(3 * HOUR_NS, abs=1e6)
+    assert true_ns(found.timeline.lines[2].steps[24][1]) - (made.ends[24] + 34) == pytest.approx(3 * HOUR_NS, abs=1e6)
     assert any("by wall clocks" in note for note in found.notes)
     assert "not known" in summary.format_text(summary.figures(found))
 
 
 def test_a_table_of_another_boot_is_of_no_use(tmp_path, rng):
     """The host was started anew: its clock began again, and what was measured before tells nothing."""
-    made = planted(tmp_path, rng)
-    for rank in made.ranks[2:]:
+    for rank in planted(tmp_path, rng).ranks[2:]:
         again = Rank(rank.rank, Host("beta2", offset_ns=HOUR_NS), rank.world, rank.spans, rank.calls)
         again.write(tmp_path / "recorder")
     clock = {one["host"]: one for one in summary.figures(summary.collect(tmp_path))["clocks"]}["beta2"]
@@ -267,8 +262,7 @@ def check_file(told):
 
 
 def test_calls_beside_each_other_get_threads_of_their_own():
-    bars = [(0, 10), (1, 5), (2, 12), (3, 4), (5, 7), (10, 11), (10, 30)]
-    assert chrome.lanes(bars) == [0, 0, 1, 0, 0, 0, 2]
+    assert chrome.lanes([(0, 10), (1, 5), (2, 12), (3, 4), (5, 7), (10, 11), (10, 30)]) == [0, 0, 1, 0, 0, 0, 2]
     assert chrome.lanes([(0, 0), (0, 0)]) == [0, 0]
 
 
@@ -279,8 +273,7 @@ def test_ranks_and_steps_are_chosen(tmp_path, rng):
     assert {call.rank for line in found.timeline.lines.values() for call in line.calls} == {1, 3}
     assert any(by in (0, 2) for _, by in found.waits), "also who is not shown was waited for"
     assert {gap.rank for gap in found.gaps} <= {1, 3} and "unknown" not in {gap.doing for gap in found.gaps}
-    check_events = list(chrome.events(found.timeline))
-    assert {event["tid"] // 1000 - 1 for event in check_events if event["ph"] == "X"} == {1, 3}
+    assert {event["tid"] // 1000 - 1 for event in list(chrome.events(found.timeline)) if event["ph"] == "X"} == {1, 3}
     assert len(summary.collect(tmp_path, range(20, 90)).timeline.steps) == 5
     with pytest.raises(UsageError, match="no step from 70 to 80"):
         summary.collect(tmp_path, range(70, 81))
@@ -301,8 +294,7 @@ def test_a_trace_is_not_larger_than_viewers_take(tmp_path, rng):
 
 def test_a_ring_that_went_round(tmp_path, rng):
     """The messages of early steps are gone: the steps that are whole are shown, and messages match all the same."""
-    made = invent(rng, (FIRST, SECOND), 2, 30)
-    for rank in made.ranks:
+    for rank in invent(rng, (FIRST, SECOND), 2, 30).ranks:
         rank.write(tmp_path / "recorder", capacity=50)  # 16 steps of calls, 12 of spans
     found = summary.collect(tmp_path)
     assert found.timeline.steps[-1] == 30 and 5 <= len(found.timeline.steps) <= 12
@@ -313,8 +305,7 @@ def test_a_ring_that_went_round(tmp_path, rng):
 
 def test_spans_of_an_earlier_start_are_left_out(tmp_path, rng):
     """The run went on with telemetry.trace = false: its recorder is new, its spans are not."""
-    made = invent(rng, (FIRST,), 2, 4)
-    for rank in made.ranks:
+    for rank in invent(rng, (FIRST,), 2, 4).ranks:
         rank.write(tmp_path / "recorder")
         later = Host("alpha", offset_ns=16 * HOUR_NS, wall_ns=FIRST.wall_ns + HOUR_NS)
         Rank(rank.rank, later, 2, rank.spans, rank.calls).write(tmp_path / "later")

@@ -155,8 +155,7 @@ def test_zero3_warns_where_one_stage_is_all_of_it(kind: str, layers: int, warned
         given = Model(stages[:1] if layers == 1 else stages, "float32", tokens_per_sample=1)
         keys = {"model": {"kind": kind, "factory": "a:b" if kind == "import" else ""}, "parallel.strategy": "zero3"}
         recipe = recipes.load(settings.table(keys, "here", recipes.defaults(), Path()), environment={}).recipe
-        session = session_of(comm)
-        return figures.warn_of_whole_gathers(assemble(session, recipe, script_model=given))
+        return figures.warn_of_whole_gathers(assemble(session_of(comm), recipe, script_model=given))
 
     told = run_threads(2, body)
     assert told[0] == told[1] and bool(told[0]) == warned

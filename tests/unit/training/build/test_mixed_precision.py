@@ -342,8 +342,7 @@ def test_a_checkpoint_goes_to_other_strategies_ranks_and_precisions(text: Path, 
 
         def second(comm: Communicator, keys: dict[str, Any] = keys) -> Any:
             trainer = trainer_of(comm, text, keys, saved)
-            before = state_of(trainer)
-            return before, trainings.losses(trainer, 8)
+            return state_of(trainer), trainings.losses(trainer, 8)
 
         for before, losses in run_threads(size, second):
             assert all(before[key].tobytes() == values.tobytes() for key, values in state.items())

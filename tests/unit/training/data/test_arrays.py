@@ -325,8 +325,7 @@ def test_many_files_are_looked_at_now_and_then(tmp_path: Path, monkeypatch: pyte
     for part in range(12):
         with h5py.File(tmp_path / f"{part}.h5", "w") as file:
             file["tokens"] = np.full(10, part, np.uint8)
-        source = h5py.VirtualSource(str(tmp_path / f"{part}.h5"), "tokens", (10,))
-        layout[10 * part : 10 * part + 10] = source
+        layout[10 * part : 10 * part + 10] = h5py.VirtualSource(str(tmp_path / f"{part}.h5"), "tokens", (10,))
     with h5py.File(tmp_path / "whole.h5", "w") as file:
         file.create_virtual_dataset("tokens", layout)
     got, looks, now = data_files.hdf5_tokens(tmp_path / "whole.h5"), [], [5.0]
@@ -335,8 +334,7 @@ def test_many_files_are_looked_at_now_and_then(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(data_files.time, "monotonic", lambda: now[0])
     for start in range(100):
         assert got[start] == start // 10
-    once = len(looks)
-    assert 12 <= once <= 13
+    assert 12 <= len(looks) <= 13
     os.truncate(tmp_path / "11.h5", 100)
     now[0] += data_files.CHECK_S
     with pytest.raises(StorageError, match="it was cut"):

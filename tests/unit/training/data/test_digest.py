@@ -82,8 +82,7 @@ def test_a_change_between_the_probes_is_seen(data: Path) -> None:
 def test_checkpoints_without_a_digest_are_known_by_the_probes(data: Path) -> None:
     before = opened(data)
     change(data, UNSEEN)
-    after = opened(data)
-    assert after.made({"data": before.fingerprint})
+    assert opened(data).made({"data": before.fingerprint})
     change(data, 5)
     assert not opened(data).made({"data": before.fingerprint})
 

@@ -43,8 +43,7 @@ def test_shares_of_what_becomes_of_the_chosen(rng):
         assert abs(got - want) < 5 * np.sqrt(want * (1 - want) / count)
     places = chosen.mean(axis=0)  # every place is chosen as often as any other
     assert (abs(places - 0.15) < 5 * np.sqrt(0.15 * 0.85 / 5000)).all()
-    others = x[chosen & (x != targets) & (x != MASK)]
-    drawn = np.bincount(others, minlength=256)
+    drawn = np.bincount(x[chosen & (x != targets) & (x != MASK)], minlength=256)
     assert drawn[MASK] == 0 and (drawn[:255] > 0).all()
 
 

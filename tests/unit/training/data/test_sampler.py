@@ -41,8 +41,7 @@ def test_shares_are_exact_and_balanced(samples: int, parts: int) -> None:
     seed=st.integers(0, 2**63),
 )
 def test_a_batch_is_the_same_for_any_number_of_ranks(count: int, batch: int, step: int, ranks: int, seed: int) -> None:
-    sampler = Sampler(Numbers(count, 5), seed)
-    whole = sampler.batch(step * batch, batch)
+    whole = Sampler(Numbers(count, 5), seed).batch(step * batch, batch)
     parts = [even_part(batch, ranks, rank) for rank in range(ranks)]
     shared = [Sampler(Numbers(count, 5), seed).batch(step * batch + part.start, part.size) for part in parts]
     for place in range(2):
@@ -153,8 +152,7 @@ def test_in_order_takes_the_same_samples_for_any_parts(count: int, limit: int, p
 @pytest.mark.parametrize("extra", [0, 1, 30])
 def test_shifted_windows_stay_inside(extra: int) -> None:
     context = 16
-    tokens = np.arange(10 * context + 1 + extra, dtype=np.uint16)
-    sampler = Sampler(TokenWindows(tokens, context, shifting=True), 3)
+    sampler = Sampler(TokenWindows(np.arange(10 * context + 1 + extra, dtype=np.uint16), context, shifting=True), 3)
     x, y = sampler.batch(0, 2000)
     assert np.array_equal(x + 1, y)
     assert len({int(row[0]) % context for row in x}) == context  # every shift is met

@@ -54,8 +54,7 @@ def test_rows_are_flattened(rng: np.random.Generator) -> None:
     inputs, targets = TableRows(x, y, 4, 9).take(np.array([4, 0]), 0)
     assert np.array_equal(inputs, x[[8, 4]].reshape(2, 6))
     assert targets.tolist() == [8, 4]
-    nothing = TableRows(x, y, 4, 9).take(np.empty(0, np.int64), 0)
-    assert nothing[0].shape == (0, 6)
+    assert TableRows(x, y, 4, 9).take(np.empty(0, np.int64), 0)[0].shape == (0, 6)
 
 
 @pytest.mark.parametrize("index", [slice(None), slice(2, 5), slice(-3, None), slice(0, 100), slice(1, 6, 2)])

@@ -94,8 +94,7 @@ def balanced(needs: Sequence[float], steps: int, samples: int = 24, pipeline: in
         shares = SampleShares(samples, axes.data.size)
         balance = LoadBalancer(axes.data, axes.pipeline, shares)
         for step in range(1, steps + 1):
-            own = shares.of(step - 1)[axes.data.rank]
-            balance.after(step, own * needs[comm.rank] * (50 if step == 1 else 1))
+            balance.after(step, shares.of(step - 1)[axes.data.rank] * needs[comm.rank] * (50 if step == 1 else 1))
         return [shares.of(batch) for batch in range(steps + READ_AHEAD)]
 
     return run_threads(len(needs), body)
@@ -243,8 +242,7 @@ def test_a_slow_rank_gets_fewer_samples_and_a_resumed_run_goes_on_with_them(
     now = table["samples"][-1].tolist()
     assert now[0] >= 11 > 5 >= now[1], "the other is three times as fast"
     assert first.checkpoint is not None
-    kept = manifest.load(first.checkpoint).scalars["shares"]
-    assert kept == [[10, now]]
+    assert manifest.load(first.checkpoint).scalars["shares"] == [[10, now]]
     more = {**uneven, "run.steps": 11}
     (tmp_path / "run" / "metrics.h5").unlink()
     again, _ = run_threads(2, lambda comm: run_loop(comm, more, tmp_path / "run", first.checkpoint))

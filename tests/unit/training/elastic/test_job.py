@@ -83,8 +83,7 @@ def test_spares_take_the_places_of_the_dead_to_the_bit(
     keys = {"run.seed": int(rng.integers(1000)), **LAYOUTS[name]}
     calm = survive(4, tmp_path / "calm", text, keys)
     kills = [f"{rng.integers(4)}@{step}:{rng.choice(moments(name))}" for step in (2, 5, 8)]
-    every = {"checkpoint.every_steps": 1, "chaos.kill": kills}
-    found = survive(4, tmp_path / "killed", text, keys | every, spares=3)
+    found = survive(4, tmp_path / "killed", text, keys | {"checkpoint.every_steps": 1, "chaos.kill": kills}, spares=3)
     assert found.steps["world"][-1] == 4
     np.testing.assert_array_equal(losses(found.steps), losses(calm.steps), err_msg=str(kills))
 
@@ -245,8 +244,7 @@ def test_a_layout_for_any_number_of_ranks(keys: dict[str, Any], ranks: int, expe
 
 
 def test_no_layout_without_a_worker() -> None:
-    keys = ["parallel.strategy=parameter_server", "parameter_server.servers=2"]
-    recipe = recipes.load(None, keys, {}).recipe
+    recipe = recipes.load(None, ["parallel.strategy=parameter_server", "parameter_server.servers=2"], {}).recipe
     assert refit(recipe, 2) is None
     assert refit(recipe, 3) is not None
 

@@ -28,8 +28,7 @@ def test_entropies_equal_counting(rng: np.random.Generator, dtype: str, scale: i
 
 
 def test_entropies_of_known_texts() -> None:
-    alternating = np.tile(np.array([3, 200], np.uint8), 500)
-    got = figures.conditional_entropies(alternating)
+    got = figures.conditional_entropies(np.tile(np.array([3, 200], np.uint8), 500))
     assert got["unigram"] == pytest.approx(math.log(2))
     assert got["bigram"] == got["trigram"] == 0.0
     assert figures.conditional_entropies(np.zeros(1, np.uint8)) == {"unigram": 0.0, "bigram": 0.0, "trigram": 0.0}

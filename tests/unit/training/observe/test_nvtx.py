@@ -73,8 +73,7 @@ def test_an_operation_that_raises_leaves_no_range_open(recorded):
 
 
 def test_a_text_is_registered_once_however_many_steps_there_are(recorded):
-    ranges = NvtxRanges()
-    handler = in_range(ranges, "update", lambda op: None)
+    handler = in_range(NvtxRanges(), "update", lambda op: None)
     for _ in range(5):
         handler(Operation(Kind.APPLY))
     assert recorded.made == [{"message": "APPLY", "color": COLORS["update"], "domain": "hpcdist", "category": "update"}]

@@ -189,8 +189,7 @@ def test_a_fault_of_the_exchange_is_nobodys_own(text: Settings, tmp_path: Path) 
     found = trained(3, {**text, **RING, **EACH}, tmp_path, between)
     assert [losses for losses, _, _ in found] == [losses for losses, _, _ in calm]
     assert found[0][1][1].ranks == () and "the exchange of gradients gave other bits" in found[0][1][1].fault
-    worn = partial(damages, times=3)
-    for said in failure(text, tmp_path, worn):
+    for said in failure(text, tmp_path, partial(damages, times=3)):
         assert "step 2: three exchanges of the same gradients gave three results" in said
 
 

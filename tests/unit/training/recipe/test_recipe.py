@@ -292,8 +292,7 @@ def test_reading_a_recipe_imports_nothing_heavy() -> None:
         "import sys; from hpcdist.training.recipe import recipe; recipe.load();"
         "print([name for name in ('numpy', 'mpi4py', 'numba', 'h5py', 'cupy', 'matplotlib') if name in sys.modules])"
     )
-    done = jobs.python(program, check=True)
-    assert done.stdout.strip() == "[]"
+    assert jobs.python(program, check=True).stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(

@@ -157,8 +157,7 @@ def test_rows_of_many_steps_come_in_short_messages_and_in_order(text: dict[str, 
 
     def body(comm: Communicator) -> int:
         trainer = assembled(comm, text)
-        session = session_of(comm)
-        streaming = EventPublisher(session, trainer, OperationTiming(), tmp_path, print, None)
+        streaming = EventPublisher(session_of(comm), trainer, OperationTiming(), tmp_path, print, None)
         energy = EnergyRecorder(comm, trainer.recipe, None)
         rows = AsyncRunMetrics(comm, tmp_path / "metrics.h5", None, {}, energy, streaming)
         rows.begin({0: 0, 1: 0})
@@ -172,8 +171,7 @@ def test_rows_of_many_steps_come_in_short_messages_and_in_order(text: dict[str, 
             made = end[comm.rank] if comm.rank < 2 else 0
             rows.flush()
             if comm.rank == 0:
-                count = len(files.read(tmp_path / "metrics.h5").steps["step"])
-                assert count == min(end), "the rows of the slowest"
+                assert len(files.read(tmp_path / "metrics.h5").steps["step"]) == min(end), "the rows of the slowest"
             comm.barrier()
         return rows._messages
 
@@ -196,8 +194,7 @@ def test_rows_far_ahead_of_the_slowest_do_not_wait_for_it(
 
     def body(comm: Communicator) -> int:
         trainer = assembled(comm, text)
-        session = session_of(comm)
-        streaming = EventPublisher(session, trainer, OperationTiming(), tmp_path, print, None)
+        streaming = EventPublisher(session_of(comm), trainer, OperationTiming(), tmp_path, print, None)
         rows = AsyncRunMetrics(
             comm, tmp_path / "metrics.h5", None, {}, EnergyRecorder(comm, trainer.recipe, None), streaming
         )
@@ -282,8 +279,7 @@ def test_a_loss_that_is_not_finite_stops_all_and_names_the_tensor(
         if step == 1:
             ready.wait(LIMIT_S)
         if loop.trainer.comm.rank in failing:
-            segment = loop.trainer.model.layout.segments[0]
-            loop.exchange.parameters.view(segment.key)[...] = np.nan
+            loop.exchange.parameters.view(loop.trainer.model.layout.segments[0].key)[...] = np.nan
 
     def body(comm: Communicator) -> str:
         with pytest.raises(NonFiniteError) as error:

@@ -172,8 +172,7 @@ def test_a_record_that_cannot_be_read_just_now_keeps_its_place(
 
     with monkeypatch.context() as during:
         during.setattr(regular, "read", fail)
-        started = StartRecord(tmp_path)
-        started.ended("stopped")
+        StartRecord(tmp_path).ended("stopped")
         EnergyRecorder(solo(), Recipe(), None, tmp_path).note()
         assert begin._entries(tmp_path) == []
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

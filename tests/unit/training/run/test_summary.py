@@ -80,8 +80,7 @@ def test_what_is_loaded_from_memory_of_the_node_is_no_part_of_what_is_sent(words
     def body(comm: Communicator) -> tuple[dict[str, Any], int]:
         trainer = assembled(comm, shared)
         trainings.results(trainer, 4)
-        done = outcome([1.0] * 4, [0.5] * 4, [8.0] * 4)
-        found = summarise(comm, trainer, done, Path("run"), math.nan, {})
+        found = summarise(comm, trainer, outcome([1.0] * 4, [0.5] * 4, [8.0] * 4), Path("run"), math.nan, {})
         trainer.close()
         return found, trainer.model.layout.size * 4
 

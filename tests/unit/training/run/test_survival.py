@@ -43,8 +43,7 @@ def test_a_signal_becomes_a_stop_request_and_nothing_else(number: int, stop_requ
 
 
 def test_the_second_interrupt_does_not_wait() -> None:
-    stop_requests = StopRequests(None)
-    stop_requests.listen()
+    StopRequests(None).listen()
     os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
@@ -92,9 +91,7 @@ libc.pthread_mutex_lock(mutex)
 
 @pytest.mark.parametrize(("name", "code"), [("TERM", 75), ("HUP", 75), ("USR1", 75), ("INT", 130)])
 def test_a_signal_ends_a_process_that_has_nothing_to_save(name: str, code: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "HPCDIST_LAUNCH_DIR": str(tmp_path)}
-    line = [sys.executable, "-c", BLOCKED, name]
-    ended = jobs.run(line, env=environment)
+    ended = jobs.run([sys.executable, "-c", BLOCKED, name], env={**os.environ, "HPCDIST_LAUNCH_DIR": str(tmp_path)})
     assert (ended.returncode, ended.stdout) == (code, "let go\n"), ended
     assert f"SIG{name}: nothing to save, exit code {code}" in ended.stderr
     assert (tmp_path / "ended").read_text() == str(code)
