@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from harness.states import FLOAT
-from harness.states import LARGE as LAYOUT
+from harness.inputs import FLOAT
+from harness.inputs import LARGE as LAYOUT
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.partner.redundancy import PartnerStore, recover

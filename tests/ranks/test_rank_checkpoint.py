@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.states import LARGE as LAYOUT
-from harness.states import pieces_of
+from harness.inputs import LARGE as LAYOUT
+from harness.inputs import pieces_of
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.format import manifest

@@ -46,10 +46,7 @@ def save(run, step, ns=None):
 def jobs(capsys):
     """``jobs(*arguments)`` -> exit code, stdout, stderr of `hpcdist jobs`."""
 
-    def call(*arguments):
-        return called(capsys, "jobs", *arguments)
-
-    return call
+    return lambda *arguments: called(capsys, "jobs", *arguments)
 
 
 def told(jobs, *arguments):

@@ -36,10 +36,7 @@ def slurm(tmp_path, monkeypatch):
 def jobs(slurm, capsys):
     """``jobs(*arguments)`` -> exit code, stdout, stderr of `hpcdist jobs`."""
 
-    def call(*arguments):
-        return called(capsys, "jobs", *arguments)
-
-    return call
+    return lambda *arguments: called(capsys, "jobs", *arguments)
 
 
 @pytest.fixture

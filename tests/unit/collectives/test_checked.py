@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from hpcdist import collectives
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import ALLREDUCE, SHARDED
@@ -122,19 +123,17 @@ def test_collectives_of_the_communicator_itself_are_compared(what: str) -> None:
         assert all(word in text for word in words), text
 
 
-def test_equal_collectives_of_the_communicator_itself_pass() -> None:
-    def body(comm: Communicator) -> None:
-        comm.checked = True
-        values = np.full(4, comm.rank + 1.0)
-        comm.barrier()
-        comm.allreduce(values)
-        comm.broadcast(values, 1)
-        comm.all_gather(values, HALVES)
-        comm.reduce_scatter(values, HALVES)
-        comm.all_to_all(values, np.zeros(4), HALVES, HALVES)
-        assert values[2 * comm.rank] == 6
-
-    run_threads(2, body)
+@on_threads(2)
+def test_equal_collectives_of_the_communicator_itself_pass(comm: Communicator) -> None:
+    comm.checked = True
+    values = np.full(4, comm.rank + 1.0)
+    comm.barrier()
+    comm.allreduce(values)
+    comm.broadcast(values, 1)
+    comm.all_gather(values, HALVES)
+    comm.reduce_scatter(values, HALVES)
+    comm.all_to_all(values, np.zeros(4), HALVES, HALVES)
+    assert values[2 * comm.rank] == 6
 
 
 @pytest.mark.parametrize("what", CASES)
@@ -204,20 +203,18 @@ def test_shares_that_differ_are_found() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
-def test_equal_calls_from_different_places_are_no_error(algorithm: str) -> None:
-    def body(comm: Communicator) -> None:
-        comm.checked = True
-        buffer = np.full(5, 2.0**comm.rank, np.float32)
-        if comm.rank:
-            collectives.allreduce(comm, buffer, algorithm, scale=0.5)
-        else:
-            collectives.allreduce(comm, buffer, algorithm, scale=0.5)
-        assert (buffer == 3.5).all()
-        part = comm.split(comm.rank // 2)
-        assert part is not None and part.checked
-        collectives.allreduce(part, buffer, algorithm, "max")
-
-    run_threads(3, body)
+@on_threads(3)
+def test_equal_calls_from_different_places_are_no_error(comm: Communicator, algorithm: str) -> None:
+    comm.checked = True
+    buffer = np.full(5, 2.0**comm.rank, np.float32)
+    if comm.rank:
+        collectives.allreduce(comm, buffer, algorithm, scale=0.5)
+    else:
+        collectives.allreduce(comm, buffer, algorithm, scale=0.5)
+    assert (buffer == 3.5).all()
+    part = comm.split(comm.rank // 2)
+    assert part is not None and part.checked
+    collectives.allreduce(part, buffer, algorithm, "max")
 
 
 @pytest.mark.parametrize(
@@ -244,14 +241,12 @@ def test_a_rank_whose_call_is_refused_tells_the_others(error: type[HpcdistError]
     assert texts[0] == texts[2]
 
 
-def test_integers_that_one_rank_would_scale_are_refused_on_all() -> None:
-    def body(comm: Communicator) -> None:
-        comm.checked = True
-        buffer = np.zeros(3, np.int64)
-        with pytest.raises(UsageError if comm.rank else CommunicationError, match="cannot be multiplied by 0.5"):
-            collectives.allreduce(comm, buffer, "ring", scale=different(comm, 1.0, 0.5))
-
-    run_threads(2, body)
+@on_threads(2)
+def test_integers_that_one_rank_would_scale_are_refused_on_all(comm: Communicator) -> None:
+    comm.checked = True
+    buffer = np.zeros(3, np.int64)
+    with pytest.raises(UsageError if comm.rank else CommunicationError, match="cannot be multiplied by 0.5"):
+        collectives.allreduce(comm, buffer, "ring", scale=different(comm, 1.0, 0.5))
 
 
 def test_off_it_sends_nothing_and_on_it_sends_one_record() -> None:

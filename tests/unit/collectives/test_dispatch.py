@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from hpcdist import collectives
 from hpcdist.arrays.dtypes import INTEGERS
 from hpcdist.collectives import ALLREDUCE, dispatch
@@ -18,41 +19,34 @@ from hpcdist.errors import BufferHandoverError, CommunicationError, UsageError
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
-def test_the_result_is_multiplied_exactly_once(algorithm: str, size: int, dtype: type) -> None:
-    def body(comm: Communicator) -> None:
-        for count in (0, 1, 300):
-            for op, expected in (("sum", size * (size + 1) / 2), ("max", size), ("min", 1)):
-                buffer = np.full(count, comm.rank + 1, dtype)
-                collectives.allreduce(comm, buffer, algorithm, op, scale=0.25)
-                assert (buffer == 0.25 * expected).all()
-
-    run_threads(size, body)
+@on_threads("size")
+def test_the_result_is_multiplied_exactly_once(comm: Communicator, algorithm: str, size: int, dtype: type) -> None:
+    for count in (0, 1, 300):
+        for op, expected in (("sum", size * (size + 1) / 2), ("max", size), ("min", 1)):
+            buffer = np.full(count, comm.rank + 1, dtype)
+            collectives.allreduce(comm, buffer, algorithm, op, scale=0.25)
+            assert (buffer == 0.25 * expected).all()
 
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
-def test_16_bits_are_scaled_before_they_are_rounded(algorithm: str) -> None:
+@on_threads(2)
+def test_16_bits_are_scaled_before_they_are_rounded(comm: Communicator, algorithm: str) -> None:
     """The sum is beyond the range of float16, its mean is not."""
-
-    def body(comm: Communicator) -> None:
-        buffer = np.full(70, 60_000, np.float16)
-        collectives.allreduce(comm, buffer, algorithm, scale=0.5)
-        assert (buffer == 60_000).all()
-
-    run_threads(2, body)
+    buffer = np.full(70, 60_000, np.float16)
+    collectives.allreduce(comm, buffer, algorithm, scale=0.5)
+    assert (buffer == 60_000).all()
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("dtype", INTEGERS.values(), ids=INTEGERS)
-def test_integers_are_not_scaled(size: int, dtype: np.dtype) -> None:
-    def body(comm: Communicator) -> None:
-        buffer = np.ones(4, dtype)
-        with count_traffic(comm) as traffic, pytest.raises(UsageError, match=r"cannot be multiplied by 0\.5"):
-            collectives.allreduce(comm, buffer, "ring", scale=0.5)
-        assert not traffic.calls
-        collectives.allreduce(comm, buffer, "ring", scale=1)
-        assert (buffer == size).all()
-
-    run_threads(size, body)
+@on_threads("size")
+def test_integers_are_not_scaled(comm: Communicator, size: int, dtype: np.dtype) -> None:
+    buffer = np.ones(4, dtype)
+    with count_traffic(comm) as traffic, pytest.raises(UsageError, match=r"cannot be multiplied by 0\.5"):
+        collectives.allreduce(comm, buffer, "ring", scale=0.5)
+    assert not traffic.calls
+    collectives.allreduce(comm, buffer, "ring", scale=1)
+    assert (buffer == size).all()
 
 
 def test_what_was_settled_does_not_let_another_buffer_through() -> None:
@@ -79,33 +73,29 @@ def test_what_was_settled_does_not_let_another_buffer_through() -> None:
     run_threads(2, body)
 
 
-def test_a_call_leaves_one_event_over_those_of_its_messages() -> None:
-    def body(comm: Communicator) -> None:
-        for algorithm, within in (("native", {"allreduce": 1}), ("recursive_doubling", {"sendrecv": 1})):
-            for _ in range(2):  # settled now, and settled before
-                with count_traffic(comm) as traffic:
-                    collectives.allreduce(comm, np.zeros(1), algorithm)
-                assert traffic.calls == {f"{algorithm}_allreduce": 1, **within}
-
-    run_threads(2, body)
+@on_threads(2)
+def test_a_call_leaves_one_event_over_those_of_its_messages(comm: Communicator) -> None:
+    for algorithm, within in (("native", {"allreduce": 1}), ("recursive_doubling", {"sendrecv": 1})):
+        for _ in range(2):  # settled now, and settled before
+            with count_traffic(comm) as traffic:
+                collectives.allreduce(comm, np.zeros(1), algorithm)
+            assert traffic.calls == {f"{algorithm}_allreduce": 1, **within}
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("checked", [False, True])
+@on_threads(2, ranks_per_node=1)
 def test_the_event_of_a_call_that_is_refused_ends_and_that_of_one_that_fails_does_not(
-    scale: float, checked: bool, tmp_path: Path
+    comm: Communicator, scale: float, checked: bool, tmp_path: Path
 ) -> None:
-    def body(comm: Communicator) -> None:
-        comm.events = recorder = Recorder(tmp_path / f"{comm.rank}.rec", comm.rank, comm.size)
-        comm.checked = checked
-        with pytest.raises(UsageError, match="choose hierarchical"):
-            collectives.allreduce(comm, np.zeros(4), "node_shared", scale=scale)
-        assert not recorder.running(), "the watchdog would end the job"
-        with pytest.raises(CommunicationError, match=r"buffer of|different calls"):
-            collectives.allreduce(comm, np.zeros(4 + comm.rank), "recursive_doubling", scale=scale)
-        assert "recursive_doubling_allreduce" in recorder.describe(min(recorder.running())[1])
-
-    run_threads(2, body, ranks_per_node=1)
+    comm.events = recorder = Recorder(tmp_path / f"{comm.rank}.rec", comm.rank, comm.size)
+    comm.checked = checked
+    with pytest.raises(UsageError, match="choose hierarchical"):
+        collectives.allreduce(comm, np.zeros(4), "node_shared", scale=scale)
+    assert not recorder.running(), "the watchdog would end the job"
+    with pytest.raises(CommunicationError, match=r"buffer of|different calls"):
+        collectives.allreduce(comm, np.zeros(4 + comm.rank), "recursive_doubling", scale=scale)
+    assert "recursive_doubling_allreduce" in recorder.describe(min(recorder.running())[1])
 
 
 def test_algorithms_that_take_a_scale_are_given_it() -> None:
@@ -123,10 +113,8 @@ def test_algorithms_that_take_a_scale_are_given_it() -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("algorithm", ["native", "ring", "node_shared"])
-def test_a_product_beyond_the_range_is_infinite_without_a_warning(algorithm: str) -> None:
-    def body(comm: Communicator) -> None:
-        buffer = np.array([3e38, np.inf, 0, -3e38], np.float32)
-        collectives.allreduce(comm, buffer, algorithm, "max", scale=4.0)
-        assert buffer.tolist() == [np.inf, np.inf, 0, -np.inf]
-
-    run_threads(2, body)
+@on_threads(2)
+def test_a_product_beyond_the_range_is_infinite_without_a_warning(comm: Communicator, algorithm: str) -> None:
+    buffer = np.array([3e38, np.inf, 0, -3e38], np.float32)
+    collectives.allreduce(comm, buffer, algorithm, "max", scale=4.0)
+    assert buffer.tolist() == [np.inf, np.inf, 0, -np.inf]

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from hpcdist import collectives
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
@@ -57,32 +58,26 @@ def ordered(halves: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_widened_ring_sends_float32_and_says_so(dtype: type) -> None:
-    def body(comm: Communicator) -> None:
-        buffer = np.ones(256, dtype)
-        with count_traffic(comm) as traffic:
-            collectives.allreduce(comm, buffer, "ring")
-        assert traffic.sent_bytes == 2 * 3 * (256 * 4) // 4
-
-    run_threads(4, body)
+@on_threads(4)
+def test_a_widened_ring_sends_float32_and_says_so(comm: Communicator, dtype: type) -> None:
+    buffer = np.ones(256, dtype)
+    with count_traffic(comm) as traffic:
+        collectives.allreduce(comm, buffer, "ring")
+    assert traffic.sent_bytes == 2 * 3 * (256 * 4) // 4
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("algorithm", collectives.ALLREDUCE)
-def test_a_sum_beyond_the_range_of_float16_is_infinite_without_a_warning(algorithm: str) -> None:
-    def body(comm: Communicator) -> None:
-        buffer = np.array([60_000, -60_000, 30_000], np.float16)
-        collectives.allreduce(comm, buffer, algorithm)
-        assert buffer.tolist() == [np.inf, -np.inf, 60_000]
-
-    run_threads(2, body)
+@on_threads(2)
+def test_a_sum_beyond_the_range_of_float16_is_infinite_without_a_warning(comm: Communicator, algorithm: str) -> None:
+    buffer = np.array([60_000, -60_000, 30_000], np.float16)
+    collectives.allreduce(comm, buffer, algorithm)
+    assert buffer.tolist() == [np.inf, -np.inf, 60_000]
 
 
 @pytest.mark.parametrize("algorithm", OTHERS)
-def test_partial_sums_may_leave_the_range_of_float16(algorithm: str) -> None:
-    def body(comm: Communicator) -> None:
-        buffer = np.full(40, [60_000, 60_000, -60_000, -60_000][comm.rank], np.float16)
-        collectives.allreduce(comm, buffer, algorithm)
-        assert not buffer.any()
-
-    run_threads(4, body)
+@on_threads(4)
+def test_partial_sums_may_leave_the_range_of_float16(comm: Communicator, algorithm: str) -> None:
+    buffer = np.full(40, [60_000, 60_000, -60_000, -60_000][comm.rank], np.float16)
+    collectives.allreduce(comm, buffer, algorithm)
+    assert not buffer.any()

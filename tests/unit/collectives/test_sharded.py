@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from hpcdist.arrays.dtypes import FLOATS
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range
 from hpcdist.collectives import SHARDED
@@ -107,16 +108,14 @@ def test_16_bit_floats_are_summed_in_rank_order_in_float32_and_rounded_once(
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_16_bit_halves_of_the_ring_send_half_the_bytes(size: int) -> None:
-    def body(comm: Communicator) -> None:
-        buffer = np.ones(32 * size, FLOATS["bfloat16"])
-        shares = SHARDED["ring"].shares(comm, buffer.size, 2)
-        for call in (SHARDED["ring"].reduce_scatter, SHARDED["ring"].all_gather):
-            with count_traffic(comm) as traffic:
-                call(comm, buffer, shares)
-            assert traffic.sent_bytes == buffer.nbytes * (size - 1) // size and not traffic.unknown
-
-    run_threads(size, body)
+@on_threads("size")
+def test_16_bit_halves_of_the_ring_send_half_the_bytes(comm: Communicator, size: int) -> None:
+    buffer = np.ones(32 * size, FLOATS["bfloat16"])
+    shares = SHARDED["ring"].shares(comm, buffer.size, 2)
+    for call in (SHARDED["ring"].reduce_scatter, SHARDED["ring"].all_gather):
+        with count_traffic(comm) as traffic:
+            call(comm, buffer, shares)
+        assert traffic.sent_bytes == buffer.nbytes * (size - 1) // size and not traffic.unknown
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -139,18 +138,16 @@ def test_what_is_refused(algorithm: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_each_half_of_the_ring_sends_p_minus_one_over_p(size: int) -> None:
-    def body(comm: Communicator) -> None:
-        buffer = np.full(16 * size, 1.0, np.float32)
-        shares = SHARDED["ring"].shares(comm, buffer.size, 4)
-        for call in (SHARDED["ring"].reduce_scatter, SHARDED["ring"].all_gather):
-            with count_traffic(comm) as traffic:
-                call(comm, buffer, shares)
-            assert traffic.sent_bytes == buffer.nbytes * (size - 1) // size
-            assert not traffic.unknown
-        assert (buffer == size).all()
-
-    run_threads(size, body)
+@on_threads("size")
+def test_each_half_of_the_ring_sends_p_minus_one_over_p(comm: Communicator, size: int) -> None:
+    buffer = np.full(16 * size, 1.0, np.float32)
+    shares = SHARDED["ring"].shares(comm, buffer.size, 4)
+    for call in (SHARDED["ring"].reduce_scatter, SHARDED["ring"].all_gather):
+        with count_traffic(comm) as traffic:
+            call(comm, buffer, shares)
+        assert traffic.sent_bytes == buffer.nbytes * (size - 1) // size
+        assert not traffic.unknown
+    assert (buffer == size).all()
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 4), (4, 2), (3, 2), (1, 4), (4, 1)])
@@ -209,30 +206,26 @@ def test_one_event_stands_over_the_messages(algorithm: str) -> None:
     run_threads(4, body, nodes_for(algorithm, 2))
 
 
-def test_shared_memory_ends_with_the_node() -> None:
-    def body(comm: Communicator) -> None:
-        shares = SHARDED["node_shared"].shares(comm, 100, 8)
-        comm.events = looking_on = _ByName()
-        for call in (SHARDED["node_shared"].reduce_scatter, SHARDED["node_shared"].all_gather):
-            with pytest.raises(UsageError, match="4 ranks of world are on 2; choose hierarchical"):
-                call(comm, np.zeros(100), shares)
-        assert looking_on.begun and looking_on.open == 0, "nobody waits in what was refused"
-
-    run_threads(4, body, 2)
+@on_threads(4, ranks_per_node=2)
+def test_shared_memory_ends_with_the_node(comm: Communicator) -> None:
+    shares = SHARDED["node_shared"].shares(comm, 100, 8)
+    comm.events = looking_on = _ByName()
+    for call in (SHARDED["node_shared"].reduce_scatter, SHARDED["node_shared"].all_gather):
+        with pytest.raises(UsageError, match="4 ranks of world are on 2; choose hierarchical"):
+            call(comm, np.zeros(100), shares)
+    assert looking_on.begun and looking_on.open == 0, "nobody waits in what was refused"
 
 
 @pytest.mark.parametrize("algorithm", SHARDED)
-def test_one_rank_sends_nothing(algorithm: str) -> None:
-    def body(comm: Communicator) -> None:
-        shares = SHARDED[algorithm].shares(comm, 7, 8)
-        assert shares == [Range(0, 7)]
-        buffer = np.arange(7.0)
-        with count_traffic(comm) as traffic:
-            SHARDED[algorithm].reduce_scatter(comm, buffer, shares)
-            SHARDED[algorithm].all_gather(comm, buffer, shares)
-        assert not traffic.calls and np.array_equal(buffer, np.arange(7.0))
-
-    run_threads(1, body)
+@on_threads(1)
+def test_one_rank_sends_nothing(comm: Communicator, algorithm: str) -> None:
+    shares = SHARDED[algorithm].shares(comm, 7, 8)
+    assert shares == [Range(0, 7)]
+    buffer = np.arange(7.0)
+    with count_traffic(comm) as traffic:
+        SHARDED[algorithm].reduce_scatter(comm, buffer, shares)
+        SHARDED[algorithm].all_gather(comm, buffer, shares)
+    assert not traffic.calls and np.array_equal(buffer, np.arange(7.0))
 
 
 @pytest.mark.parametrize("node_of", [[0, 1, 0, 1, 0, 1], [0, 1, 1, 0], [0, 1, 2, 2, 1, 0]])
@@ -255,13 +248,10 @@ def test_hierarchical_over_ranks_that_do_not_fill_node_by_node(node_of: list[int
     assert len({tuple(shares) for shares in run_threads(len(node_of), body)}) == 1
 
 
-def test_hierarchical_refuses_shares_of_another_algorithm() -> None:
+@on_threads(4, ranks_per_node=2)
+def test_hierarchical_refuses_shares_of_another_algorithm(comm: Communicator) -> None:
     """Shares in rank order do not join to one chunk for each rank of a node: all ranks say so, and none waits."""
-
-    def body(comm: Communicator) -> None:
-        shares = SHARDED["ring"].shares(comm, 100, 8)
-        for call in (SHARDED["hierarchical"].reduce_scatter, SHARDED["hierarchical"].all_gather):
-            with pytest.raises(UsageError, match="must be those that its `shares` returned"):
-                call(comm, np.zeros(100), shares)
-
-    run_threads(4, body, 2)
+    shares = SHARDED["ring"].shares(comm, 100, 8)
+    for call in (SHARDED["hierarchical"].reduce_scatter, SHARDED["hierarchical"].all_gather):
+        with pytest.raises(UsageError, match="must be those that its `shares` returned"):
+            call(comm, np.zeros(100), shares)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from harness.states import filled
+from harness.inputs import filled
 from hpcdist.arrays.dtypes import BFLOAT16
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range, split

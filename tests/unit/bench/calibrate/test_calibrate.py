@@ -88,19 +88,13 @@ def test_a_gpu_is_measured_by_the_same_code_and_waited_for(gpu):
 
 
 def test_ranks_measure_alone_and_side_by_side():
-    def body(comm: Communicator) -> list[BusySeconds]:
-        return [one.seconds for one in device.products(comm, "float32", "cpu", 0.1)]
-
-    first, second = run_threads(2, body)
+    first, second = run_threads(2, lambda comm: [one.seconds for one in device.products(comm, "float32", "cpu", 0.1)])
     assert first == second
     assert all(one.one > 0 and one.all > 0 for one in first)
 
 
 def test_two_ranks_measure_messages_and_collectives_of_all_sizes():
-    def body(comm: Communicator) -> calibrate_run.CalibrationPoints:
-        return run(comm, models=())
-
-    first, second = run_threads(2, body)
+    first, second = run_threads(2, lambda comm: run(comm, models=()))
     assert first.links == second.links
     assert first.collectives == second.collectives
     assert [one.nbytes for one in [one for one in first.links if not one.border]] == list(sizes(1 << 10, 1 << 16))
@@ -174,10 +168,7 @@ def test_the_models_of_a_calibration_are_none_that_validate_it():
 
 
 def test_points_become_a_cluster_and_a_file(tmp_path):
-    def body(comm: Communicator) -> calibrate_run.CalibrationPoints:
-        return run(comm)
-
-    found = run_threads(2, body)[0]
+    found = run_threads(2, run)[0]
     made = cluster_fit.assemble("here", toml_file.read("workstation"), calibrate.findings(found))
     assert made.cluster.device.name == "a core"
     assert {fit.operation for fit in made.cluster.fits} == {*OPERATIONS, "message"}

@@ -108,10 +108,7 @@ def measured() -> StepResults:
     """Both built-in contenders on two ranks in one process; their times mean nothing."""
     said: list[str] = []
 
-    def body(comm: Communicator) -> StepResults | None:
-        return run.run(comm, replace(WANTED, ranks=2), {"git_commit": "abc"}, said.append)
-
-    found = run_threads(2, body)
+    found = run_threads(2, lambda comm: run.run(comm, replace(WANTED, ranks=2), {"git_commit": "abc"}, said.append))
     assert found[1] is None and found[0] is not None and len(said) == 1
     return found[0]
 

@@ -7,7 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from harness.states import FLOAT, LAYOUT, pieces_of
+from harness.inputs import FLOAT, LAYOUT, pieces_of
+from harness.threads import on_threads
 from hpcdist.arrays.filestore import FileStore
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.piece import Piece
@@ -91,22 +92,20 @@ def test_the_newest_copy_comes_back(ranks, nodes):
 
 
 @pytest.mark.parametrize("nodes", [None, 1, 2])
-def test_ranks_that_are_gone_and_ranks_that_are_new(nodes):
-    def body(comm):
-        run = Run(comm)
-        for step in (5, 6):
-            run.keep(step)
-        for dead in range(comm.size):  # the others go on without it, or a new one has its place
-            living = comm.split(None if comm.rank == dead else 0, comm.rank)
-            if living is not None:
-                assert restored(living, recover(living, comm.rank, run.buddies.copies)) == 6
-            new = comm.rank == dead
-            found = recover(comm, None if new else comm.rank, None if new else run.buddies.copies)
-            assert not (new and found.held)
-            assert restored(comm, found) == 6
-        assert recover(comm, None, None) is None
-
-    run_threads(4, body, ranks_per_node=nodes)
+@on_threads(4, ranks_per_node="nodes")
+def test_ranks_that_are_gone_and_ranks_that_are_new(comm, nodes):
+    run = Run(comm)
+    for step in (5, 6):
+        run.keep(step)
+    for dead in range(comm.size):  # the others go on without it, or a new one has its place
+        living = comm.split(None if comm.rank == dead else 0, comm.rank)
+        if living is not None:
+            assert restored(living, recover(living, comm.rank, run.buddies.copies)) == 6
+        new = comm.rank == dead
+        found = recover(comm, None if new else comm.rank, None if new else run.buddies.copies)
+        assert not (new and found.held)
+        assert restored(comm, found) == 6
+    assert recover(comm, None, None) is None
 
 
 class DiesAt:
@@ -215,21 +214,19 @@ def flip(copy, bit):
 
 
 @pytest.mark.parametrize("nodes", [None, 1])
-def test_every_damaged_bit_is_found(nodes, capsys):
-    def body(comm):
-        run = Run(comm)
-        for step in (1, 2):
-            run.keep(step)
-        for generation in run.buddies.copies.generations:
-            copy = generation.of[comm.rank]
-            for place in np.flatnonzero(_digested(copy))[comm.rank :: 7]:
-                for bit in (8 * place, 8 * place + 7):
-                    flip(copy, bit)
-                    assert run.buddies.checked().startswith(f"the copy of rank {comm.rank}'s state after step ")
-                    flip(copy, bit)
-        assert run.buddies.checked() == ""
-
-    run_threads(2, body, nodes)
+@on_threads(2, ranks_per_node="nodes")
+def test_every_damaged_bit_is_found(comm, nodes, capsys):
+    run = Run(comm)
+    for step in (1, 2):
+        run.keep(step)
+    for generation in run.buddies.copies.generations:
+        copy = generation.of[comm.rank]
+        for place in np.flatnonzero(_digested(copy))[comm.rank :: 7]:
+            for bit in (8 * place, 8 * place + 7):
+                flip(copy, bit)
+                assert run.buddies.checked().startswith(f"the copy of rank {comm.rank}'s state after step ")
+                flip(copy, bit)
+    assert run.buddies.checked() == ""
 
 
 def _digested(copy):
@@ -322,29 +319,26 @@ def test_pieces_and_scalars_may_change(rng, monkeypatch, nodes):
     run_threads(3, body, nodes)
 
 
-def test_state_on_a_gpu_or_in_a_file(gpu, tmp_path):
+@on_threads(2)
+def test_state_on_a_gpu_or_in_a_file(comm, gpu, tmp_path):
     """What is kept of it is the same, and what is copied to the host is no more than that."""
-
-    def body(comm):
-        part = split(LAYOUT.size, comm.size, 4)[comm.rank]
-        places = {"gpu": {"on": "gpu"}, "file": {"directory": tmp_path}, "memory": {}}
-        stores = {
-            where: (FileStore if where == "file" else FlatStore)(LAYOUT, FLOAT, part, **options)
-            for where, options in places.items()
-        }
-        run, values = PartnerStore(comm), values_after(7).range(part)
-        for store in stores.values():
-            store.write(part, values)
-        pieces = stored(stores, [part])
-        gpu.LOG.clear()
-        run.keep(7, pieces, {"steps": 7})
-        thread = threading.current_thread().name
-        assert gpu.LOG.nbytes(gpu.D2H, thread) == sum(p.array.nbytes for p in pieces if p.kind == "gpu")
-        found = recover(comm, comm.rank, run.copies)
-        assert len(found.held) == len(pieces)
-        for piece in found.held:
-            segment = next(segment for segment in LAYOUT.segments if segment.spec.key == piece.tensor)
-            expected = values_after(7).range(piece.flat.shift(segment.range.start))
-            assert piece.array.tobytes() == expected.tobytes()
-
-    run_threads(2, body)
+    part = split(LAYOUT.size, comm.size, 4)[comm.rank]
+    places = {"gpu": {"on": "gpu"}, "file": {"directory": tmp_path}, "memory": {}}
+    stores = {
+        where: (FileStore if where == "file" else FlatStore)(LAYOUT, FLOAT, part, **options)
+        for where, options in places.items()
+    }
+    run, values = PartnerStore(comm), values_after(7).range(part)
+    for store in stores.values():
+        store.write(part, values)
+    pieces = stored(stores, [part])
+    gpu.LOG.clear()
+    run.keep(7, pieces, {"steps": 7})
+    thread = threading.current_thread().name
+    assert gpu.LOG.nbytes(gpu.D2H, thread) == sum(p.array.nbytes for p in pieces if p.kind == "gpu")
+    found = recover(comm, comm.rank, run.copies)
+    assert len(found.held) == len(pieces)
+    for piece in found.held:
+        segment = next(segment for segment in LAYOUT.segments if segment.spec.key == piece.tensor)
+        expected = values_after(7).range(piece.flat.shift(segment.range.start))
+        assert piece.array.tobytes() == expected.tobytes()

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from harness.states import filled, pieces_of
+from harness.inputs import filled, pieces_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece, first_gap, intersect_runs, runs, whole_box
 from hpcdist.arrays.ranges import Range, split

@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 import pytest
 
-from harness.states import pieces_of
+from harness.inputs import pieces_of
 from harness.trainings import trainer_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range, split

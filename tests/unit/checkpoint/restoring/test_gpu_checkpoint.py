@@ -6,7 +6,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from harness.states import filled
+from harness.inputs import filled
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import split

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.states import LAYOUT
+from harness.inputs import LAYOUT
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.filestore import FileSlice, FileStore

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from harness.states import FLOAT, LAYOUT, pieces_of
+from harness.inputs import FLOAT, LAYOUT, pieces_of
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore

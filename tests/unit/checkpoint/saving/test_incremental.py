@@ -7,6 +7,7 @@ import h5py
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import split
 from hpcdist.checkpoint.format import manifest
@@ -194,15 +195,13 @@ def test_keys_that_do_not_go_together():
     assert load(None, [*in_file, beside, "checkpoint.local_directory=/tmp"]).recipe.checkpoint.local_directory == "/tmp"
 
 
-def test_a_few_unchanged_bytes_keep_no_shard_alive(tmp_path):
-    def body(comm):
-        kept, bias, weight = IncrementalWriter(), np.ones(4), np.zeros(SIZE)
-        for step in (1, 2):
-            weight[...] = step
-            pieces = [Piece.whole("parameters", name, array) for name, array in (("bias", bias), ("weight", weight))]
-            path = save_planned(plan_of(tmp_path, comm, step), pieces, comm, "rank", kept)
-        assert list(manifest.load(path).files) == ["shard-00000.h5"]
-        restore(path, [Piece.whole("parameters", "bias", bias)])
-        assert (bias == 1).all()
-
-    run_threads(1, body)
+@on_threads(1)
+def test_a_few_unchanged_bytes_keep_no_shard_alive(comm, tmp_path):
+    kept, bias, weight = IncrementalWriter(), np.ones(4), np.zeros(SIZE)
+    for step in (1, 2):
+        weight[...] = step
+        pieces = [Piece.whole("parameters", name, array) for name, array in (("bias", bias), ("weight", weight))]
+        path = save_planned(plan_of(tmp_path, comm, step), pieces, comm, "rank", kept)
+    assert list(manifest.load(path).files) == ["shard-00000.h5"]
+    restore(path, [Piece.whole("parameters", "bias", bias)])
+    assert (bias == 1).all()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from harness import jobs
-from harness.states import filled, pieces_of
+from harness.inputs import filled, pieces_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split

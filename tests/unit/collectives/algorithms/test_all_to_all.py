@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import ALL_TO_ALL, all_to_all, all_to_all_allreduce
 from hpcdist.comm.communicator import Communicator
@@ -22,15 +23,15 @@ def end_to_end(sizes: list[int]) -> list[Range]:
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int64])
 @pytest.mark.parametrize("size", range(1, 9))
-def test_all_to_all_sends_the_bytes_of_the_ring_in_the_dtype_of_the_buffer(size: int, dtype: type) -> None:
-    def body(comm: Communicator) -> None:
-        buffer = np.full(64 * size, comm.rank, dtype)
-        with count_traffic(comm) as traffic:
-            all_to_all_allreduce(comm, buffer)
-        assert (buffer == size * (size - 1) / 2).all()
-        assert traffic.sent_bytes == 2 * (size - 1) * buffer.nbytes // size
-
-    run_threads(size, body)
+@on_threads("size")
+def test_all_to_all_sends_the_bytes_of_the_ring_in_the_dtype_of_the_buffer(
+    comm: Communicator, size: int, dtype: type
+) -> None:
+    buffer = np.full(64 * size, comm.rank, dtype)
+    with count_traffic(comm) as traffic:
+        all_to_all_allreduce(comm, buffer)
+    assert (buffer == size * (size - 1) / 2).all()
+    assert traffic.sent_bytes == 2 * (size - 1) * buffer.nbytes // size
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])

@@ -5,6 +5,7 @@ import importlib
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS
 from hpcdist.arrays.ranges import split
 from hpcdist.collectives import BROADCAST, broadcast
@@ -99,19 +100,17 @@ def test_auto_chooses_by_size_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     assert called == ["binomial"] * (2 * ranks - 2)
 
 
-def test_broadcast_refuses_bad_calls_on_every_rank_before_anything_is_sent() -> None:
-    def body(comm: Communicator) -> None:
-        with count_traffic(comm) as traffic:
-            with pytest.raises(UsageError, match="'tree' is unknown; choose auto or one of native, binomial"):
-                broadcast(comm, np.zeros(4), 0, "tree")
-            for algorithm in (*BROADCAST, "auto"):
-                for root in (-1, 3):
-                    with pytest.raises(UsageError, match=f"root {root} does not exist among 3 ranks"):
-                        broadcast(comm, np.zeros(4), root, algorithm)
-                with pytest.raises(BufferHandoverError, match="1-D contiguous"):
-                    broadcast(comm, np.zeros((2, 2)), 0, algorithm)
-            with pytest.raises(UsageError, match="segment_bytes = 0"):
-                chain_broadcast(comm, np.zeros(4), segment_bytes=0)
-        assert not traffic.calls
-
-    run_threads(3, body)
+@on_threads(3)
+def test_broadcast_refuses_bad_calls_on_every_rank_before_anything_is_sent(comm: Communicator) -> None:
+    with count_traffic(comm) as traffic:
+        with pytest.raises(UsageError, match="'tree' is unknown; choose auto or one of native, binomial"):
+            broadcast(comm, np.zeros(4), 0, "tree")
+        for algorithm in (*BROADCAST, "auto"):
+            for root in (-1, 3):
+                with pytest.raises(UsageError, match=f"root {root} does not exist among 3 ranks"):
+                    broadcast(comm, np.zeros(4), root, algorithm)
+            with pytest.raises(BufferHandoverError, match="1-D contiguous"):
+                broadcast(comm, np.zeros((2, 2)), 0, algorithm)
+        with pytest.raises(UsageError, match="segment_bytes = 0"):
+            chain_broadcast(comm, np.zeros(4), segment_bytes=0)
+    assert not traffic.calls

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import circulant_allreduce
 from hpcdist.collectives.algorithms.circulant import all_gather, reduce_scatter
@@ -52,18 +53,16 @@ def test_circulant_gives_all_ranks_the_same_bits(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_circulant_sends_the_bytes_of_the_ring_in_the_rounds_of_a_tree(size: int) -> None:
-    def body(comm: Communicator) -> None:
-        buffer = np.full(16 * size, float(comm.rank), np.float32)
-        with count_traffic(comm) as traffic:
-            circulant_allreduce(comm, buffer)
-        assert traffic.sent_bytes == 2 * (size - 1) * buffer.nbytes // size
-        assert not traffic.unknown
-        assert (buffer == size * (size - 1) / 2).all()
-        messages = traffic.calls["sendrecv"] + traffic.calls["isend"]
-        assert 2 * rounds(size) <= messages <= 4 * rounds(size)  # one message a round, or two where the blocks wrap
-
-    run_threads(size, body)
+@on_threads("size")
+def test_circulant_sends_the_bytes_of_the_ring_in_the_rounds_of_a_tree(comm: Communicator, size: int) -> None:
+    buffer = np.full(16 * size, float(comm.rank), np.float32)
+    with count_traffic(comm) as traffic:
+        circulant_allreduce(comm, buffer)
+    assert traffic.sent_bytes == 2 * (size - 1) * buffer.nbytes // size
+    assert not traffic.unknown
+    assert (buffer == size * (size - 1) / 2).all()
+    messages = traffic.calls["sendrecv"] + traffic.calls["isend"]
+    assert 2 * rounds(size) <= messages <= 4 * rounds(size)  # one message a round, or two where the blocks wrap
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -96,15 +95,13 @@ def test_circulant_halves_take_any_ranges(size: int, segment_bytes: int, rng: np
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.int64])
-def test_circulant_all_gather_of_any_dtype(dtype: type) -> None:
-    def body(comm: Communicator) -> None:
-        ranges = split(700, 7, np.dtype(dtype).itemsize)
-        buffer = np.zeros(700, dtype)
-        buffer[ranges[comm.rank].slice] = comm.rank + 1
-        all_gather(comm, buffer, ranges)
-        assert all((buffer[part.slice] == rank + 1).all() for rank, part in enumerate(ranges))
-
-    run_threads(7, body)
+@on_threads(7)
+def test_circulant_all_gather_of_any_dtype(comm: Communicator, dtype: type) -> None:
+    ranges = split(700, 7, np.dtype(dtype).itemsize)
+    buffer = np.zeros(700, dtype)
+    buffer[ranges[comm.rank].slice] = comm.rank + 1
+    all_gather(comm, buffer, ranges)
+    assert all((buffer[part.slice] == rank + 1).all() for rank, part in enumerate(ranges))
 
 
 def test_circulant_is_its_two_halves_one_after_the_other(segment_bytes: int, rng: np.random.Generator) -> None:
@@ -122,23 +119,21 @@ def test_circulant_is_its_two_halves_one_after_the_other(segment_bytes: int, rng
     run_threads(7, body)
 
 
-def test_circulant_refuses_bad_calls_on_every_rank_before_anything_is_sent() -> None:
-    def body(comm: Communicator) -> None:
-        buffer = np.zeros(6)
-        with count_traffic(comm) as traffic:
-            for ranges in ([], [Range(0, 4)] * 2, [Range(0, 2), Range(2, 4), Range(4, 7)]):
-                for half in (reduce_scatter, all_gather):
-                    with pytest.raises(UsageError, match="one range inside them for each rank"):
-                        half(comm, buffer, ranges)
-            for segment_bytes in (0, -1):
-                with pytest.raises(UsageError, match="segment_bytes = .*at least 1"):
-                    circulant_allreduce(comm, buffer, segment_bytes=segment_bytes)
-            with pytest.raises(UsageError, match="choose one of sum, max, min"):
-                circulant_allreduce(comm, buffer, "mean")
-            with pytest.raises(BufferHandoverError, match="rounded at every partial sum"):
-                circulant_allreduce(comm, np.zeros(6, np.float16))
-            with pytest.raises(BufferHandoverError, match="1-D contiguous"):
-                all_gather(comm, np.zeros((3, 3)), split(9, 3, 8))
-        assert not traffic.calls
-
-    run_threads(3, body)
+@on_threads(3)
+def test_circulant_refuses_bad_calls_on_every_rank_before_anything_is_sent(comm: Communicator) -> None:
+    buffer = np.zeros(6)
+    with count_traffic(comm) as traffic:
+        for ranges in ([], [Range(0, 4)] * 2, [Range(0, 2), Range(2, 4), Range(4, 7)]):
+            for half in (reduce_scatter, all_gather):
+                with pytest.raises(UsageError, match="one range inside them for each rank"):
+                    half(comm, buffer, ranges)
+        for segment_bytes in (0, -1):
+            with pytest.raises(UsageError, match="segment_bytes = .*at least 1"):
+                circulant_allreduce(comm, buffer, segment_bytes=segment_bytes)
+        with pytest.raises(UsageError, match="choose one of sum, max, min"):
+            circulant_allreduce(comm, buffer, "mean")
+        with pytest.raises(BufferHandoverError, match="rounded at every partial sum"):
+            circulant_allreduce(comm, np.zeros(6, np.float16))
+        with pytest.raises(BufferHandoverError, match="1-D contiguous"):
+            all_gather(comm, np.zeros((3, 3)), split(9, 3, 8))
+    assert not traffic.calls

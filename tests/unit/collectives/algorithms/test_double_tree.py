@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from hpcdist.arrays.ranges import split
 from hpcdist.collectives import double_tree_allreduce
 from hpcdist.collectives.algorithms.double_tree import trees
@@ -79,17 +80,15 @@ def test_the_sum_does_not_depend_on_the_segments(rng: np.random.Generator) -> No
     run_threads(6, body)
 
 
-def test_double_tree_refuses_bad_calls_on_every_rank_before_anything_is_sent() -> None:
-    def body(comm: Communicator) -> None:
-        with count_traffic(comm) as traffic:
-            with pytest.raises(UsageError, match="segment_bytes = 0; it must be at least 1"):
-                double_tree_allreduce(comm, np.zeros(6), segment_bytes=0)
-            with pytest.raises(UsageError, match="choose one of sum, max, min"):
-                double_tree_allreduce(comm, np.zeros(6), "mean")
-            with pytest.raises(BufferHandoverError, match="rounded at every partial sum"):
-                double_tree_allreduce(comm, np.zeros(6, np.float16))
-            with pytest.raises(BufferHandoverError, match="1-D contiguous"):
-                double_tree_allreduce(comm, np.zeros(12)[::2])
-        assert not traffic.calls
-
-    run_threads(3, body)
+@on_threads(3)
+def test_double_tree_refuses_bad_calls_on_every_rank_before_anything_is_sent(comm: Communicator) -> None:
+    with count_traffic(comm) as traffic:
+        with pytest.raises(UsageError, match="segment_bytes = 0; it must be at least 1"):
+            double_tree_allreduce(comm, np.zeros(6), segment_bytes=0)
+        with pytest.raises(UsageError, match="choose one of sum, max, min"):
+            double_tree_allreduce(comm, np.zeros(6), "mean")
+        with pytest.raises(BufferHandoverError, match="rounded at every partial sum"):
+            double_tree_allreduce(comm, np.zeros(6, np.float16))
+        with pytest.raises(BufferHandoverError, match="1-D contiguous"):
+            double_tree_allreduce(comm, np.zeros(12)[::2])
+    assert not traffic.calls

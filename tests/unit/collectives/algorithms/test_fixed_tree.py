@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from hpcdist.arrays import backend
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives.algorithms.fixed_tree import FixedTree, nodes_within, shards_of, tree_sum
@@ -159,14 +160,12 @@ def test_one_partial_sum_a_rank_sends_the_bytes_of_the_ring(shards: int, sizes: 
         run_threads(size, body)
 
 
-def test_every_further_partial_sum_is_sent_once() -> None:
-    def body(comm: Communicator) -> None:
-        inputs = np.ones((6, 64), np.float32)  # [0, 3) is (0, 2) and 2, [3, 6) is 3 and (4, 6)
-        with count_traffic(comm) as traffic:
-            reduced(comm, inputs)
-        assert traffic.sent_bytes == (2 + 1) * inputs[0].nbytes // 2
-
-    run_threads(2, body)
+@on_threads(2)
+def test_every_further_partial_sum_is_sent_once(comm: Communicator) -> None:
+    inputs = np.ones((6, 64), np.float32)  # [0, 3) is (0, 2) and 2, [3, 6) is 3 and (4, 6)
+    with count_traffic(comm) as traffic:
+        reduced(comm, inputs)
+    assert traffic.sent_bytes == (2 + 1) * inputs[0].nbytes // 2
 
 
 def test_partial_sums_take_a_buffer_for_each_binary_digit() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from hpcdist.collectives import hierarchical, hierarchical_allreduce
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
@@ -151,13 +152,11 @@ def test_the_wire_is_not_idle_while_messages_are_waited_for(size: int, ranks_per
         assert all(waiting >= MODULE.AHEAD for begun, waiting in sink.queued if MODULE.AHEAD <= begun < sink.sends)
 
 
-def test_hierarchical_over_given_communicators() -> None:
-    def body(comm: Communicator) -> None:
-        buffer = np.full(512, 2.0**comm.rank)
-        intra = comm.split(comm.rank // 4)
-        inter = comm.dup().split(comm.rank % 4)
-        assert intra is not None and inter is not None
-        hierarchical(intra, inter, buffer)
-        assert (buffer == 255).all()
-
-    run_threads(8, body)
+@on_threads(8)
+def test_hierarchical_over_given_communicators(comm: Communicator) -> None:
+    buffer = np.full(512, 2.0**comm.rank)
+    intra = comm.split(comm.rank // 4)
+    inter = comm.dup().split(comm.rank % 4)
+    assert intra is not None and inter is not None
+    hierarchical(intra, inter, buffer)
+    assert (buffer == 255).all()

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from hpcdist.collectives.algorithms.ring import LEADER, broadcast_from_leader, reduce_to_leader
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
@@ -26,15 +27,13 @@ def test_leader_gets_the_sum_and_gives_its_buffer(size: int, rng: np.random.Gene
     run_threads(size, body)
 
 
-def test_leader_sends_what_the_formula_says() -> None:
-    def body(comm: Communicator) -> None:
-        buffer = np.ones(512)
-        chunk = buffer.nbytes // comm.size
-        with count_traffic(comm) as traffic:
-            reduce_to_leader(comm, buffer)
-        assert traffic.sent_bytes == (comm.size - 1) * chunk + (0 if comm.rank == LEADER else chunk)
-        with count_traffic(comm) as traffic:
-            broadcast_from_leader(comm, buffer)
-        assert traffic.sent_bytes == (comm.size - 1) * chunk * (2 if comm.rank == LEADER else 1)
-
-    run_threads(4, body)
+@on_threads(4)
+def test_leader_sends_what_the_formula_says(comm: Communicator) -> None:
+    buffer = np.ones(512)
+    chunk = buffer.nbytes // comm.size
+    with count_traffic(comm) as traffic:
+        reduce_to_leader(comm, buffer)
+    assert traffic.sent_bytes == (comm.size - 1) * chunk + (0 if comm.rank == LEADER else chunk)
+    with count_traffic(comm) as traffic:
+        broadcast_from_leader(comm, buffer)
+    assert traffic.sent_bytes == (comm.size - 1) * chunk * (2 if comm.rank == LEADER else 1)

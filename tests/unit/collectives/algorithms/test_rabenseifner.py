@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from hpcdist.collectives import rabenseifner_allreduce
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
@@ -10,16 +11,14 @@ from hpcdist.comm.threads.communicator import run_threads
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_rabenseifner_sends_as_much_as_a_ring_in_fewer_messages(size: int) -> None:
-    def body(comm: Communicator) -> None:
-        buffer = np.full(16 * size, 2.0**comm.rank)
-        with count_traffic(comm) as traffic:
-            rabenseifner_allreduce(comm, buffer)
-        assert (buffer == 2**size - 1).all()
-        assert traffic.sent_bytes == 2 * (size - 1) * buffer.nbytes // size
-        assert sum(traffic.calls.values()) == traffic.calls["sendrecv"] == 2 * (size.bit_length() - 1)
-
-    run_threads(size, body)
+@on_threads("size")
+def test_rabenseifner_sends_as_much_as_a_ring_in_fewer_messages(comm: Communicator, size: int) -> None:
+    buffer = np.full(16 * size, 2.0**comm.rank)
+    with count_traffic(comm) as traffic:
+        rabenseifner_allreduce(comm, buffer)
+    assert (buffer == 2**size - 1).all()
+    assert traffic.sent_bytes == 2 * (size - 1) * buffer.nbytes // size
+    assert sum(traffic.calls.values()) == traffic.calls["sendrecv"] == 2 * (size.bit_length() - 1)
 
 
 @pytest.mark.parametrize("size", [3, 5, 6, 7, 9, 13])

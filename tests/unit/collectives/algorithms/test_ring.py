@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import ALLREDUCE, all_gather, reduce_scatter, ring_allreduce
 from hpcdist.comm.communicator import Communicator
@@ -152,18 +153,16 @@ def test_ring_halves_in_segments_take_any_ranges(size: int, bidirectional: bool,
     run_threads(size, body)
 
 
-def test_ring_passes_short_chunks_in_one_message() -> None:
-    def body(comm: Communicator) -> None:
-        for segment_bytes, calls in ((400, {"sendrecv": 4}), (399, {"isend": 8, "irecv": 8})):
-            buffer = np.ones(300, np.float32)
-            chunks = [Range(0, 100), Range(100, 200), Range(200, 300)]
-            with count_traffic(comm) as traffic:
-                reduce_scatter(comm, buffer, chunks, segment_bytes=segment_bytes)
-                all_gather(comm, buffer, chunks, segment_bytes=segment_bytes)
-            assert traffic.calls == calls
-            assert (buffer == 3).all()
-
-    run_threads(3, body)
+@on_threads(3)
+def test_ring_passes_short_chunks_in_one_message(comm: Communicator) -> None:
+    for segment_bytes, calls in ((400, {"sendrecv": 4}), (399, {"isend": 8, "irecv": 8})):
+        buffer = np.ones(300, np.float32)
+        chunks = [Range(0, 100), Range(100, 200), Range(200, 300)]
+        with count_traffic(comm) as traffic:
+            reduce_scatter(comm, buffer, chunks, segment_bytes=segment_bytes)
+            all_gather(comm, buffer, chunks, segment_bytes=segment_bytes)
+        assert traffic.calls == calls
+        assert (buffer == 3).all()
 
 
 def test_ring_by_name_in_both_directions(rng: np.random.Generator) -> None:
@@ -178,13 +177,11 @@ def test_ring_by_name_in_both_directions(rng: np.random.Generator) -> None:
     run_threads(5, body)
 
 
-def test_ring_refuses_segments_of_nothing() -> None:
-    def body(comm: Communicator) -> None:
-        with (
-            count_traffic(comm) as traffic,
-            pytest.raises(UsageError, match="segment_bytes = 0; it must be at least 1"),
-        ):
-            ring_allreduce(comm, np.zeros(100), segment_bytes=0)
-        assert not traffic.calls
-
-    run_threads(2, body)
+@on_threads(2)
+def test_ring_refuses_segments_of_nothing(comm: Communicator) -> None:
+    with (
+        count_traffic(comm) as traffic,
+        pytest.raises(UsageError, match="segment_bytes = 0; it must be at least 1"),
+    ):
+        ring_allreduce(comm, np.zeros(100), segment_bytes=0)
+    assert not traffic.calls

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import CommunicationError, DeadlineError
@@ -52,11 +53,9 @@ def test_whoever_waits_for_a_failed_rank_is_released() -> None:
         run_threads(2, body)
 
 
-def test_nobody_is_waited_for_beyond_the_deadline() -> None:
-    def body(comm: Communicator) -> None:
-        flags = NodeFlags(comm, 1)
-        if comm.rank == 0:
-            with pytest.raises(DeadlineError):
-                flags.wait(1, 0, 1)
-
-    run_threads(2, body, deadline_s=0.2)
+@on_threads(2, deadline_s=0.2)
+def test_nobody_is_waited_for_beyond_the_deadline(comm: Communicator) -> None:
+    flags = NodeFlags(comm, 1)
+    if comm.rank == 0:
+        with pytest.raises(DeadlineError):
+            flags.wait(1, 0, 1)

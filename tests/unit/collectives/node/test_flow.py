@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from hpcdist import collectives
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.collectives.node import flow
@@ -68,12 +69,10 @@ def through(comm: Communicator, owners: int, part_bytes: int = PART_BYTES) -> No
     assert (buffer == comm.size * (comm.size + 1) / 2).all()
 
 
-def test_calls_of_more_or_fewer_owners_and_longer_or_shorter_parts_follow_each_other() -> None:
-    def body(comm: Communicator) -> None:
-        for owners, part_bytes in ((1, 64), (4, 64), (2, 512), (4, 64), (1, 128)):
-            through(comm, owners, part_bytes)
-
-    run_threads(4, body)
+@on_threads(4)
+def test_calls_of_more_or_fewer_owners_and_longer_or_shorter_parts_follow_each_other(comm: Communicator) -> None:
+    for owners, part_bytes in ((1, 64), (4, 64), (2, 512), (4, 64), (1, 128)):
+        through(comm, owners, part_bytes)
 
 
 def test_a_message_that_comes_while_a_rank_waits_stays_to_be_received() -> None:
@@ -94,44 +93,40 @@ def test_a_message_that_comes_while_a_rank_waits_stays_to_be_received() -> None:
     run_threads(2, body, deadline_s=5)
 
 
-def test_after_a_call_that_was_given_up_the_next_is_refused_until_all_release() -> None:
-    def body(comm: Communicator) -> None:
-        through(comm, 2)
-        if comm.rank == 0:
-            block = flow._memory[comm].block
-            block.progress = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
-            with pytest.raises(KeyboardInterrupt):
-                through(comm, 2)
-            del block.progress
-            with pytest.raises(CommunicationError, match=r"given up half-way.* collectives\.release"):
-                through(comm, 2)
+@on_threads(2, deadline_s=10)
+def test_after_a_call_that_was_given_up_the_next_is_refused_until_all_release(comm: Communicator) -> None:
+    through(comm, 2)
+    if comm.rank == 0:
+        block = flow._memory[comm].block
+        block.progress = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            through(comm, 2)
+        del block.progress
+        with pytest.raises(CommunicationError, match=r"given up half-way.* collectives\.release"):
+            through(comm, 2)
+    collectives.release(comm)
+    through(comm, 2)
+
+
+@on_threads(4, ranks_per_node=2)
+def test_release_gives_back_and_splits_nothing(comm: Communicator) -> None:
+    with count_traffic(comm) as traffic:
         collectives.release(comm)
-        through(comm, 2)
-
-    run_threads(2, body, deadline_s=10)
-
-
-def test_release_gives_back_and_splits_nothing() -> None:
-    def body(comm: Communicator) -> None:
-        with count_traffic(comm) as traffic:
-            collectives.release(comm)
-        assert not traffic.calls
-        buffer = np.ones(500)
-        collectives.allreduce(comm, buffer, "hierarchical")
-        node = comm.nodes().intra
-        own, other = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
-        assert own is not None and other is not None
-        collectives.hierarchical(own, other, buffer)
-        assert (buffer == 16).all()
-        assert {node, own} <= set(flow._memory)
-        collectives.release(comm)
-        assert node not in flow._memory and own in flow._memory
-        collectives.release(own)
-        assert own not in flow._memory
-        collectives.allreduce(comm, buffer, "hierarchical")
-        assert (buffer == 64).all()
-
-    run_threads(4, body, ranks_per_node=2)
+    assert not traffic.calls
+    buffer = np.ones(500)
+    collectives.allreduce(comm, buffer, "hierarchical")
+    node = comm.nodes().intra
+    own, other = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
+    assert own is not None and other is not None
+    collectives.hierarchical(own, other, buffer)
+    assert (buffer == 16).all()
+    assert {node, own} <= set(flow._memory)
+    collectives.release(comm)
+    assert node not in flow._memory and own in flow._memory
+    collectives.release(own)
+    assert own not in flow._memory
+    collectives.allreduce(comm, buffer, "hierarchical")
+    assert (buffer == 64).all()
 
 
 def test_both_flows_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
@@ -153,16 +148,14 @@ def test_both_flows_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, rng: np.
     assert len(results) == 1
 
 
-def test_what_a_rank_sends_inside_the_node() -> None:
-    def body(comm: Communicator) -> None:
-        buffer = np.ones(64 * 8 * 4)
-        order = list(cut(Range(0, buffer.size), 256))
-        with count_traffic(comm) as traffic:
-            flow = NodeFlow(comm, comm.size, buffer, "sum", order)
-            for segment in order:
-                flow.sum_next()
-                flow.spread(segment)
-            flow.finish()
-        assert traffic.sent_bytes == 2 * (comm.size - 1) * buffer.nbytes // comm.size
-
-    run_threads(4, body)
+@on_threads(4)
+def test_what_a_rank_sends_inside_the_node(comm: Communicator) -> None:
+    buffer = np.ones(64 * 8 * 4)
+    order = list(cut(Range(0, buffer.size), 256))
+    with count_traffic(comm) as traffic:
+        flow = NodeFlow(comm, comm.size, buffer, "sum", order)
+        for segment in order:
+            flow.sum_next()
+            flow.spread(segment)
+        flow.finish()
+    assert traffic.sent_bytes == 2 * (comm.size - 1) * buffer.nbytes // comm.size

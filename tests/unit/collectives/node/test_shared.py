@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from hpcdist import collectives
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, accumulation_dtype
 from hpcdist.arrays.memory import Ledger
@@ -36,17 +37,15 @@ def small_halves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_node_shared_sends_no_message(size: int) -> None:
-    def body(comm: Communicator) -> None:
-        buffer = np.full(1000, 2.0**comm.rank)
-        node_shared_allreduce(comm, buffer)  # takes the memory
-        buffer[...] = 2.0**comm.rank
-        with count_traffic(comm) as traffic:
-            node_shared_allreduce(comm, buffer)
-        assert (buffer == 2**size - 1).all()
-        assert not traffic.calls and traffic.sent_bytes == 0
-
-    run_threads(size, body)
+@on_threads("size")
+def test_node_shared_sends_no_message(comm: Communicator, size: int) -> None:
+    buffer = np.full(1000, 2.0**comm.rank)
+    node_shared_allreduce(comm, buffer)  # takes the memory
+    buffer[...] = 2.0**comm.rank
+    with count_traffic(comm) as traffic:
+        node_shared_allreduce(comm, buffer)
+    assert (buffer == 2**size - 1).all()
+    assert not traffic.calls and traffic.sent_bytes == 0
 
 
 @pytest.mark.usefixtures("small_halves")
@@ -115,15 +114,13 @@ def test_every_dtype_and_op(dtype: np.dtype, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
-def test_a_nan_is_not_lost_in_a_maximum(op: str) -> None:
-    def body(comm: Communicator) -> None:
-        for holder in range(comm.size):
-            buffer = np.arange(4.0)
-            buffer[1] = np.nan if comm.rank == holder else 1
-            node_shared_allreduce(comm, buffer, op)
-            assert np.array_equal(np.isnan(buffer), [False, True, False, False])
-
-    run_threads(3, body)
+@on_threads(3)
+def test_a_nan_is_not_lost_in_a_maximum(comm: Communicator, op: str) -> None:
+    for holder in range(comm.size):
+        buffer = np.arange(4.0)
+        buffer[1] = np.nan if comm.rank == holder else 1
+        node_shared_allreduce(comm, buffer, op)
+        assert np.array_equal(np.isnan(buffer), [False, True, False, False])
 
 
 @pytest.mark.parametrize(
@@ -152,16 +149,14 @@ def test_what_differs_between_ranks_is_refused_on_all(other, says: str) -> None:
     run_threads(2, body)
 
 
-def test_scales_that_python_takes_for_equal_are_told_apart() -> None:
-    def body(comm: Communicator) -> None:
-        for scales in ((-1.0, -2.0), (0.0, -0.0)):  # of equal hash, and equal
-            with pytest.raises(CommunicationError, match="different buffers"):
-                node_shared_allreduce(comm, np.ones(8), scale=scales[comm.rank])
-        buffer = np.ones(8)
-        node_shared_allreduce(comm, buffer, scale=np.nan)  # on all ranks the same, though no NaN is equal
-        assert np.isnan(buffer).all()
-
-    run_threads(2, body)
+@on_threads(2)
+def test_scales_that_python_takes_for_equal_are_told_apart(comm: Communicator) -> None:
+    for scales in ((-1.0, -2.0), (0.0, -0.0)):  # of equal hash, and equal
+        with pytest.raises(CommunicationError, match="different buffers"):
+            node_shared_allreduce(comm, np.ones(8), scale=scales[comm.rank])
+    buffer = np.ones(8)
+    node_shared_allreduce(comm, buffer, scale=np.nan)  # on all ranks the same, though no NaN is equal
+    assert np.isnan(buffer).all()
 
 
 @pytest.mark.parametrize("size", [2, 4, 5])
@@ -180,21 +175,18 @@ def test_the_scale_is_rounded_alike_on_every_way(size: int, rng: np.random.Gener
     run_threads(size, body)
 
 
-def test_after_a_collective_was_given_up_the_memory_is_not_used_again() -> None:
+@on_threads(2)
+def test_after_a_collective_was_given_up_the_memory_is_not_used_again(comm: Communicator) -> None:
     """A signal during the wait: the next call would count on a meeting that never was."""
-
-    def body(comm: Communicator) -> None:
-        node_shared_allreduce(comm, np.zeros(4))
-        if comm.rank == 0:
-            block = shared_memory._memory[comm]._block
-            block.check_alive = lambda since: (_ for _ in ()).throw(KeyboardInterrupt)
-            with pytest.raises(KeyboardInterrupt):
-                node_shared_allreduce(comm, np.zeros(4))
-            with pytest.raises(CommunicationError, match="given up half-way"):
-                node_shared_allreduce(comm, np.zeros(4))
-        comm.barrier()
-
-    run_threads(2, body)
+    node_shared_allreduce(comm, np.zeros(4))
+    if comm.rank == 0:
+        block = shared_memory._memory[comm]._block
+        block.check_alive = lambda since: (_ for _ in ()).throw(KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            node_shared_allreduce(comm, np.zeros(4))
+        with pytest.raises(CommunicationError, match="given up half-way"):
+            node_shared_allreduce(comm, np.zeros(4))
+    comm.barrier()
 
 
 @pytest.mark.usefixtures("small_halves")
@@ -224,26 +216,22 @@ def test_one_result_for_all(size: int, rng: np.random.Generator) -> None:
     run_threads(size, body)
 
 
-def test_integers_are_not_scaled_and_ranges_do_not_overlap() -> None:
-    def body(comm: Communicator) -> None:
-        with pytest.raises(UsageError, match=r"int64 cannot be multiplied by 0\.5"):
-            node_shared_allreduce(comm, np.ones(4, np.int64), scale=0.5)
-        with pytest.raises(UsageError, match="the ranges of two ranks overlap"):
-            shared_memory.reduce_scatter(comm, np.ones(4), [Range(0, 3), Range(2, 4)])
-
-    run_threads(2, body)
+@on_threads(2)
+def test_integers_are_not_scaled_and_ranges_do_not_overlap(comm: Communicator) -> None:
+    with pytest.raises(UsageError, match=r"int64 cannot be multiplied by 0\.5"):
+        node_shared_allreduce(comm, np.ones(4, np.int64), scale=0.5)
+    with pytest.raises(UsageError, match="the ranges of two ranks overlap"):
+        shared_memory.reduce_scatter(comm, np.ones(4), [Range(0, 3), Range(2, 4)])
 
 
-def test_a_buffer_in_shared_memory_on_one_rank_only_goes_the_ordinary_way() -> None:
-    def body(comm: Communicator) -> None:
-        shared = shared_memory.allocate(comm, 20_000, FLOAT32)
-        ordinary = np.empty(10_000, np.float32)
-        for buffer in (shared[:10_000] if comm.rank else ordinary, shared[comm.rank * 16 :][:10_000]):
-            buffer[...] = comm.rank + 1
-            node_shared_allreduce(comm, buffer)
-            assert (buffer == 6).all()
-
-    run_threads(3, body)
+@on_threads(3)
+def test_a_buffer_in_shared_memory_on_one_rank_only_goes_the_ordinary_way(comm: Communicator) -> None:
+    shared = shared_memory.allocate(comm, 20_000, FLOAT32)
+    ordinary = np.empty(10_000, np.float32)
+    for buffer in (shared[:10_000] if comm.rank else ordinary, shared[comm.rank * 16 :][:10_000]):
+        buffer[...] = comm.rank + 1
+        node_shared_allreduce(comm, buffer)
+        assert (buffer == 6).all()
 
 
 def test_a_rank_that_fails_releases_those_who_wait_in_shared_memory() -> None:
@@ -258,26 +246,22 @@ def test_a_rank_that_fails_releases_those_who_wait_in_shared_memory() -> None:
         run_threads(3, body)
 
 
-def test_a_rank_that_never_comes_is_an_error() -> None:
-    def body(comm: Communicator) -> None:
-        node_shared_allreduce(comm, np.zeros(4))
-        if comm.rank:
-            with pytest.raises(CommunicationError, match=r"nobody came to shared memory within 0\.5 s"):
-                node_shared_allreduce(comm, np.zeros(4))
-
-    run_threads(2, body, deadline_s=0.5)
+@on_threads(2, deadline_s=0.5)
+def test_a_rank_that_never_comes_is_an_error(comm: Communicator) -> None:
+    node_shared_allreduce(comm, np.zeros(4))
+    if comm.rank:
+        with pytest.raises(CommunicationError, match=r"nobody came to shared memory within 0\.5 s"):
+            node_shared_allreduce(comm, np.zeros(4))
 
 
-def test_bad_buffers_are_refused() -> None:
-    def body(comm: Communicator) -> None:
-        with pytest.raises(UsageError, match="choose one of sum, max, min"):
-            node_shared_allreduce(comm, np.zeros(4), "mean")
-        with pytest.raises(BufferHandoverError, match="contiguous"):
-            node_shared_allreduce(comm, np.zeros(8)[::2])
-        with pytest.raises(UsageError, match="one range inside them for each rank"):
-            shared_memory.reduce_scatter(comm, np.zeros(4), [Range(0, 4)])
-
-    run_threads(2, body)
+@on_threads(2)
+def test_bad_buffers_are_refused(comm: Communicator) -> None:
+    with pytest.raises(UsageError, match="choose one of sum, max, min"):
+        node_shared_allreduce(comm, np.zeros(4), "mean")
+    with pytest.raises(BufferHandoverError, match="contiguous"):
+        node_shared_allreduce(comm, np.zeros(8)[::2])
+    with pytest.raises(UsageError, match="one range inside them for each rank"):
+        shared_memory.reduce_scatter(comm, np.zeros(4), [Range(0, 4)])
 
 
 def test_node_shared_refuses_several_nodes() -> None:
@@ -285,15 +269,13 @@ def test_node_shared_refuses_several_nodes() -> None:
         run_threads(4, lambda comm: node_shared_allreduce(comm, np.zeros(8)), ranks_per_node=2)
 
 
-def test_memory_for_buffers_over_several_nodes_is_shared_inside_each() -> None:
-    def body(comm: Communicator) -> None:
-        buffer = shared_memory.allocate(comm, 5000, FLOAT32)
-        buffer[...] = comm.rank
-        node_shared_allreduce(comm.nodes().intra, buffer)
-        assert (buffer == 4 * (comm.rank // 2) + 1).all()
-        collectives.release(comm)
-
-    run_threads(4, body, ranks_per_node=2)
+@on_threads(4, ranks_per_node=2)
+def test_memory_for_buffers_over_several_nodes_is_shared_inside_each(comm: Communicator) -> None:
+    buffer = shared_memory.allocate(comm, 5000, FLOAT32)
+    buffer[...] = comm.rank
+    node_shared_allreduce(comm.nodes().intra, buffer)
+    assert (buffer == 4 * (comm.rank // 2) + 1).all()
+    collectives.release(comm)
 
 
 def test_where_nothing_can_be_shared_memory_is_private_and_the_algorithm_refused(
@@ -318,19 +300,17 @@ def test_where_nothing_can_be_shared_memory_is_private_and_the_algorithm_refused
     run_threads(2, body)
 
 
-def test_what_is_kept_between_calls_is_counted_and_can_be_given_back() -> None:
-    def body(comm: Communicator) -> None:
-        ledger = Ledger()
-        collectives.account(ledger)
-        for _ in range(2):
-            collectives.allreduce(comm, np.zeros(1000), "node_shared")
-            collectives.allreduce(comm, np.zeros(1000, np.float16), "recursive_doubling")
-        shared = protocol.LINE_BYTES + 2 * shared_memory.slot_bytes(2) + 2 * shared_memory.HALF_BYTES
-        assert ledger.current["communication"] == shared + 4000 * 2  # and a widened copy, a received copy
-        collectives.release(comm)
-        comm.allgather_object(None)  # threads see the arrays of each other until all have let go
-        assert ledger.current["communication"] == 0
-        collectives.allreduce(comm, np.ones(10), "node_shared")
-        collectives.account(None)
-
-    run_threads(2, body)
+@on_threads(2)
+def test_what_is_kept_between_calls_is_counted_and_can_be_given_back(comm: Communicator) -> None:
+    ledger = Ledger()
+    collectives.account(ledger)
+    for _ in range(2):
+        collectives.allreduce(comm, np.zeros(1000), "node_shared")
+        collectives.allreduce(comm, np.zeros(1000, np.float16), "recursive_doubling")
+    shared = protocol.LINE_BYTES + 2 * shared_memory.slot_bytes(2) + 2 * shared_memory.HALF_BYTES
+    assert ledger.current["communication"] == shared + 4000 * 2  # and a widened copy, a received copy
+    collectives.release(comm)
+    comm.allgather_object(None)  # threads see the arrays of each other until all have let go
+    assert ledger.current["communication"] == 0
+    collectives.allreduce(comm, np.ones(10), "node_shared")
+    collectives.account(None)

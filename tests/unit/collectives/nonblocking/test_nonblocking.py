@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from harness import jobs
+from harness.threads import on_threads
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.memory import Ledger
@@ -103,50 +104,46 @@ def test_halves_have_the_bits_of_the_blocking_ones(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_halves_send_half_and_refuse_what_the_blocking_ones_refuse(kind: str) -> None:
-    def body(comm: Communicator) -> None:
-        data = np.ones(96 * comm.size, np.float32)
-        shares = collectives.SHARDED["ring"].shares(comm, data.size, 4)
-        with engines.begin(comm, kind) as progress:
-            for start in (progress.ireduce_scatter, progress.iall_gather):
-                with count_traffic(comm) as traffic:
-                    start(data, shares, "ring").wait()
-                assert traffic.sent_bytes == (comm.size - 1) * 96 * 4 and not traffic.unknown
-            assert (data == comm.size).all()
-            with pytest.raises(UsageError, match="needs one range inside them for each rank"):
-                progress.iall_gather(data, shares[1:], "ring")
-            with pytest.raises(UsageError, match=r"reduce_scatter algorithm 'rabenseifner' is none of .*ring"):
-                progress.ireduce_scatter(data, shares, "rabenseifner")
-            short = (data / 3).astype(np.float16)
-            if kind == "poll":
-                with pytest.raises(MissingCapabilityError, match=r"float16 has no steps .*overlap = 'thread'"):
-                    progress.ireduce_scatter(short, shares, "ring")
-            else:
-                right = short.copy()
-                collectives.SHARDED["ring"].reduce_scatter(comm, right, shares)
-                progress.ireduce_scatter(short, shares, "ring").wait()
-                own = shares[comm.rank].slice
-                assert short[own].tobytes() == right[own].tobytes() and (short[own] == comm.size).all()
-            halves = np.full(data.size, comm.rank, np.float16)
-            progress.iall_gather(halves, shares, "ring").wait()
-            assert [halves[part.start] for part in shares] == list(range(comm.size))
-
-    run_threads(3, body)
+@on_threads(3)
+def test_halves_send_half_and_refuse_what_the_blocking_ones_refuse(comm: Communicator, kind: str) -> None:
+    data = np.ones(96 * comm.size, np.float32)
+    shares = collectives.SHARDED["ring"].shares(comm, data.size, 4)
+    with engines.begin(comm, kind) as progress:
+        for start in (progress.ireduce_scatter, progress.iall_gather):
+            with count_traffic(comm) as traffic:
+                start(data, shares, "ring").wait()
+            assert traffic.sent_bytes == (comm.size - 1) * 96 * 4 and not traffic.unknown
+        assert (data == comm.size).all()
+        with pytest.raises(UsageError, match="needs one range inside them for each rank"):
+            progress.iall_gather(data, shares[1:], "ring")
+        with pytest.raises(UsageError, match=r"reduce_scatter algorithm 'rabenseifner' is none of .*ring"):
+            progress.ireduce_scatter(data, shares, "rabenseifner")
+        short = (data / 3).astype(np.float16)
+        if kind == "poll":
+            with pytest.raises(MissingCapabilityError, match=r"float16 has no steps .*overlap = 'thread'"):
+                progress.ireduce_scatter(short, shares, "ring")
+        else:
+            right = short.copy()
+            collectives.SHARDED["ring"].reduce_scatter(comm, right, shares)
+            progress.ireduce_scatter(short, shares, "ring").wait()
+            own = shares[comm.rank].slice
+            assert short[own].tobytes() == right[own].tobytes() and (short[own] == comm.size).all()
+        halves = np.full(data.size, comm.rank, np.float16)
+        progress.iall_gather(halves, shares, "ring").wait()
+        assert [halves[part.start] for part in shares] == list(range(comm.size))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_checked_halves_by_other_shares_fail_on_all_ranks(kind: str) -> None:
-    def body(comm: Communicator) -> None:
-        comm.checked = True
-        data = np.ones(64, np.float32)
-        shares = [Range(0, 32), Range(32, 64)] if comm.rank else [Range(0, 16), Range(16, 64)]
-        progress = engines.begin(comm, kind)
-        with pytest.raises(CommunicationError, match="came to one collective with different calls"):
-            progress.iall_gather(data, shares, "ring").wait()
-        with contextlib.suppress(CommunicationError):
-            progress.close()
-
-    run_threads(2, body, deadline_s=20)
+@on_threads(2, deadline_s=20)
+def test_checked_halves_by_other_shares_fail_on_all_ranks(comm: Communicator, kind: str) -> None:
+    comm.checked = True
+    data = np.ones(64, np.float32)
+    shares = [Range(0, 32), Range(32, 64)] if comm.rank else [Range(0, 16), Range(16, 64)]
+    progress = engines.begin(comm, kind)
+    with pytest.raises(CommunicationError, match="came to one collective with different calls"):
+        progress.iall_gather(data, shares, "ring").wait()
+    with contextlib.suppress(CommunicationError):
+        progress.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -242,33 +239,29 @@ def test_blocking_collectives_go_on_beside(kind: str, rng: np.random.Generator) 
     run_threads(3, body)
 
 
-def test_two_that_are_polled_at_once_share_no_memory() -> None:
-    def body(comm: Communicator) -> None:
-        with engines.begin(comm, "poll") as one, engines.begin(comm, "poll") as other:
-            for _ in range(20):
-                first, second = np.full(3000, 1, np.float16), np.full(3000, 100, np.float16)
-                handles = [one.iallreduce(first, "ring"), other.iallreduce(second, "ring")]
-                while not (handles[0].test() & handles[1].test()):  # both are moved each time
-                    pass
-                assert (first == comm.size).all() and (second == 100 * comm.size).all()
-
-    run_threads(3, body)
+@on_threads(3)
+def test_two_that_are_polled_at_once_share_no_memory(comm: Communicator) -> None:
+    with engines.begin(comm, "poll") as one, engines.begin(comm, "poll") as other:
+        for _ in range(20):
+            first, second = np.full(3000, 1, np.float16), np.full(3000, 100, np.float16)
+            handles = [one.iallreduce(first, "ring"), other.iallreduce(second, "ring")]
+            while not (handles[0].test() & handles[1].test()):  # both are moved each time
+                pass
+            assert (first == comm.size).all() and (second == 100 * comm.size).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_table_is_taken_as_a_text_and_as_a_choice(kind: str) -> None:
-    def body(comm: Communicator) -> None:
-        with count_traffic(comm) as traffic, engines.begin(comm, kind) as progress:
-            for table in ("ring<=64,native", AlgorithmTable(("ring", "native"), (64,)), AlgorithmTable(("native",))):
-                for count in (8, 9):
-                    data = np.ones(count)
-                    progress.iallreduce(data, table).wait()
-                    assert (data == 2).all()
-            with pytest.raises(UsageError, match="'magic'.*unknown"):
-                progress.iallreduce(data, "ring<=8,magic")
-        assert (traffic.calls["ring_iallreduce"], traffic.calls["native_iallreduce"]) == (2, 4)
-
-    run_threads(2, body)
+@on_threads(2)
+def test_a_table_is_taken_as_a_text_and_as_a_choice(comm: Communicator, kind: str) -> None:
+    with count_traffic(comm) as traffic, engines.begin(comm, kind) as progress:
+        for table in ("ring<=64,native", AlgorithmTable(("ring", "native"), (64,)), AlgorithmTable(("native",))):
+            for count in (8, 9):
+                data = np.ones(count)
+                progress.iallreduce(data, table).wait()
+                assert (data == 2).all()
+        with pytest.raises(UsageError, match="'magic'.*unknown"):
+            progress.iallreduce(data, "ring<=8,magic")
+    assert (traffic.calls["ring_iallreduce"], traffic.calls["native_iallreduce"]) == (2, 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -289,60 +282,51 @@ def test_checked_ranks_that_bring_different_buffers_fail_before_anything_moves(k
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checked_rank_whose_call_is_refused_tells_the_others(kind: str) -> None:
-    def body(comm: Communicator) -> None:
-        comm.checked = True
-        progress = engines.begin(comm, kind)
-        with pytest.raises(UsageError if comm.rank else CommunicationError, match="reduction 'mean' is unknown"):
-            progress.iallreduce(np.ones(10), "ring", "mean" if comm.rank else "sum").wait()
-        with contextlib.suppress(CommunicationError):
-            progress.close()
-
-    run_threads(3, body, deadline_s=20)
+@on_threads(3, deadline_s=20)
+def test_a_checked_rank_whose_call_is_refused_tells_the_others(comm: Communicator, kind: str) -> None:
+    comm.checked = True
+    progress = engines.begin(comm, kind)
+    with pytest.raises(UsageError if comm.rank else CommunicationError, match="reduction 'mean' is unknown"):
+        progress.iallreduce(np.ones(10), "ring", "mean" if comm.rank else "sum").wait()
+    with contextlib.suppress(CommunicationError):
+        progress.close()
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "native"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_checked_ranks_may_wait_before_they_start_the_next(kind: str, algorithm: str) -> None:
+@on_threads(3, deadline_s=20)
+def test_checked_ranks_may_wait_before_they_start_the_next(comm: Communicator, kind: str, algorithm: str) -> None:
     """The others compare what comes next, and move what this one waits for meanwhile."""
-
-    def body(comm: Communicator) -> None:
-        comm.checked = True
-        first, second = np.ones(500), np.ones(70_000)
-        with engines.begin(comm, kind) as progress:
-            handles = [progress.iallreduce(first, algorithm)]
-            if comm.rank == 1:
-                handles.pop().wait()
-            handles.append(progress.iallreduce(second, algorithm))
-            for handle in handles:
-                handle.wait()
-        assert (first == 3).all() and (second == 3).all()
-
-    run_threads(3, body, deadline_s=20)
+    comm.checked = True
+    first, second = np.ones(500), np.ones(70_000)
+    with engines.begin(comm, kind) as progress:
+        handles = [progress.iallreduce(first, algorithm)]
+        if comm.rank == 1:
+            handles.pop().wait()
+        handles.append(progress.iallreduce(second, algorithm))
+        for handle in handles:
+            handle.wait()
+    assert (first == 3).all() and (second == 3).all()
 
 
-def test_the_event_of_a_call_that_a_thread_is_refused_ends(tmp_path: Path) -> None:
-    def body(comm: Communicator) -> None:
-        comm.events = recorder = Recorder(tmp_path / f"{comm.rank}.rec", comm.rank, comm.size)
-        progress = engines.begin(comm, "thread")
-        with pytest.raises(UsageError, match="choose hierarchical"):
-            progress.iallreduce(np.ones(10), "node_shared").wait()
-        assert not recorder.running()
-        with pytest.raises(UsageError, match="choose hierarchical"):
-            progress.close()
-
-    run_threads(2, body, ranks_per_node=1)
+@on_threads(2, ranks_per_node=1)
+def test_the_event_of_a_call_that_a_thread_is_refused_ends(comm: Communicator, tmp_path: Path) -> None:
+    comm.events = recorder = Recorder(tmp_path / f"{comm.rank}.rec", comm.rank, comm.size)
+    progress = engines.begin(comm, "thread")
+    with pytest.raises(UsageError, match="choose hierarchical"):
+        progress.iallreduce(np.ones(10), "node_shared").wait()
+    assert not recorder.running()
+    with pytest.raises(UsageError, match="choose hierarchical"):
+        progress.close()
 
 
-def test_the_event_of_a_start_that_is_refused_ends(gpu: object, tmp_path: Path) -> None:
-    def body(comm: Communicator) -> None:
-        comm.events = recorder = Recorder(tmp_path / f"{comm.rank}.rec", comm.rank, comm.size)
-        buffer = backend.place(np.ones(10), "gpu")
-        with engines.begin(comm, "thread") as progress, pytest.raises(BufferHandoverError, match="host memory"):
-            progress.iallreduce(buffer, "ring")
-        assert not recorder.running()
-
-    run_threads(2, body)
+@on_threads(2)
+def test_the_event_of_a_start_that_is_refused_ends(comm: Communicator, gpu: object, tmp_path: Path) -> None:
+    comm.events = recorder = Recorder(tmp_path / f"{comm.rank}.rec", comm.rank, comm.size)
+    buffer = backend.place(np.ones(10), "gpu")
+    with engines.begin(comm, "thread") as progress, pytest.raises(BufferHandoverError, match="host memory"):
+        progress.iallreduce(buffer, "ring")
+    assert not recorder.running()
 
 
 class Late:
@@ -380,20 +364,17 @@ def test_nothing_is_waited_for_beside_a_lane_that_can_go_on(monkeypatch: pytest.
     assert waited == [[missing]] and went_on == [found]
 
 
-def test_who_waits_for_one_does_not_wait_for_what_comes_after_it() -> None:
+@on_threads(2, deadline_s=20)
+def test_who_waits_for_one_does_not_wait_for_what_comes_after_it(comm: Communicator) -> None:
     """What was started later is the other rank's to move, and that may do something else first."""
-
-    def body(comm: Communicator) -> None:
-        with engines.begin(comm, "poll") as progress:
-            for _ in range(20):
-                first, second, beside = np.ones(300), np.ones(300), np.ones(1)
-                handles = [progress.iallreduce(data, "ring") for data in (first, second)]
-                handles[0].wait()
-                collectives.allreduce(comm, beside, "recursive_doubling")  # without a look at the second
-                handles[1].wait()
-                assert (first == 2).all() and (second == 2).all()
-
-    run_threads(2, body, deadline_s=20)
+    with engines.begin(comm, "poll") as progress:
+        for _ in range(20):
+            first, second, beside = np.ones(300), np.ones(300), np.ones(1)
+            handles = [progress.iallreduce(data, "ring") for data in (first, second)]
+            handles[0].wait()
+            collectives.allreduce(comm, beside, "recursive_doubling")  # without a look at the second
+            handles[1].wait()
+            assert (first == 2).all() and (second == 2).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -452,19 +433,17 @@ def test_an_error_leaves_through_the_context_without_the_other_ranks(kind: str) 
     assert not running()
 
 
-def test_close_raises_what_nobody_waited_for() -> None:
-    def body(comm: Communicator) -> None:
-        progress = engines.begin(comm, "thread")
-        first, second = unequal(comm, progress)
-        with pytest.raises(CommunicationError, match="met a buffer of"):
-            progress.close()
-        with pytest.raises(CommunicationError, match="met a buffer of"):
-            first.wait()
-        with pytest.raises(CommunicationError, match="not started"):
-            second.test()
+@on_threads(2, deadline_s=20)
+def test_close_raises_what_nobody_waited_for(comm: Communicator) -> None:
+    progress = engines.begin(comm, "thread")
+    first, second = unequal(comm, progress)
+    with pytest.raises(CommunicationError, match="met a buffer of"):
         progress.close()
-
-    run_threads(2, body, deadline_s=20)
+    with pytest.raises(CommunicationError, match="met a buffer of"):
+        first.wait()
+    with pytest.raises(CommunicationError, match="not started"):
+        second.test()
+    progress.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -559,13 +538,11 @@ def test_what_cannot_be_had_is_refused(gpu: object, monkeypatch: pytest.MonkeyPa
         engines.begin(comm, "thread")
 
 
-def test_a_thread_takes_no_device_memory(gpu: object) -> None:
-    def body(comm: Communicator) -> None:
-        buffer = backend.place(np.full(10, comm.rank + 1.0), "gpu")
-        with engines.begin(comm, "thread") as progress, pytest.raises(BufferHandoverError, match="host memory"):
-            progress.iallreduce(buffer, "ring")
-        with engines.begin(comm, "poll") as progress:
-            progress.iallreduce(buffer, "ring").wait()
-        assert (backend.to_host(buffer) == 3).all()
-
-    run_threads(2, body)
+@on_threads(2)
+def test_a_thread_takes_no_device_memory(comm: Communicator, gpu: object) -> None:
+    buffer = backend.place(np.full(10, comm.rank + 1.0), "gpu")
+    with engines.begin(comm, "thread") as progress, pytest.raises(BufferHandoverError, match="host memory"):
+        progress.iallreduce(buffer, "ring")
+    with engines.begin(comm, "poll") as progress:
+        progress.iallreduce(buffer, "ring").wait()
+    assert (backend.to_host(buffer) == 3).all()

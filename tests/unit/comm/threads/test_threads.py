@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.comm.communicator import ANY, Communicator
 from hpcdist.comm.record.timing import count_traffic
@@ -13,104 +14,92 @@ SIZES = [1, 2, 3, 4, 7]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_ring_of_messages(size: int) -> None:
-    def body(comm: Communicator) -> None:
-        received = np.zeros(5)
-        comm.sendrecv(np.full(5, float(comm.rank)), (comm.rank + 1) % size, received, (comm.rank - 1) % size)
-        assert (received == (comm.rank - 1) % size).all()
-
-    run_threads(size, body)
+@on_threads("size")
+def test_ring_of_messages(comm: Communicator, size: int) -> None:
+    received = np.zeros(5)
+    comm.sendrecv(np.full(5, float(comm.rank)), (comm.rank + 1) % size, received, (comm.rank - 1) % size)
+    assert (received == (comm.rank - 1) % size).all()
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_native_collectives(size: int) -> None:
-    def body(comm: Communicator) -> None:
-        ranges = split(50, size, 8)
-        data = np.arange(50.0) + comm.rank
-        total = np.arange(50.0) * size + size * (size - 1) / 2
-        summed = data.copy()
-        comm.allreduce(summed)
-        assert np.array_equal(summed, total)
-        comm.reduce_scatter(data, ranges)
-        own = ranges[comm.rank].slice
-        assert np.array_equal(data[own], total[own])
-        comm.all_gather(data, ranges)
-        assert np.array_equal(data, total)
-        sent, got = np.full(size, float(comm.rank)), np.zeros(size)
-        each = [Range(q, q + 1) for q in range(size)]
-        comm.all_to_all(sent, got, each, each)
-        assert np.array_equal(got, np.arange(float(size)))
-        comm.broadcast(got, root=size - 1)
-        assert comm.allgather_object(comm.rank) == list(range(size))
-        assert comm.broadcast_object(comm.rank, root=size - 1) == size - 1
-
-    run_threads(size, body)
+@on_threads("size")
+def test_native_collectives(comm: Communicator, size: int) -> None:
+    ranges = split(50, size, 8)
+    data = np.arange(50.0) + comm.rank
+    total = np.arange(50.0) * size + size * (size - 1) / 2
+    summed = data.copy()
+    comm.allreduce(summed)
+    assert np.array_equal(summed, total)
+    comm.reduce_scatter(data, ranges)
+    own = ranges[comm.rank].slice
+    assert np.array_equal(data[own], total[own])
+    comm.all_gather(data, ranges)
+    assert np.array_equal(data, total)
+    sent, got = np.full(size, float(comm.rank)), np.zeros(size)
+    each = [Range(q, q + 1) for q in range(size)]
+    comm.all_to_all(sent, got, each, each)
+    assert np.array_equal(got, np.arange(float(size)))
+    comm.broadcast(got, root=size - 1)
+    assert comm.allgather_object(comm.rank) == list(range(size))
+    assert comm.broadcast_object(comm.rank, root=size - 1) == size - 1
 
 
-def test_tags_and_matched_probe_keep_messages_apart() -> None:
-    def body(comm: Communicator) -> None:
-        if comm.rank == 0:
-            comm.send(np.array([1, 2], np.int32), 1, tag=7)
-            comm.send(np.array([3], np.int32), 1, tag=8)
-        else:
-            late = np.zeros(1, np.int32)
-            comm.recv(late, 0, tag=8)
-            message = comm.probe(ANY, ANY)
-            assert (message.source, message.tag, message.nbytes) == (0, 7, 8)
-            early = np.zeros(2, np.int32)
-            message.recv(early)
-            assert late.tolist() == [3] and early.tolist() == [1, 2]
-
-    run_threads(2, body)
+@on_threads(2)
+def test_tags_and_matched_probe_keep_messages_apart(comm: Communicator) -> None:
+    if comm.rank == 0:
+        comm.send(np.array([1, 2], np.int32), 1, tag=7)
+        comm.send(np.array([3], np.int32), 1, tag=8)
+    else:
+        late = np.zeros(1, np.int32)
+        comm.recv(late, 0, tag=8)
+        message = comm.probe(ANY, ANY)
+        assert (message.source, message.tag, message.nbytes) == (0, 7, 8)
+        early = np.zeros(2, np.int32)
+        message.recv(early)
+        assert late.tolist() == [3] and early.tolist() == [1, 2]
 
 
-def test_poll_takes_what_has_come_and_waits_for_nothing() -> None:
-    def body(comm: Communicator) -> None:
-        if comm.rank == 0:
-            assert comm.poll() is None
-            comm.barrier()
-            comm.barrier()
-            assert comm.poll(1, tag=8) is None
-            message = comm.poll(ANY, ANY)
-            assert message is not None and (message.source, message.tag, message.nbytes) == (1, 7, 8)
-            assert comm.poll() is None, "taken out of the matching"
-            received = np.zeros(2, np.int32)
-            message.recv(received)
-            assert received.tolist() == [1, 2]
-        else:
-            comm.barrier()
-            comm.send(np.array([1, 2], np.int32), 0, tag=7)
-            comm.barrier()
-
-    run_threads(2, body)
+@on_threads(2)
+def test_poll_takes_what_has_come_and_waits_for_nothing(comm: Communicator) -> None:
+    if comm.rank == 0:
+        assert comm.poll() is None
+        comm.barrier()
+        comm.barrier()
+        assert comm.poll(1, tag=8) is None
+        message = comm.poll(ANY, ANY)
+        assert message is not None and (message.source, message.tag, message.nbytes) == (1, 7, 8)
+        assert comm.poll() is None, "taken out of the matching"
+        received = np.zeros(2, np.int32)
+        message.recv(received)
+        assert received.tolist() == [1, 2]
+    else:
+        comm.barrier()
+        comm.send(np.array([1, 2], np.int32), 0, tag=7)
+        comm.barrier()
 
 
-def test_requests_complete_in_any_order() -> None:
-    def body(comm: Communicator) -> None:
-        if comm.rank == 0:
-            buffers = [np.zeros(1), np.zeros(1)]
-            requests = [comm.irecv(buffers[0], 1, tag=1), comm.irecv(buffers[1], 2, tag=2)]
-            requests[1 - comm.wait_any(requests)].wait()
-            assert [b[0] for b in buffers] == [1.0, 2.0]
-        else:
-            comm.isend(np.array([float(comm.rank)]), 0, tag=comm.rank).wait()
-
-    run_threads(3, body)
+@on_threads(3)
+def test_requests_complete_in_any_order(comm: Communicator) -> None:
+    if comm.rank == 0:
+        buffers = [np.zeros(1), np.zeros(1)]
+        requests = [comm.irecv(buffers[0], 1, tag=1), comm.irecv(buffers[1], 2, tag=2)]
+        requests[1 - comm.wait_any(requests)].wait()
+        assert [b[0] for b in buffers] == [1.0, 2.0]
+    else:
+        comm.isend(np.array([float(comm.rank)]), 0, tag=comm.rank).wait()
 
 
-def test_receives_match_in_the_order_in_which_they_were_posted() -> None:
-    def body(comm: Communicator) -> None:
-        if comm.rank == 0:
-            first, second = np.zeros(1), np.zeros(1)
-            requests = [comm.irecv(first, 1), comm.irecv(second, 1)]
-            requests[1].wait()
-            requests[0].wait()
-            assert (first[0], second[0]) == (1.0, 2.0)
-        else:
-            comm.send(np.array([1.0]), 0)
-            comm.send(np.array([2.0]), 0)
-
-    run_threads(2, body)
+@on_threads(2)
+def test_receives_match_in_the_order_in_which_they_were_posted(comm: Communicator) -> None:
+    if comm.rank == 0:
+        first, second = np.zeros(1), np.zeros(1)
+        requests = [comm.irecv(first, 1), comm.irecv(second, 1)]
+        requests[1].wait()
+        requests[0].wait()
+        assert (first[0], second[0]) == (1.0, 2.0)
+    else:
+        comm.send(np.array([1.0]), 0)
+        comm.send(np.array([2.0]), 0)
 
 
 def test_waiting_for_any_request_has_a_deadline() -> None:
@@ -122,31 +111,27 @@ def test_waiting_for_any_request_has_a_deadline() -> None:
         run_threads(2, body, deadline_s=0.2)
 
 
-def test_split_dup_and_declared_nodes() -> None:
-    def body(comm: Communicator) -> None:
-        parity = comm.split(comm.rank % 2, key=-comm.rank)
-        assert parity is not None and parity.allgather_object(comm.rank) == sorted(
-            [r for r in range(5) if r % 2 == comm.rank % 2], reverse=True
-        )
-        assert (comm.split(0 if comm.rank == 3 else None) is None) == (comm.rank != 3)
-        nodes = comm.nodes()
-        assert (nodes.count, nodes.uniform, nodes.index) == (3, False, comm.rank // 2)
-        assert nodes.intra.rank == comm.rank % 2
-        assert (nodes.leaders is None) == (comm.rank % 2 == 1)
-
-    run_threads(5, body, ranks_per_node=2)
+@on_threads(5, ranks_per_node=2)
+def test_split_dup_and_declared_nodes(comm: Communicator) -> None:
+    parity = comm.split(comm.rank % 2, key=-comm.rank)
+    assert parity is not None and parity.allgather_object(comm.rank) == sorted(
+        [r for r in range(5) if r % 2 == comm.rank % 2], reverse=True
+    )
+    assert (comm.split(0 if comm.rank == 3 else None) is None) == (comm.rank != 3)
+    nodes = comm.nodes()
+    assert (nodes.count, nodes.uniform, nodes.index) == (3, False, comm.rank // 2)
+    assert nodes.intra.rank == comm.rank % 2
+    assert (nodes.leaders is None) == (comm.rank % 2 == 1)
 
 
-def test_shared_memory_is_seen_by_all() -> None:
-    def body(comm: Communicator) -> None:
-        block = comm.shared(16)
-        block.views[comm.rank][...] = comm.rank + 1
-        comm.barrier()
-        assert [int(view.sum()) for view in block.views] == [16 * (r + 1) for r in range(comm.size)]
-        comm.barrier()
-        block.close()
-
-    run_threads(3, body)
+@on_threads(3)
+def test_shared_memory_is_seen_by_all(comm: Communicator) -> None:
+    block = comm.shared(16)
+    block.views[comm.rank][...] = comm.rank + 1
+    comm.barrier()
+    assert [int(view.sum()) for view in block.views] == [16 * (r + 1) for r in range(comm.size)]
+    comm.barrier()
+    block.close()
 
 
 def test_the_first_failure_is_raised_and_the_others_are_released() -> None:
@@ -207,15 +192,13 @@ def test_solo_is_a_world_of_one() -> None:
     assert comm.size == 1 and np.array_equal(copy, np.arange(3.0)) and comm.nodes().count == 1
 
 
-def test_recording_counts_messages_of_children_too() -> None:
-    def body(comm: Communicator) -> None:
-        nodes = comm.nodes()
-        with count_traffic(comm) as traffic:
-            comm.sendrecv(np.zeros(10, np.float32), 1 - comm.rank, np.zeros(10, np.float32), 1 - comm.rank)
-            nodes.intra.send(np.zeros(3), 1 - comm.rank)
-            nodes.intra.recv(np.zeros(3), 1 - comm.rank)
-            comm.allreduce(np.zeros(4))
-        assert traffic.sent_bytes == 40 + 24 and traffic.unknown == {"allreduce": 1}
-        assert traffic.calls == {"sendrecv": 1, "send": 1, "recv": 1, "allreduce": 1}
-
-    run_threads(2, body)
+@on_threads(2)
+def test_recording_counts_messages_of_children_too(comm: Communicator) -> None:
+    nodes = comm.nodes()
+    with count_traffic(comm) as traffic:
+        comm.sendrecv(np.zeros(10, np.float32), 1 - comm.rank, np.zeros(10, np.float32), 1 - comm.rank)
+        nodes.intra.send(np.zeros(3), 1 - comm.rank)
+        nodes.intra.recv(np.zeros(3), 1 - comm.rank)
+        comm.allreduce(np.zeros(4))
+    assert traffic.sent_bytes == 40 + 24 and traffic.unknown == {"allreduce": 1}
+    assert traffic.calls == {"sendrecv": 1, "send": 1, "recv": 1, "allreduce": 1}

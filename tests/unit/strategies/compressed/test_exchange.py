@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from harness.combinations import EXCHANGES, HALF, SMALL
+from harness.threads import on_threads
 from harness.trainings import bits, losses, outcomes, state, trainer_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
@@ -67,19 +68,17 @@ def test_replicas_stay_identical_and_learn(keys: dict[str, Any], name: str) -> N
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 20_000, 4 << 20])
-def test_factors_travel_in_buckets_of_whole_layers(keys: dict[str, Any], bucket_bytes: int) -> None:
-    def run(comm: Communicator) -> None:
-        trainer = trainer_of(comm, compressed(keys, "powersgd", communication__bucket_bytes=bucket_bytes))
-        layers = sorted(trainer.model.layout.units.values(), reverse=True)
-        found = [op.range for op in trainer.operations if op.kind is Kind.REDUCE]
-        assert [layer for part in found for layer in layers if layer.intersect(part) == layer] == layers
-        assert [part.start for part in found[:-1]] == [part.stop for part in found[1:]]
-        for part in found[:-1]:
-            first = min(layer for layer in layers if layer.intersect(part))
-            assert 4 * (part.stop - first.start) >= bucket_bytes > 4 * (part.stop - first.stop)
-        assert len(found) == {1: len(layers), 4 << 20: 1}.get(bucket_bytes, len(found))
-
-    run_threads(2, run)
+@on_threads(2)
+def test_factors_travel_in_buckets_of_whole_layers(comm: Communicator, keys: dict[str, Any], bucket_bytes: int) -> None:
+    trainer = trainer_of(comm, compressed(keys, "powersgd", communication__bucket_bytes=bucket_bytes))
+    layers = sorted(trainer.model.layout.units.values(), reverse=True)
+    found = [op.range for op in trainer.operations if op.kind is Kind.REDUCE]
+    assert [layer for part in found for layer in layers if layer.intersect(part) == layer] == layers
+    assert [part.start for part in found[:-1]] == [part.stop for part in found[1:]]
+    for part in found[:-1]:
+        first = min(layer for layer in layers if layer.intersect(part))
+        assert 4 * (part.stop - first.start) >= bucket_bytes > 4 * (part.stop - first.stop)
+    assert len(found) == {1: len(layers), 4 << 20: 1}.get(bucket_bytes, len(found))
 
 
 def test_the_first_updates_are_dense(keys: dict[str, Any]) -> None:

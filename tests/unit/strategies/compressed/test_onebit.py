@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from harness.compressed.optimizers import layout, padded, seat_of, step, steps
+from harness.threads import on_threads
 from hpcdist import models
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import Range
@@ -227,10 +228,8 @@ def test_a_real_model_takes_28_times_fewer_bytes(ranks: int, monkeypatch: pytest
     assert dense / sent > 28
 
 
-def test_resumed_numbers_that_cannot_be_are_refused() -> None:
-    def body(comm: Communicator) -> None:
-        exchange = OneBitExchange(seat_of(comm, adamw()), CompressionConfig(warmup_steps=WARM))
-        with pytest.raises(StorageError, match="-1 ranks had errors of signs; it is damaged"):
-            exchange.prepare_restore({"frozen": -1})
-
-    run_threads(1, body)
+@on_threads(1)
+def test_resumed_numbers_that_cannot_be_are_refused(comm: Communicator) -> None:
+    exchange = OneBitExchange(seat_of(comm, adamw()), CompressionConfig(warmup_steps=WARM))
+    with pytest.raises(StorageError, match="-1 ranks had errors of signs; it is damaged"):
+        exchange.prepare_restore({"frozen": -1})

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from harness import trainings
+from harness.threads import on_threads
 from harness.trainings import PIPELINE, SERVER, Trained, assembled, refused
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
@@ -124,25 +125,25 @@ def test_a_checkpoint_without_residuals_begins_with_none(words: Settings, tmp_pa
 
 
 @pytest.mark.parametrize("placed", [SERVER, COLOCATED])
-def test_a_gradient_that_overflows_ends_the_run_on_all_ranks(placed: Settings, words: Settings) -> None:
-    def body(comm: Communicator) -> None:
-        trainer = assembled(comm, {**words, **placed, **TOPK})
-        steps(trainer, 2)
-        trainer = replace(trainer, first_step=2)
-        handlers, push = trainer.executor._handlers, trainer.exchange.push
+@on_threads(3)
+def test_a_gradient_that_overflows_ends_the_run_on_all_ranks(
+    comm: Communicator, placed: Settings, words: Settings
+) -> None:
+    trainer = assembled(comm, {**words, **placed, **TOPK})
+    steps(trainer, 2)
+    trainer = replace(trainer, first_step=2)
+    handlers, push = trainer.executor._handlers, trainer.exchange.push
 
-        def overflow(op: Operation) -> None:
-            trainer.exchange.gradients.range(op.range)[:1] = np.inf
-            push(op)
+    def overflow(op: Operation) -> None:
+        trainer.exchange.gradients.range(op.range)[:1] = np.inf
+        push(op)
 
-        if comm.rank == 1:
-            handlers[Kind.PUSH] = overflow
-        before = trainer.exchange.parameters.array.tobytes()
-        with pytest.raises(NonFiniteError, match="gradient norm (nan|inf)"):
-            steps(trainer, 4)
-        assert trainer.exchange.parameters.array.tobytes() == before
-
-    run_threads(3, body)
+    if comm.rank == 1:
+        handlers[Kind.PUSH] = overflow
+    before = trainer.exchange.parameters.array.tobytes()
+    with pytest.raises(NonFiniteError, match="gradient norm (nan|inf)"):
+        steps(trainer, 4)
+    assert trainer.exchange.parameters.array.tobytes() == before
 
 
 REFUSED = {

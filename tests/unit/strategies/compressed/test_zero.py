@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from harness.compressed.zero import RATE, Defined, Driven, compare, cuts_of, drawn, rounded
+from harness.threads import on_threads
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator
@@ -56,20 +57,18 @@ WITH_REPLICAS = ZeroConfig(parameters=1, gradients=2, optimizer=2)
         (ZeroConfig(parameters=2, gradients=2, optimizer=2), "sign", 1, {"across_nodes": True}),
     ],
 )
+@on_threads(4, ranks_per_node=2)
 def test_all_degrees_and_micro_batches_are_those_of_the_definition(
-    zero: ZeroConfig, name: str, microbatches: int, keys: dict[str, Any]
+    comm: Communicator, zero: ZeroConfig, name: str, microbatches: int, keys: dict[str, Any]
 ) -> None:
-    def body(comm: Communicator) -> None:
-        driven = Driven(comm, 3, zero, name, microbatches=microbatches, **keys)
-        degrees, across = driven.exchange.degrees, keys.get("across_nodes", False)
-        blocks = degrees.parameters, degrees.gradients, degrees.optimizer
+    driven = Driven(comm, 3, zero, name, microbatches=microbatches, **keys)
+    degrees, across = driven.exchange.degrees, keys.get("across_nodes", False)
+    blocks = degrees.parameters, degrees.gradients, degrees.optimizer
 
-        def between(level: int) -> bool:  # the first two ranks of a block are on a node
-            return not across or level == 3 or blocks[level] > 2
+    def between(level: int) -> bool:  # the first two ranks of a block are on a node
+        return not across or level == 3 or blocks[level] > 2
 
-        compare(driven, Defined(degrees, comm.size, name, between, **keys), 4)
-
-    run_threads(4, body, 2)
+    compare(driven, Defined(degrees, comm.size, name, between, **keys), 4)
 
 
 @pytest.mark.parametrize("working", [None, "bfloat16"])
@@ -130,32 +129,30 @@ def message_bytes(run: Driven, part: Range, bits: int) -> int:
 
 
 @pytest.mark.parametrize(("bits", "size"), [(8, 3), (4, 4)])
-def test_bytes_are_those_of_the_formula(bits: int, size: int) -> None:
-    def body(comm: Communicator) -> None:
-        run = Driven(comm, 3, name=f"int{bits}", microbatches=2, parameters=f"int{bits}")
-        run.run()
+@on_threads("size")
+def test_bytes_are_those_of_the_formula(comm: Communicator, bits: int, size: int) -> None:
+    run = Driven(comm, 3, name=f"int{bits}", microbatches=2, parameters=f"int{bits}")
+    run.run()
+    run.computed_with()
+    expected = owned = 0
+    for layer in run.layout.units.values():
+        cuts = [cuts_of(layer, run.exchange.degrees, rank)[-1] for rank in range(size)]
+        messages = [message_bytes(run, cut, bits) for cut in cuts]
+        expected += sum(messages) - messages[comm.rank]  # to each owner its own
+        owned += (size - 1) * messages[comm.rank]  # to everybody the same
+    plan = run.exchange.plan()
+    reduces = [op for op in plan if op.kind is Kind.REDUCE]
+    run.exchange.begin([*reduces, *plan])
+    with count_traffic(comm) as traffic:
+        for _ in range(2):
+            for op in reduces:
+                run.fill(op, run.gradients(1, 0), 1.0)
+                run.exchange.handlers[op.kind](op)
+    assert traffic.sent_bytes == 2 * expected
+    with count_traffic(comm) as traffic:
         run.computed_with()
-        expected = owned = 0
-        for layer in run.layout.units.values():
-            cuts = [cuts_of(layer, run.exchange.degrees, rank)[-1] for rank in range(size)]
-            messages = [message_bytes(run, cut, bits) for cut in cuts]
-            expected += sum(messages) - messages[comm.rank]  # to each owner its own
-            owned += (size - 1) * messages[comm.rank]  # to everybody the same
-        plan = run.exchange.plan()
-        reduces = [op for op in plan if op.kind is Kind.REDUCE]
-        run.exchange.begin([*reduces, *plan])
-        with count_traffic(comm) as traffic:
-            for _ in range(2):
-                for op in reduces:
-                    run.fill(op, run.gradients(1, 0), 1.0)
-                    run.exchange.handlers[op.kind](op)
-        assert traffic.sent_bytes == 2 * expected
-        with count_traffic(comm) as traffic:
-            run.computed_with()
-        agreed = 2 * 8 * 2  # the order of these gathers may be agreed on anew: two numbers
-        assert owned <= traffic.sent_bytes <= owned + agreed
-
-    run_threads(size, body)
+    agreed = 2 * 8 * 2  # the order of these gathers may be agreed on anew: two numbers
+    assert owned <= traffic.sent_bytes <= owned + agreed
 
 
 RESUMED = (
@@ -167,24 +164,22 @@ RESUMED = (
 
 
 @pytest.mark.parametrize(("stage", "zero", "name", "working", "keys"), RESUMED)
+@on_threads(4, ranks_per_node=2)
 def test_a_resumed_run_goes_on_to_the_bit(
-    stage: int, zero: ZeroConfig, name: str, working: str | None, keys: dict[str, Any]
+    comm: Communicator, stage: int, zero: ZeroConfig, name: str, working: str | None, keys: dict[str, Any]
 ) -> None:
-    def body(comm: Communicator) -> None:
-        given = stage, zero, name, working, 2
-        run, resumed = Driven(comm, *given, **keys), Driven(comm, *given, **keys)
-        run.run(3)
-        state, numbers = run.saved(), run.exchange.state()
-        assert ("residual.0" in {kind for kind, _ in state}) == keys.get("error_feedback", True)
-        resumed.load(state, numbers, 3)
-        assert run.run(3) == resumed.run(3)
-        assert run.computed_with().tobytes() == resumed.computed_with().tobytes()
-        state, again = run.saved(), resumed.saved()
-        assert state.keys() == again.keys()
-        for key, values in state.items():
-            assert values.tobytes() == again[key].tobytes(), key
-
-    run_threads(4, body, 2)
+    given = stage, zero, name, working, 2
+    run, resumed = Driven(comm, *given, **keys), Driven(comm, *given, **keys)
+    run.run(3)
+    state, numbers = run.saved(), run.exchange.state()
+    assert ("residual.0" in {kind for kind, _ in state}) == keys.get("error_feedback", True)
+    resumed.load(state, numbers, 3)
+    assert run.run(3) == resumed.run(3)
+    assert run.computed_with().tobytes() == resumed.computed_with().tobytes()
+    state, again = run.saved(), resumed.saved()
+    assert state.keys() == again.keys()
+    for key, values in state.items():
+        assert values.tobytes() == again[key].tobytes(), key
 
 
 def owed(state: dict[tuple[str, str], np.ndarray]) -> dict[str, np.ndarray]:
@@ -247,82 +242,70 @@ def test_what_is_owed_is_paid_by_the_first_step_that_is_applied() -> None:
     run_threads(1, after)
 
 
-def test_a_run_that_did_not_compress_begins_with_nothing_owed() -> None:
-    def body(comm: Communicator) -> None:
-        dense, run = Driven(comm, 2, name="none"), Driven(comm, 2)
-        dense.run(2)
-        run.load(dense.saved(), dense.exchange.state(), 2)
-        assert not any(values.any() for values in owed(run.saved()).values())
-        assert np.isfinite(run.run()[0])
-
-    run_threads(2, body)
+@on_threads(2)
+def test_a_run_that_did_not_compress_begins_with_nothing_owed(comm: Communicator) -> None:
+    dense, run = Driven(comm, 2, name="none"), Driven(comm, 2)
+    dense.run(2)
+    run.load(dense.saved(), dense.exchange.state(), 2)
+    assert not any(values.any() for values in owed(run.saved()).values())
+    assert np.isfinite(run.run()[0])
 
 
 @pytest.mark.parametrize("name", ["sign", "topk"])
-def test_an_overflow_on_one_rank_changes_nothing_on_any(name: str) -> None:
-    def body(comm: Communicator) -> None:
-        keys: dict[str, Any] = {"density": 0.2} if name == "topk" else {}
-        run, other = (Driven(comm, 3, HPZ, name, "float16", 2, parameters="int8", **keys) for _ in range(2))
-        for driven in (run, other):
-            driven.run(2, scale=64.0)
-        before, numbers = run.saved(), run.exchange.state()
-        for at in (4.0, 64.0):
-            (norm,) = run.run(bad=1, scale=at)
-            assert not np.isfinite(norm)
-        run.step -= 2
-        after = run.saved()
-        for key, values in before.items():
-            assert after[key].tobytes() == values.tobytes(), key
-        assert run.exchange.state() == numbers
-        assert run.run(2, scale=64.0) == other.run(2, scale=64.0)
-        assert run.computed_with().tobytes() == other.computed_with().tobytes()
-
-    run_threads(4, body)
-
-
-def test_one_bad_gradient_is_seen_by_all_where_nothing_rolls_back() -> None:
-    def body(comm: Communicator) -> None:
-        run = Driven(comm, 2, name="sign")
-        run.run()
-        weights_before = run.exchange.parameters.array.tobytes()
-        (norm,) = run.run(bad=2)
+@on_threads(4)
+def test_an_overflow_on_one_rank_changes_nothing_on_any(comm: Communicator, name: str) -> None:
+    keys: dict[str, Any] = {"density": 0.2} if name == "topk" else {}
+    run, other = (Driven(comm, 3, HPZ, name, "float16", 2, parameters="int8", **keys) for _ in range(2))
+    for driven in (run, other):
+        driven.run(2, scale=64.0)
+    before, numbers = run.saved(), run.exchange.state()
+    for at in (4.0, 64.0):
+        (norm,) = run.run(bad=1, scale=at)
         assert not np.isfinite(norm)
-        assert run.exchange.parameters.array.tobytes() == weights_before
-        assert np.isfinite(run.exchange.pieces()[-1].array).all()
-
-    run_threads(3, body)
-
-
-def test_residuals_are_in_unscaled_units() -> None:
-    def body(comm: Communicator) -> None:
-        one, other = (Driven(comm, 2, name="int8", working="bfloat16") for _ in range(2))
-        assert [one.run(scale=scale) for scale in (8.0, 64.0, 1.0)] == [other.run(scale=1.0) for _ in range(3)]
-        state, again = one.saved(), other.saved()
-        for key, values in state.items():
-            assert values.tobytes() == again[key].tobytes(), key
-
-    run_threads(2, body)
+    run.step -= 2
+    after = run.saved()
+    for key, values in before.items():
+        assert after[key].tobytes() == values.tobytes(), key
+    assert run.exchange.state() == numbers
+    assert run.run(2, scale=64.0) == other.run(2, scale=64.0)
+    assert run.computed_with().tobytes() == other.computed_with().tobytes()
 
 
-def test_the_first_updates_are_dense() -> None:
-    def body(comm: Communicator) -> None:
-        run, dense = Driven(comm, 2, name="int4", warmup_steps=2), Driven(comm, 2, name="none")
-        assert run.run(2) == dense.run(2)
-        assert run.exchange.parameters.array.tobytes() == dense.exchange.parameters.array.tobytes()
-        assert run.run() != dense.run()
+@on_threads(3)
+def test_one_bad_gradient_is_seen_by_all_where_nothing_rolls_back(comm: Communicator) -> None:
+    run = Driven(comm, 2, name="sign")
+    run.run()
+    weights_before = run.exchange.parameters.array.tobytes()
+    (norm,) = run.run(bad=2)
+    assert not np.isfinite(norm)
+    assert run.exchange.parameters.array.tobytes() == weights_before
+    assert np.isfinite(run.exchange.pieces()[-1].array).all()
 
-    run_threads(2, body)
+
+@on_threads(2)
+def test_residuals_are_in_unscaled_units(comm: Communicator) -> None:
+    one, other = (Driven(comm, 2, name="int8", working="bfloat16") for _ in range(2))
+    assert [one.run(scale=scale) for scale in (8.0, 64.0, 1.0)] == [other.run(scale=1.0) for _ in range(3)]
+    state, again = one.saved(), other.saved()
+    for key, values in state.items():
+        assert values.tobytes() == again[key].tobytes(), key
 
 
-def test_levels_that_mix_nodes_and_parameters_that_stay_whole_are_refused() -> None:
-    def body(comm: Communicator) -> None:
-        for zero, keys in ((ZeroConfig(), {}), (ZeroConfig(gradients=4), {"parameters": "int8"})):
-            with pytest.raises(ConfigurationError, match=r"neither all on one node.*zero.parameters or zero.gradients"):
-                Driven(comm, 3, zero, across_nodes=True, **keys)
-        with pytest.raises(ConfigurationError, match=r"each of the 4 data ranks keeps whole"):
-            Driven(comm, 3, ZeroConfig(parameters=1), parameters="int8")
+@on_threads(2)
+def test_the_first_updates_are_dense(comm: Communicator) -> None:
+    run, dense = Driven(comm, 2, name="int4", warmup_steps=2), Driven(comm, 2, name="none")
+    assert run.run(2) == dense.run(2)
+    assert run.exchange.parameters.array.tobytes() == dense.exchange.parameters.array.tobytes()
+    assert run.run() != dense.run()
 
-    run_threads(4, body, 2)
+
+@on_threads(4, ranks_per_node=2)
+def test_levels_that_mix_nodes_and_parameters_that_stay_whole_are_refused(comm: Communicator) -> None:
+    for zero, keys in ((ZeroConfig(), {}), (ZeroConfig(gradients=4), {"parameters": "int8"})):
+        with pytest.raises(ConfigurationError, match=r"neither all on one node.*zero.parameters or zero.gradients"):
+            Driven(comm, 3, zero, across_nodes=True, **keys)
+    with pytest.raises(ConfigurationError, match=r"each of the 4 data ranks keeps whole"):
+        Driven(comm, 3, ZeroConfig(parameters=1), parameters="int8")
 
 
 @pytest.mark.parametrize(("name", "working"), [("int4", "bfloat16"), ("topk", None)])

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from harness.trainings import survive
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.store import FlatStore
@@ -19,13 +20,11 @@ LAYOUT = Layout.of([TensorSpec(0, "tokens", (10, 4)), TensorSpec(1, "weight", (5
 
 @pytest.mark.parametrize("algorithm", ["native", "recursive_doubling"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_equal_replicas_pass(size: int, algorithm: str) -> None:
-    def body(comm: Communicator) -> None:
-        store = FlatStore(LAYOUT, np.float32)
-        store.array[...] = np.arange(LAYOUT.size)
-        check_replicas(comm, store, 5, algorithm)
-
-    run_threads(size, body)
+@on_threads("size")
+def test_equal_replicas_pass(comm: Communicator, size: int, algorithm: str) -> None:
+    store = FlatStore(LAYOUT, np.float32)
+    store.array[...] = np.arange(LAYOUT.size)
+    check_replicas(comm, store, 5, algorithm)
 
 
 @pytest.mark.parametrize(
@@ -89,11 +88,9 @@ def test_no_checkpoint_is_made_of_replicas_that_differ(tmp_path: Path) -> None:
     assert found is not None and found.name == "step-2"
 
 
-def test_a_difference_in_the_padding_is_found_too() -> None:
-    def body(comm: Communicator) -> None:
-        store = FlatStore(LAYOUT, np.float64)
-        store.array[41] = comm.rank
-        with pytest.raises(DivergenceError, match="padding"):
-            check_replicas(comm, store, 1)
-
-    run_threads(2, body)
+@on_threads(2)
+def test_a_difference_in_the_padding_is_found_too(comm: Communicator) -> None:
+    store = FlatStore(LAYOUT, np.float64)
+    store.array[41] = comm.rank
+    with pytest.raises(DivergenceError, match="padding"):
+        check_replicas(comm, store, 1)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from harness.rank_run import RankRun, load_initial, optimizer_of
+from harness.threads import on_threads
 from hpcdist.arrays import backend
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
@@ -269,11 +270,8 @@ def test_a_finished_worker_can_still_call(rng: np.random.Generator) -> None:
                 called.set()
             return stop_request
 
-        def pause(rank: int) -> float:
-            return float(rank == 1 and run.exchange.clock == 2 and not called.wait(30))
-
         run.exchange.meetings.ask(wants)
-        run.train(data, pause)
+        run.train(data, lambda rank: float(rank == 1 and run.exchange.clock == 2 and not called.wait(30)))
         return run.meetings
 
     first, *_ = run_threads(3, body)
@@ -412,18 +410,16 @@ def test_a_state_of_another_number_of_workers_goes_on_from_the_slowest() -> None
     assert run_threads(2, body) == [(6, [6, 4], 10), (4, [6, 4], 10)]
 
 
-def test_the_learning_rate_goes_by_updates_over_workers() -> None:
-    def body(comm: Communicator) -> None:
-        run = Run(comm, COLOCATED, 40)
-        alone = optimizers.build(run.context.optimizer, run.model.layout, (), np.dtype("f4"), total_steps=40)
-        for step in (1, 2, 3, 17, 40):
-            alone.restore({"count": step})
-            run.exchange.restore({"count": step})
-            assert run.exchange.shard.updates == 4 * step
-            assert run.exchange.shard.optimizer.learning_rate == pytest.approx(alone.learning_rate, rel=1e-12)
-            assert run.exchange.learning_rate == run.exchange.shard.optimizer.learning_rate
-
-    run_threads(4, body)
+@on_threads(4)
+def test_the_learning_rate_goes_by_updates_over_workers(comm: Communicator) -> None:
+    run = Run(comm, COLOCATED, 40)
+    alone = optimizers.build(run.context.optimizer, run.model.layout, (), np.dtype("f4"), total_steps=40)
+    for step in (1, 2, 3, 17, 40):
+        alone.restore({"count": step})
+        run.exchange.restore({"count": step})
+        assert run.exchange.shard.updates == 4 * step
+        assert run.exchange.shard.optimizer.learning_rate == pytest.approx(alone.learning_rate, rel=1e-12)
+        assert run.exchange.learning_rate == run.exchange.shard.optimizer.learning_rate
 
 
 def test_the_loss_of_a_repeated_batch_falls(rng: np.random.Generator) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.threads import on_threads
 from harness.trainings import blamed, refused, small, state_bits
 from harness.trainings import losses_and_norms as train
 from hpcdist.comm.communicator import Communicator
@@ -96,23 +97,22 @@ def test_a_mirror_has_the_bits_of_the_server_that_is_lost(text: Path) -> None:
 
 
 @pytest.mark.parametrize(("shards", "pushed"), [(8, 1), (6, 2), (4, 1)])
-def test_a_worker_pushes_as_many_partial_sums_as_it_must(text: Path, shards: int, pushed: int) -> None:
+@on_threads(3)
+def test_a_worker_pushes_as_many_partial_sums_as_it_must(
+    comm: Communicator, text: Path, shards: int, pushed: int
+) -> None:
     """Two workers: 4 + 4 shards are two nodes of the tree, 3 + 3 are four, 2 + 2 are two."""
-
-    def body(comm: Communicator) -> None:
-        trainer = trainer_of(comm, text, {"model.hidden": 64, "run.logical_shards": shards} | served(1, "dedicated"))
-        train(trainer, 1)
-        with count_traffic(comm) as traffic:
-            train(trainer, 2, first=1)
-        psi = 4 * trainer.model.layout.size
-        agreed = 3 * 8 * (shards + 4)
-        assert not traffic.unknown
-        sends = pushed * psi if trainer.exchange.works else 2 * psi  # type: ignore[attr-defined]
-        assert sends <= traffic.sent_bytes <= sends + agreed
-        if trainer.exchange.works:  # type: ignore[attr-defined]
-            assert trainer.ledger.peak["communication"] <= {8: 2, 6: 2, 4: 1}[shards] * psi + agreed
-
-    run_threads(3, body)
+    trainer = trainer_of(comm, text, {"model.hidden": 64, "run.logical_shards": shards} | served(1, "dedicated"))
+    train(trainer, 1)
+    with count_traffic(comm) as traffic:
+        train(trainer, 2, first=1)
+    psi = 4 * trainer.model.layout.size
+    agreed = 3 * 8 * (shards + 4)
+    assert not traffic.unknown
+    sends = pushed * psi if trainer.exchange.works else 2 * psi  # type: ignore[attr-defined]
+    assert sends <= traffic.sent_bytes <= sends + agreed
+    if trainer.exchange.works:  # type: ignore[attr-defined]
+        assert trainer.ledger.peak["communication"] <= {8: 2, 6: 2, 4: 1}[shards] * psi + agreed
 
 
 @pytest.mark.parametrize("transport", ["messages", "rma"])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from harness.rank_run import RankRun, optimizer_of
+from harness.threads import on_threads
 from harness.trainings import TOLERANCE, State, difference
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
@@ -115,15 +116,15 @@ def test_the_plain_path_without_any_layer_has_the_bits_of_its_stage(stage: int) 
         (Kind.REFRESH, ZeroConfig(parameters=2, gradients=4, optimizer=4), "no REFRESH after its APPLY"),
     ],
 )
-def test_a_step_without_its_second_half_is_refused(kind: Kind, config: ZeroConfig, why: str) -> None:
-    def body(comm: Communicator) -> None:
-        run = Run(comm, zero(3, config))
-        steps = [op for op in run.operations if op.kind is not kind]
-        assert len(steps) < len(run.operations)
-        with pytest.raises(ScheduleError, match=why):
-            build.prove(run.context, ProcessGrid(data=4), steps, 1, accumulates=False, degrees=run.exchange.degrees)
-
-    run_threads(4, body)
+@on_threads(4)
+def test_a_step_without_its_second_half_is_refused(
+    comm: Communicator, kind: Kind, config: ZeroConfig, why: str
+) -> None:
+    run = Run(comm, zero(3, config))
+    steps = [op for op in run.operations if op.kind is not kind]
+    assert len(steps) < len(run.operations)
+    with pytest.raises(ScheduleError, match=why):
+        build.prove(run.context, ProcessGrid(data=4), steps, 1, accumulates=False, degrees=run.exchange.degrees)
 
 
 OPTIMIZERS: dict[str, dict[str, object]] = {
@@ -209,25 +210,22 @@ def test_bytes_are_those_of_the_closed_form_for_all_degrees(size: int, microbatc
         assert sent == pytest.approx(expected, rel=0.01, abs=2048), f"{config}: {sent / psi:.3f} Psi"
 
 
-def test_small_units_stay_gathered_and_their_state_is_cut() -> None:
-    def body(comm: Communicator) -> None:
-        whole, run = (Run(comm, zero(3, ZeroConfig(persistent_below=below)), "float32") for below in (0, 1100))
-        sizes = {unit: sum(spec.size for spec in stage.tensors()) for unit, stage in enumerate(run.model.stages)}
-        small = {unit for unit, size in sizes.items() if size < 1100}
-        assert 0 < len(small) < len(sizes)
-        for one, kept in ((whole, set()), (run, small)):
-            assert {op.unit for op in one.operations if op.kind is Kind.FREE} == set(sizes) - kept
-            agreed = next(at for at, op in enumerate(one.operations) if op.kind is Kind.AGREE)
-            after = [op.unit for op in one.operations[agreed:] if op.kind is Kind.GATHER]
-            assert sorted(after) == sorted(kept), "one gather after the update"
-            assert not kept & {op.unit for op in one.operations[:agreed] if op.kind is Kind.GATHER}
-        assert (
-            run.exchange.sharded_update.optimizer.slots["m"].size
-            == whole.exchange.sharded_update.optimizer.slots["m"].size
-        )
-        assert run.exchange.parameters.size > whole.exchange.parameters.size
-
-    run_threads(2, body)
+@on_threads(2)
+def test_small_units_stay_gathered_and_their_state_is_cut(comm: Communicator) -> None:
+    whole, run = (Run(comm, zero(3, ZeroConfig(persistent_below=below)), "float32") for below in (0, 1100))
+    sizes = {unit: sum(spec.size for spec in stage.tensors()) for unit, stage in enumerate(run.model.stages)}
+    small = {unit for unit, size in sizes.items() if size < 1100}
+    assert 0 < len(small) < len(sizes)
+    for one, kept in ((whole, set()), (run, small)):
+        assert {op.unit for op in one.operations if op.kind is Kind.FREE} == set(sizes) - kept
+        agreed = next(at for at, op in enumerate(one.operations) if op.kind is Kind.AGREE)
+        after = [op.unit for op in one.operations[agreed:] if op.kind is Kind.GATHER]
+        assert sorted(after) == sorted(kept), "one gather after the update"
+        assert not kept & {op.unit for op in one.operations[:agreed] if op.kind is Kind.GATHER}
+    assert (
+        run.exchange.sharded_update.optimizer.slots["m"].size == whole.exchange.sharded_update.optimizer.slots["m"].size
+    )
+    assert run.exchange.parameters.size > whole.exchange.parameters.size
 
 
 def test_a_checkpoint_goes_from_any_degrees_to_any_others() -> None:
@@ -274,38 +272,32 @@ def without(operations: list[Operation], unit: int) -> list[Operation]:
     return [op for op in operations if op.unit != unit]
 
 
-def test_a_rank_that_takes_another_branch_names_the_unit_instead_of_hanging() -> None:
-    def body(comm: Communicator) -> None:
-        run = Run(comm, zero(3))
-        run.losses(text()[:2])
-        run.executor.evaluate(*run.batches(text()[0])[0])  # of an order of its own
-        run.losses(text()[2:3])
-        if comm.rank == 1:
-            with pytest.raises(ScheduleError, match=r"got GATHER\(0, 2\).*expected GATHER\(0, 1\) of unit 1 as number"):
-                run.step(text()[3], operations=without(run.operations, unit=1))
-
-    run_threads(3, body)
+@on_threads(3)
+def test_a_rank_that_takes_another_branch_names_the_unit_instead_of_hanging(comm: Communicator) -> None:
+    run = Run(comm, zero(3))
+    run.losses(text()[:2])
+    run.executor.evaluate(*run.batches(text()[0])[0])  # of an order of its own
+    run.losses(text()[2:3])
+    if comm.rank == 1:
+        with pytest.raises(ScheduleError, match=r"got GATHER\(0, 2\).*expected GATHER\(0, 1\) of unit 1 as number"):
+            run.step(text()[3], operations=without(run.operations, unit=1))
 
 
-def test_a_gather_out_of_its_turn_is_refused() -> None:
-    def body(comm: Communicator) -> None:
-        run = Run(comm, zero(3))
-        run.losses(text()[:1])
-        run.exchange.begin(run.operations)
-        with pytest.raises(ScheduleError, match=r"got GATHER\(0, 1\) of unit 1, expected GATHER\(0, 0\) of unit 0"):
-            run.exchange.gather(Operation(Kind.GATHER, 0, 1))
-
-    run_threads(2, body)
+@on_threads(2)
+def test_a_gather_out_of_its_turn_is_refused(comm: Communicator) -> None:
+    run = Run(comm, zero(3))
+    run.losses(text()[:1])
+    run.exchange.begin(run.operations)
+    with pytest.raises(ScheduleError, match=r"got GATHER\(0, 1\) of unit 1, expected GATHER\(0, 0\) of unit 0"):
+        run.exchange.gather(Operation(Kind.GATHER, 0, 1))
 
 
-def test_ranks_that_begin_with_different_branches_all_say_so() -> None:
-    def body(comm: Communicator) -> None:
-        run = Run(comm, zero(3))
-        steps = without(run.operations, unit=1) if comm.rank == 2 else run.operations
-        with pytest.raises(ScheduleError, match=r"number 2 of rank 2 is GATHER\(0, 2\).* of rank 0 GATHER\(0, 1\)"):
-            run.step(text()[0], operations=steps)
-
-    run_threads(3, body)
+@on_threads(3)
+def test_ranks_that_begin_with_different_branches_all_say_so(comm: Communicator) -> None:
+    run = Run(comm, zero(3))
+    steps = without(run.operations, unit=1) if comm.rank == 2 else run.operations
+    with pytest.raises(ScheduleError, match=r"number 2 of rank 2 is GATHER\(0, 2\).* of rank 0 GATHER\(0, 1\)"):
+        run.step(text()[0], operations=steps)
 
 
 def test_shared_parameters_are_one_copy_on_each_node() -> None:
@@ -326,24 +318,22 @@ def test_shared_parameters_are_one_copy_on_each_node() -> None:
         assert sum(counted for _, counted, *_ in found) == 2 * nodes * found[0][2]
 
 
-def test_a_step_that_fails_leaves_shared_parameters_as_they_were() -> None:
-    def body(comm: Communicator) -> None:
-        run = Run(comm, zero(1, SHARED), "float32")
-        run.losses(text()[:2])
-        before = run.exchange.parameters.array.copy()
-        apply = run.executor._handlers[Kind.APPLY]
+@on_threads(2)
+def test_a_step_that_fails_leaves_shared_parameters_as_they_were(comm: Communicator) -> None:
+    run = Run(comm, zero(1, SHARED), "float32")
+    run.losses(text()[:2])
+    before = run.exchange.parameters.array.copy()
+    apply = run.executor._handlers[Kind.APPLY]
 
-        def fails(op: Operation) -> None:
-            apply(op)
-            raise KeyboardInterrupt
+    def fails(op: Operation) -> None:
+        apply(op)
+        raise KeyboardInterrupt
 
-        run.executor._handlers[Kind.APPLY] = fails
-        with pytest.raises(KeyboardInterrupt):
-            run.losses(text()[2:3])
-        comm.barrier()
-        assert run.exchange.parameters.array.tobytes() == before.tobytes()
-
-    run_threads(2, body)
+    run.executor._handlers[Kind.APPLY] = fails
+    with pytest.raises(KeyboardInterrupt):
+        run.losses(text()[2:3])
+    comm.barrier()
+    assert run.exchange.parameters.array.tobytes() == before.tobytes()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

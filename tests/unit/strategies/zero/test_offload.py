@@ -14,7 +14,7 @@ import pytest
 
 from harness import trainings
 from harness.devices import OPTIMIZERS
-from harness.states import filled
+from harness.inputs import filled
 from harness.trainings import SETTINGS, assembled, refused
 from hpcdist.arrays import backend, filestore
 from hpcdist.arrays.filestore import FileSlice, FileStore

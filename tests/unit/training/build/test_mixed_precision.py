@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from harness import trainings
+from harness.threads import on_threads
 from harness.trainings import State, difference, refused, small
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.store import FlatStore
@@ -161,52 +162,49 @@ def test_it_learns_as_float32_does(text: Path, mode: str) -> None:
     ("strategy", "parameters", "gradients", "optimizer"),
     [("allreduce", 1, 1, 1), ("zero1", 1, 1, 2), ("zero2", 1, 2, 2), ("zero3", 2, 2, 2)],
 )
+@on_threads(2)
 def test_memory_is_that_of_the_closed_form(
-    text: Path, strategy: str, parameters: int, gradients: int, optimizer: int
+    comm: Communicator, text: Path, strategy: str, parameters: int, gradients: int, optimizer: int
 ) -> None:
     """2 + 2 + 12 bytes a parameter, each over the ranks that share it, and the named buffers."""
-
-    def body(comm: Communicator) -> None:
-        trainer = trainer_of(comm, text, {"parallel.strategy": strategy, "model.hidden": 128, "model.layers": 4})
-        trainings.losses(trainer, 2)
-        psi = trainer.model.layout.parameters
-        layer = max(part.size for part in trainer.context.ranges.values())
-        update = 4 * min(BLOCK["cpu"], max(part.size for part in trainer.exchange.sharded_update.parts))  # type: ignore[attr-defined]
-        named = {  # a layer in float32; where it is cut, one in 16 bits; and what an update widens
-            "parameters": 4 * layer + (2 * layer if parameters > 1 else 0),
-            "gradients": 4 * layer + (2 * layer if gradients > 1 else 0) + update,
-            "optimizer": 0,
-        }
-        for kind, bytes_each, ranks in (
-            ("parameters", 2, parameters),
-            ("gradients", 2, gradients),
-            ("optimizer", 12, optimizer),
-        ):
-            held = trainer.ledger.peak[kind] - named[kind]
-            assert held == pytest.approx(bytes_each * psi / ranks, rel=0.03), kind
-
-    run_threads(2, body)
+    trainer = trainer_of(comm, text, {"parallel.strategy": strategy, "model.hidden": 128, "model.layers": 4})
+    trainings.losses(trainer, 2)
+    psi = trainer.model.layout.parameters
+    layer = max(part.size for part in trainer.context.ranges.values())
+    update = 4 * min(BLOCK["cpu"], max(part.size for part in trainer.exchange.sharded_update.parts))  # type: ignore[attr-defined]
+    named = {  # a layer in float32; where it is cut, one in 16 bits; and what an update widens
+        "parameters": 4 * layer + (2 * layer if parameters > 1 else 0),
+        "gradients": 4 * layer + (2 * layer if gradients > 1 else 0) + update,
+        "optimizer": 0,
+    }
+    for kind, bytes_each, ranks in (
+        ("parameters", 2, parameters),
+        ("gradients", 2, gradients),
+        ("optimizer", 12, optimizer),
+    ):
+        held = trainer.ledger.peak[kind] - named[kind]
+        assert held == pytest.approx(bytes_each * psi / ranks, rel=0.03), kind
 
 
 @pytest.mark.parametrize(
     ("strategy", "algorithm", "volumes"),
     [("allreduce", "all_to_all", 2), ("zero1", "ring", 2), ("zero2", "ring", 2), ("zero3", "ring", 3)],
 )
-def test_bytes_sent_are_half_of_float32(text: Path, strategy: str, algorithm: str, volumes: int) -> None:
-    def body(comm: Communicator) -> None:
-        keys = {"parallel.strategy": strategy, "communication.algorithm": algorithm, "model.hidden": 64}
-        trainer = trainer_of(comm, text, keys)
-        trainings.losses(trainer, 1)
-        with count_traffic(comm) as traffic:
-            trainer = replace(trainer, first_step=1)
-            trainings.losses(trainer, 2)
-        psi = 2 * trainer.model.layout.parameters
-        last = 2 * sum(spec.size for spec in trainer.model.stages[-1].tensors())
-        sent = volumes * psi - (last if strategy == "zero3" else 0)  # whose forward and backward follow each other
-        assert not traffic.unknown
-        assert traffic.sent_bytes == pytest.approx(sent * (comm.size - 1) / comm.size, rel=0.01, abs=1024)
-
-    run_threads(4, body)
+@on_threads(4)
+def test_bytes_sent_are_half_of_float32(
+    comm: Communicator, text: Path, strategy: str, algorithm: str, volumes: int
+) -> None:
+    keys = {"parallel.strategy": strategy, "communication.algorithm": algorithm, "model.hidden": 64}
+    trainer = trainer_of(comm, text, keys)
+    trainings.losses(trainer, 1)
+    with count_traffic(comm) as traffic:
+        trainer = replace(trainer, first_step=1)
+        trainings.losses(trainer, 2)
+    psi = 2 * trainer.model.layout.parameters
+    last = 2 * sum(spec.size for spec in trainer.model.stages[-1].tensors())
+    sent = volumes * psi - (last if strategy == "zero3" else 0)  # whose forward and backward follow each other
+    assert not traffic.unknown
+    assert traffic.sent_bytes == pytest.approx(sent * (comm.size - 1) / comm.size, rel=0.01, abs=1024)
 
 
 def overflowing(trainer: Trainer, rank: int) -> None:

@@ -121,10 +121,7 @@ def test_agreements_take_what_is_for_small_buffers(tmp_path):
         settings = {**SMALL, "data.path": tmp_path / "text.txt"} | {k.replace("__", "."): v for k, v in keys.items()}
         recipe = recipe_of(settings)
 
-        def body(comm: Communicator) -> str:
-            return assemble(session_of(comm), recipe).context.agree_algorithm
-
-        return run_threads(ranks, body)[0]
+        return run_threads(ranks, lambda comm: assemble(session_of(comm), recipe).context.agree_algorithm)[0]
 
     assert agree(2, communication__algorithm="native<=4096,ring") == "native"
     assert agree(2, communication__algorithm="node_shared<=4096,ring") == "node_shared"

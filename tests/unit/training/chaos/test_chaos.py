@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from harness import trainings
+from harness.threads import on_threads
 from harness.trainings import assembled, refused
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
@@ -85,15 +86,13 @@ def test_a_slow_rank_changes_times_and_no_bit(strategy: str, text: dict[str, obj
     assert min(late[0][1]) >= 0.02 * 4 / 3.5 and min(late[1][1]) >= 2 * 0.02 * 3 / 3.5
 
 
-def test_only_steps_are_slowed_down(text: dict[str, object]) -> None:
-    def body(comm: Communicator) -> None:
-        trainer = assembled(comm, {**text, "chaos.slow_ranks": "[0]", "chaos.slow_factor": 1e9})
-        assert [type(observer) for observer in trainer.executor._observers] == [Slowdown]
-        with trainer.batches(1) as batches:
-            batch = next(batches)
-        trainer.executor.evaluate(*batch)
-
-    run_threads(1, body)
+@on_threads(1)
+def test_only_steps_are_slowed_down(comm: Communicator, text: dict[str, object]) -> None:
+    trainer = assembled(comm, {**text, "chaos.slow_ranks": "[0]", "chaos.slow_factor": 1e9})
+    assert [type(observer) for observer in trainer.executor._observers] == [Slowdown]
+    with trainer.batches(1) as batches:
+        batch = next(batches)
+    trainer.executor.evaluate(*batch)
 
 
 def test_without_chaos_nothing_observes_the_executor(text: dict[str, object]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from harness import trainings
+from harness.threads import on_threads
 from harness.trainings import assembled, refused
 from hpcdist.arrays import backend
 from hpcdist.checkpoint.restoring.restore import newest, restore
@@ -75,28 +76,26 @@ def trained(ranks: int, settings: Settings, run: Path) -> list[tuple[list[float]
     ],
 )
 @pytest.mark.usefixtures("mortal")
+@on_threads(1)
 def test_a_kill_is_where_it_was_asked_for_and_only_once(
-    phase: str, last: Kind | None, text: Settings, tmp_path: Path
+    comm: Communicator, phase: str, last: Kind | None, text: Settings, tmp_path: Path
 ) -> None:
-    def body(comm: Communicator) -> None:
-        trainer, _ = armed(comm, {**text, "chaos.kill": f"['0@2:{phase}']"}, tmp_path)
-        assert len(make_steps(trainer, last=1)) == 1 and not (tmp_path / "chaos").exists()
-        seen: list[Kind] = []
+    trainer, _ = armed(comm, {**text, "chaos.kill": f"['0@2:{phase}']"}, tmp_path)
+    assert len(make_steps(trainer, last=1)) == 1 and not (tmp_path / "chaos").exists()
+    seen: list[Kind] = []
 
-        def noted(handler: Callable[[Operation], None], op: Operation) -> None:
-            seen.append(op.kind)
-            handler(op)
+    def noted(handler: Callable[[Operation], None], op: Operation) -> None:
+        seen.append(op.kind)
+        handler(op)
 
-        for kind, handler in list(trainer.executor._handlers.items()):
-            trainer.executor._handlers[kind] = lambda op, handler=handler: noted(handler, op)
-        with pytest.raises(Killed):
-            make_steps(trainer, first=2)
-        assert (seen[-1] if seen else None) is last and seen.count(last) <= 1
-        assert os.listdir(tmp_path / "chaos") == [f"kill-0@2-{phase}"]
-        again, _ = armed(comm, {**text, "chaos.kill": f"['0@2:{phase}']"}, tmp_path)
-        assert len(make_steps(again)) == 4
-
-    run_threads(1, body)
+    for kind, handler in list(trainer.executor._handlers.items()):
+        trainer.executor._handlers[kind] = lambda op, handler=handler: noted(handler, op)
+    with pytest.raises(Killed):
+        make_steps(trainer, first=2)
+    assert (seen[-1] if seen else None) is last and seen.count(last) <= 1
+    assert os.listdir(tmp_path / "chaos") == [f"kill-0@2-{phase}"]
+    again, _ = armed(comm, {**text, "chaos.kill": f"['0@2:{phase}']"}, tmp_path)
+    assert len(make_steps(again)) == 4
 
 
 RING = {"communication.algorithm": "ring"}
