@@ -52,14 +52,14 @@ def one_gpu(cupy: ModuleType) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("segment_bytes", [1 << 16, 1 << 20, 1 << 30])
-def test_segments_through_pinned_memory(segment_bytes: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_through_pinned_memory(segment_bytes, dtype, monkeypatch):
     monkeypatch.setattr(gpu_staging, "SEGMENT_BYTES", segment_bytes)
     for _ in range(3):  # the blocks are used again
         reduced(3, lambda comm, buffer: collectives.allreduce(comm, buffer, "ring"), dtype)
     assert not staging.refusal()
 
 
-def test_a_copy_to_pinned_memory_is_not_waited_for(cupy: ModuleType) -> None:
+def test_a_copy_to_pinned_memory_is_not_waited_for(cupy):
     source = backend.zeros(1 << 28, np.dtype("uint8"), "gpu")
     event = staging.begin_to_host(source, staging.lease(1 << 28, np.dtype("uint8")))
     assert not event.done  # 256 MiB take milliseconds
@@ -69,12 +69,12 @@ def test_a_copy_to_pinned_memory_is_not_waited_for(cupy: ModuleType) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_kernels_read_the_memory_of_the_others(cupy: ModuleType, ranks: int, dtype: str) -> None:
+def test_kernels_read_the_memory_of_the_others(cupy, ranks, dtype):
     one_gpu(cupy)
     reduced(ranks, peer_memory.device_shared_allreduce, dtype)
 
 
-def test_memory_of_a_pool_is_not_exported(cupy: ModuleType) -> None:
+def test_memory_of_a_pool_is_not_exported(cupy):
     with pytest.raises(MissingCapabilityError, match="part of a pool"):
         peer_memory.export(cupy.zeros(10, np.uint8))
     with cupy.cuda.using_allocator(cupy.cuda.malloc_async):
@@ -84,7 +84,7 @@ def test_memory_of_a_pool_is_not_exported(cupy: ModuleType) -> None:
     assert len(peer_memory.export(peer_memory.allocate(1)).handle) == 64
 
 
-def test_nccl_on_one_rank(cupy: ModuleType) -> None:
+def test_nccl_on_one_rank(cupy):
     try:
         module = device.nccl()
     except MissingCapabilityError as error:
@@ -114,7 +114,7 @@ def job(ranks: int, *words: str, **variables: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("algorithm", ["native", "ring", "rabenseifner", "node_shared", "hierarchical", "all_to_all"])
-def test_processes_that_share_a_gpu(algorithm: str, ranks: int) -> None:
+def test_processes_that_share_a_gpu(algorithm, ranks):
     found = job(ranks, algorithm)
     assert found["right"] and found["ranks"] == ranks
     if algorithm == "node_shared":
@@ -122,7 +122,7 @@ def test_processes_that_share_a_gpu(algorithm: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_processes_over_nccl(cupy: ModuleType, ranks: int) -> None:
+def test_processes_over_nccl(cupy, ranks):
     try:
         version = int(device.nccl().get_version())
     except MissingCapabilityError as error:
@@ -133,7 +133,7 @@ def test_processes_over_nccl(cupy: ModuleType, ranks: int) -> None:
     assert job(ranks, "nccl", **{nccl.SEVERAL_RANKS_VARIABLE: "1"})["right"]
 
 
-def test_what_the_probe_allows_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_the_probe_allows_works(monkeypatch, tmp_path):
     """Whatever MPI this is: the probe ends, and device pointers are then used in what it allows."""
     monkeypatch.delenv(cuda_aware.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -146,5 +146,5 @@ def test_what_the_probe_allows_works(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert found["right"] and set(found["pointers"]) == verdict.operations, found["reason"]  # type: ignore[call-overload]
 
 
-def test_staged_and_native_agree() -> None:
+def test_staged_and_native_agree():
     reduced(2, lambda comm, buffer: gpu_staging.staged_allreduce(native_allreduce, comm, buffer))

@@ -4,7 +4,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from types import ModuleType
 
 import pytest
 
@@ -30,7 +29,7 @@ def driver() -> Iterator[nvml.NvmlDriver]:
         yield opened
 
 
-def test_counter_and_integrated_power_agree_over_a_minute(cupy: ModuleType, driver: nvml.NvmlDriver) -> None:
+def test_counter_and_integrated_power_agree_over_a_minute(cupy, driver):
     """Of a GPU that multiplies without a pause: a load that a sensor which looks part of the time sees well."""
     uuid = driver.at(device.bus_id())
     counter, sensor = driver.counter(uuid, 1, EVERY_S), driver.sensor(uuid)
@@ -58,7 +57,7 @@ def test_counter_and_integrated_power_agree_over_a_minute(cupy: ModuleType, driv
     assert 0.0 <= sensor.use() <= 1.0 and 0 < sensor.memory()[0] <= sensor.memory()[1]
 
 
-def test_the_command_line_finds_it(driver: nvml.NvmlDriver) -> None:
+def test_the_command_line_finds_it(driver):
     uuid = driver.at(device.bus_id())
     line = [sys.executable, "-m", "hpcdist", "energy", "sources", "--json"]
     done = jobs.run(line, check=True)

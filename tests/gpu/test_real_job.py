@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import h5py
-import numpy as np
 import pytest
 
 from harness import jobs
@@ -45,9 +44,7 @@ def hpcdist(*words: str) -> str:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_that_share_a_gpu_train_as_the_cpu_does(
-    layout: str, tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_two_ranks_that_share_a_gpu_train_as_the_cpu_does(layout, tmp_path, rng):
     try:
         mpirun.find()
     except HpcdistError as error:
@@ -65,7 +62,7 @@ def test_two_ranks_that_share_a_gpu_train_as_the_cpu_does(
     assert hpcdist("sample", str(tmp_path / "gpu"), "--tokens", "4", "--prompt", "ab")
 
 
-def test_pipelines_and_tensor_ranks_are_measured(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_pipelines_and_tensor_ranks_are_measured(tmp_path, rng):
     try:
         mpirun.find()
     except HpcdistError as error:

@@ -12,7 +12,7 @@ BOUNDS = {"float32": 1e-4, "float64": 1e-11}  # sums and exponentials in another
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("case", MODELS)
-def test_forward_and_backward(case: str, dtype: str, rng: np.random.Generator) -> None:
+def test_forward_and_backward(case, dtype, rng):
     batches, seed = batches_of(case, rng), int(rng.integers(1 << 30))
     host, device = ModelRun(case, dtype, "cpu", seed), ModelRun(case, dtype, "gpu", seed)
     for _ in range(2):  # the second step is in memory that was used before
@@ -24,7 +24,7 @@ def test_forward_and_backward(case: str, dtype: str, rng: np.random.Generator) -
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_updates(name: str, dtype: str, rng: np.random.Generator) -> None:
+def test_updates(name, dtype, rng):
     start = drawn(rng, dtype)
     host, device = (OptimizerRun(name, dtype, on, start, "float32") for on in ("cpu", "gpu"))
     for _ in range(UPDATES):

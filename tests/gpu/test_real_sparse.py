@@ -1,12 +1,10 @@
 """Top-k, random-k, DGC, 1-bit Adam and PowerSGD on a real GPU: the bits of the CPU, but for products of matrices."""
 
-from types import ModuleType
-
 import numpy as np
 import pytest
 
 from hpcdist.arrays import backend
-from hpcdist.compression.compressor import Compressor, RandomKey
+from hpcdist.compression.compressor import RandomKey
 from hpcdist.compression.powersgd import PowerSgd
 from hpcdist.compression.quantise.onebit_adam import AdamMoments, OneBitAdam
 from hpcdist.compression.sparsify import coo
@@ -20,7 +18,7 @@ N = 100_003
 
 @pytest.mark.parametrize("compressor", [TopK(density=0.01), RandomK(density=0.01), TopK(density=1.0)], ids=str)
 @pytest.mark.parametrize("levels", [0, 2])
-def test_compressors(cupy: ModuleType, compressor: Compressor, levels: int, rng: np.random.Generator) -> None:
+def test_compressors(cupy, compressor, levels, rng):
     values = rng.standard_normal(N).astype(np.float32)
     if levels:
         values = np.round(values * levels)  # ties
@@ -34,7 +32,7 @@ def test_compressors(cupy: ModuleType, compressor: Compressor, levels: int, rng:
     assert found["gpu"] == found["cpu"]
 
 
-def test_sums_of_sparse_payloads(cupy: ModuleType, rng: np.random.Generator) -> None:
+def test_sums_of_sparse_payloads(cupy, rng):
     compressor = TopK(density=0.05)
     payloads = np.empty((4, compressor.payload_bytes(N)), np.uint8)
     for payload in payloads:
@@ -48,7 +46,7 @@ def test_sums_of_sparse_payloads(cupy: ModuleType, rng: np.random.Generator) -> 
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_dgc(cupy: ModuleType, nesterov: bool, rng: np.random.Generator) -> None:
+def test_dgc(cupy, nesterov, rng):
     states = {on: DeepGradientCompression(N, momentum=0.9, nesterov=nesterov, on=on) for on in ("cpu", "gpu")}
     payloads = {on: backend.empty(8 * 300, BYTES, on) for on in states}
     for _ in range(4):
@@ -61,7 +59,7 @@ def test_dgc(cupy: ModuleType, nesterov: bool, rng: np.random.Generator) -> None
         assert backend.to_host(states["gpu"].arrays()[name]).tobytes() == array.tobytes()
 
 
-def test_one_bit_adam(cupy: ModuleType, rng: np.random.Generator) -> None:
+def test_one_bit_adam(cupy, rng):
     states = {on: OneBitAdam(N, 0, 1, AdamMoments(), on=on) for on in ("cpu", "gpu")}
     gradients = [rng.standard_normal(N).astype(np.float32) for _ in range(3)]
     outs = {}
@@ -80,7 +78,7 @@ def test_one_bit_adam(cupy: ModuleType, rng: np.random.Generator) -> None:
     assert np.isclose(got, want, rtol=1e-4).mean() > 0.999  # a sign near 0 may turn
 
 
-def test_powersgd(cupy: ModuleType, rng: np.random.Generator) -> None:
+def test_powersgd(cupy, rng):
     rows, columns, rank = 300, 200, 4
     states = {on: PowerSgd((rows, columns), rank, seed=1, tensor=2, on=on) for on in ("cpu", "gpu")}
     for _ in range(3):

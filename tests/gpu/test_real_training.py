@@ -1,7 +1,6 @@
 """Trainings and collectives on a real GPU, which all ranks (threads) share, against the CPU."""
 
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -36,14 +35,12 @@ def on_gpu(comm: Communicator, pointers: bool) -> None:
 @pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
 @pytest.mark.parametrize("mode", BOUNDS)
 @pytest.mark.parametrize(("layout", "ranks"), TRAININGS)
-def test_a_run_is_that_of_the_cpu(
-    text: dict[str, object], layout: str, ranks: int, mode: str, pointers: bool, cupy: ModuleType
-) -> None:
+def test_a_run_is_that_of_the_cpu(text, layout, ranks, mode, pointers, cupy):
     if pointers and ranks > 1 and cupy.cuda.runtime.getDeviceCount() > 1:
         pytest.skip("threads on several GPUs need peer access; this test is for ranks that share one")
     settings = {**text, **LAYOUTS[layout][1], "precision.mode": mode}
 
-    def on_device(comm: Communicator) -> Trained:
+    def on_device(comm):
         on_gpu(comm, pointers)
         return Trained(comm, {**settings, "run.device": "gpu"})
 
@@ -53,15 +50,13 @@ def test_a_run_is_that_of_the_cpu(
 
 @pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_a_product_is_that_of_the_cpu(
-    text: dict[str, object], product: str, pointers: bool, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_product_is_that_of_the_cpu(text, product, pointers, cupy, monkeypatch):
     if pointers and cupy.cuda.runtime.getDeviceCount() > 1:
         pytest.skip("threads on several GPUs need peer access; this test is for ranks that share one")
     ranks, keys = PRODUCTS[product]
     settings = text | keys | {"precision.mode": "float64"}
 
-    def on_device(comm: Communicator) -> Trained:
+    def on_device(comm):
         on_gpu(comm, pointers)
         return Trained(comm, {**settings, "run.device": "gpu"})
 
@@ -73,14 +68,14 @@ def test_a_product_is_that_of_the_cpu(
 @pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("algorithm", collectives.ALLREDUCE)
-def test_allreduce(algorithm: str, ranks: int, pointers: bool, rng: np.random.Generator, cupy: ModuleType) -> None:
+def test_allreduce(algorithm, ranks, pointers, rng, cupy):
     if pointers and ranks > 1 and cupy.cuda.runtime.getDeviceCount() > 1:
         pytest.skip("threads on several GPUs need peer access; this test is for ranks that share one")
     for dtype in (np.float32, np.float64, np.float16):
         # Integers, so that the sum is exact in every order; many elements, so that a kernel is still busy if none waits
         inputs = [rng.integers(-9, 9, 1 << 20).astype(dtype) for _ in range(ranks)]
 
-        def body(comm: Communicator, inputs: list[np.ndarray] = inputs) -> np.ndarray:
+        def body(comm, inputs=inputs):
             on_gpu(comm, pointers)
             buffer = backend.place(inputs[comm.rank], "gpu")
             buffer *= 2
@@ -93,10 +88,10 @@ def test_allreduce(algorithm: str, ranks: int, pointers: bool, rng: np.random.Ge
             assert got.dtype == dtype and np.array_equal(got.astype(np.float64), want)
 
 
-def test_a_run_goes_on_from_its_checkpoint(text: dict[str, object], tmp_path: Path) -> None:
+def test_a_run_goes_on_from_its_checkpoint(text, tmp_path):
     settings = {**text, **LAYOUTS["zero3"][1], "run.device": "gpu"}
 
-    def saved(comm: Communicator) -> Path:
+    def saved(comm):
         on_gpu(comm, False)
         run = Trained(comm, settings)
         path = CheckpointSaver(run.trainer, tmp_path / "checkpoints").save(STEPS)
@@ -116,8 +111,8 @@ def assembled_on_cpu(settings: dict[str, object], path: Path) -> int:
     return run_threads(1, lambda comm: assembled(comm, settings, path).first_step)[0]
 
 
-def test_what_a_step_holds_is_on_the_device(text: dict[str, object]) -> None:
-    def body(comm: Communicator) -> dict[str, int]:
+def test_what_a_step_holds_is_on_the_device(text):
+    def body(comm):
         on_gpu(comm, False)
         return Trained(comm, {**text, **LAYOUTS["allreduce"][1], "run.device": "gpu"}).trainer.ledger.peak
 

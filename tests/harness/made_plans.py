@@ -51,11 +51,7 @@ CLUSTER = Cluster(
     ),
     failures=FailureRates(node_mtbf_s=3e7, restart_s=300.0),
     site=ClusterSite(
-        pue=1.1,
-        carbon_g_per_kwh=400.0,
-        carbon_source="assumption",
-        device_hour_price=2.0,
-        currency="EUR",
+        pue=1.1, carbon_g_per_kwh=400.0, carbon_source="assumption", device_hour_price=2.0, currency="EUR"
     ),
 )
 

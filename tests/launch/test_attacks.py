@@ -133,7 +133,7 @@ def reference_step(weights: list[np.ndarray], biases: list[np.ndarray], x: np.nd
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_trains_what_one_process_in_float64_does(layout: str, table: Path, tmp_path: Path) -> None:
+def test_a_layout_trains_what_one_process_in_float64_does(layout, table, tmp_path):
     ranks, keys = LAYOUTS[layout]
     summary = json.loads(ends(line(ranks, table, tmp_path / "run", *keys, "run.steps=4")).partition("\n")[0])
     before, after = tensors(tmp_path / "run", 1), tensors(tmp_path / "run", 4)
@@ -151,7 +151,7 @@ def test_a_layout_trains_what_one_process_in_float64_does(layout: str, table: Pa
 # -- kills, deaths, hangs, signals
 
 
-def test_a_killed_job_goes_on_with_the_same_bits(table: Path, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_killed_job_goes_on_with_the_same_bits(table, tmp_path, rng):
     keys = ["parallel.strategy=zero2", "optimizer.momentum=0.9"]
     ends(line(2, table, tmp_path / "calm", *keys, "run.steps=12"))
     log, out = tmp_path / "killed-run.log", tmp_path / "killed-run"
@@ -174,7 +174,7 @@ def test_a_killed_job_goes_on_with_the_same_bits(table: Path, tmp_path: Path, rn
         np.testing.assert_array_equal(killed[name], tensor, err_msg=f"{name}, killed at step {reached}")
 
 
-def test_the_others_go_on_when_a_rank_dies(mpi: mpirun.Launcher, table: Path, tmp_path: Path) -> None:
+def test_the_others_go_on_when_a_rank_dies(mpi, table, tmp_path):
     if mpi.vendor != mpirun.OPEN_MPI or not mpi.version.startswith("5"):
         pytest.skip(f"{mpi.vendor} {mpi.version} does not go on when a rank dies")
     keys = ["parallel.strategy=zero1", "run.steps=6", "chaos.kill=['1@3:backward']"]
@@ -183,7 +183,7 @@ def test_the_others_go_on_when_a_rank_dies(mpi: mpirun.Launcher, table: Path, tm
     assert [life["died"] for life in summary["lives"]] == [1] and summary["steps"] == 6
 
 
-def test_a_stopped_rank_ends_the_job_and_is_named(table: Path, tmp_path: Path) -> None:
+def test_a_stopped_rank_ends_the_job_and_is_named(table, tmp_path):
     log, out = tmp_path / "stopped-run.log", tmp_path / "stopped-run"
     keys = ["run.steps=1000000", "communication.deadline_s=3", "checkpoint.every_steps=100"]
     with job(line(2, table, out, *keys), log) as process:
@@ -195,9 +195,7 @@ def test_a_stopped_rank_ends_the_job_and_is_named(table: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGUSR1, 75)])
-def test_a_signal_while_kernels_compile_ends_the_job(
-    number: int, code: int, table: Path, tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_a_signal_while_kernels_compile_ends_the_job(number, code, table, tmp_path, rng):
     log, out = tmp_path / "signalled-run.log", tmp_path / "signalled-run"
     with job(line(2, table, out, "run.steps=1000000"), log, NUMBA_CACHE_DIR=str(tmp_path / "cold")) as process:
         until(lambda: bool(processes(out, ranks=True)), process=process, log=log)
@@ -210,7 +208,7 @@ def test_a_signal_while_kernels_compile_ends_the_job(
 # -- files and environments
 
 
-def test_a_damaged_checkpoint_is_found(table: Path, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_damaged_checkpoint_is_found(table, tmp_path, rng):
     out = tmp_path / "run"
     ends(line(2, table, out, "parallel.strategy=zero1", "run.steps=2"))
     checkpoint = out / "checkpoints/step-2"
@@ -226,7 +224,7 @@ def test_a_damaged_checkpoint_is_found(table: Path, tmp_path: Path, rng: np.rand
     assert not verify(checkpoint).damage
 
 
-def test_data_that_lies_elsewhere_or_has_changed(table: Path, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_data_that_lies_elsewhere_or_has_changed(table, tmp_path, rng):
     linking, out = tmp_path / "linking.h5", tmp_path / "run"
     with h5py.File(linking, "w") as file:
         file["other"] = rng.standard_normal(4096)
@@ -240,7 +238,7 @@ def test_data_that_lies_elsewhere_or_has_changed(table: Path, tmp_path: Path, rn
     assert "was written by a run on other data" in ends(line(1, linking, out, "run.steps=4"), 78)
 
 
-def test_a_text_that_is_cut_while_it_is_trained_on(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_text_that_is_cut_while_it_is_trained_on(tmp_path, rng):
     text, log, out = tmp_path / "text.txt", tmp_path / "cut-run.log", tmp_path / "cut-run"
     text.write_bytes(rng.integers(32, 127, 1 << 20, np.uint8).tobytes())
     keys = ["model.kind=gpt", "model.layers=1", "model.heads=1", "model.activation=gelu", "data.context=16"]
@@ -251,7 +249,7 @@ def test_a_text_that_is_cut_while_it_is_trained_on(tmp_path: Path, rng: np.rando
     assert f"{text} has 1,000 bytes" in log.read_text()
 
 
-def test_links_in_the_run_directory_are_not_written_through(table: Path, tmp_path: Path) -> None:
+def test_links_in_the_run_directory_are_not_written_through(table, tmp_path):
     out, precious = tmp_path / "run", tmp_path / "precious"
     ends(line(1, table, out, "run.steps=2"))
     precious.write_text("precious")
@@ -266,7 +264,7 @@ def test_links_in_the_run_directory_are_not_written_through(table: Path, tmp_pat
     assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
 
 
-def test_output_that_nobody_takes_and_an_empty_environment(table: Path, tmp_path: Path) -> None:
+def test_output_that_nobody_takes_and_an_empty_environment(table, tmp_path):
     bare = {name: os.environ[name] for name in ("PATH", "HPCDIST_TUNING")}
     shell = ["env", "-i", *(f"{name}={value}" for name, value in bare.items()), "bash", "-c"]
     command = line(2, table, tmp_path / "run", "run.steps=2")
@@ -274,7 +272,7 @@ def test_output_that_nobody_takes_and_an_empty_environment(table: Path, tmp_path
     assert done.returncode == 0 and newest_step(tmp_path / "run") == 2
 
 
-def test_a_site_profile_and_the_name_of_a_run_execute_nothing(tmp_path: Path) -> None:
+def test_a_site_profile_and_the_name_of_a_run_execute_nothing(tmp_path):
     profile, sign, out = (
         tmp_path / "site.toml",
         tmp_path / "sign",
@@ -282,7 +280,7 @@ def test_a_site_profile_and_the_name_of_a_run_execute_nothing(tmp_path: Path) ->
     )
     submit = [sys.executable, "-m", "hpcdist", "submit", "--dry-run", "--site", str(profile), "--nodes", "1"]
 
-    def submitted(block: str) -> "subprocess.CompletedProcess[str]":
+    def submitted(block):
         profile.write_text(f'based_on = "slurm-openmpi"\n[blocks]\nmodules = """\n{block}\n"""\n')
         return jobs.run([*submit, "--out", str(out)], cwd=tmp_path)
 

@@ -2,9 +2,7 @@
 
 import json
 import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from harness import jobs
@@ -14,7 +12,7 @@ LIMIT_S = 120.0
 pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi")]
 
 
-def test_two_scenarios_are_compared_and_kept(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_two_scenarios_are_compared_and_kept(tmp_path, rng):
     (tmp_path / "text.txt").write_text(" ".join(rng.choice(["some", "few", "words"], 2000)))
     (tmp_path / "base.toml").write_text(
         "model = {layers = 1, hidden = 32, heads = 2}\ndata = {path = 'text.txt', context = 16}\n"

@@ -63,7 +63,7 @@ def in_force(folder: Path) -> dict[str, int]:
     return {row[0]: int(row[1]) // 1000 for row in rows}
 
 
-def test_two_limits_and_none(folder: Path, environment: dict[str, str]) -> None:
+def test_two_limits_and_none(folder, environment):
     asked = ("r.toml", "-n", "2", "--limits", ",".join(map(str, POWER_W)), "--repeats", "1", "--objective", "energy")
     refused = hpcdist(folder, environment, *asked)
     assert refused.returncode == 2 and "nothing was changed: add --change-limits" in refused.stderr
@@ -102,9 +102,7 @@ def test_two_limits_and_none(folder: Path, environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_however_a_sweep_ends_limits_come_back(
-    folder: Path, environment: dict[str, str], number: signal.Signals, code: int
-) -> None:
+def test_however_a_sweep_ends_limits_come_back(folder, environment, number, code):
     # With this seed the first trial is the one under 250 W.
     asked = ("r.toml", "--limits", "250", "--change-limits", "--no-warmup", "--set", "run.steps=100000", "--seed", "2")
     process = subprocess.Popen(
@@ -128,7 +126,7 @@ def test_however_a_sweep_ends_limits_come_back(
     assert not list((folder / "state").rglob("*.json"))
 
 
-def test_keys_need_no_permission(folder: Path, environment: dict[str, str]) -> None:
+def test_keys_need_no_permission(folder, environment):
     done = hpcdist(
         folder, environment, "r.toml", "--sweep", "model.hidden=32,64", "--repeats", "1", "--no-warmup", "--json"
     )

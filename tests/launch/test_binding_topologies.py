@@ -82,7 +82,7 @@ def mapped(mpi: mpirun.Launcher, tmp_path: Path) -> Mapped:
         (1, 8, 2, 3, None, 2),
     ],
 )
-def test_each_rank_gets_its_own(topology, mapped: Mapped, sockets, cores, threads, each, asked, expected) -> None:
+def test_each_rank_gets_its_own(topology, mapped, sockets, cores, threads, each, asked, expected):
     count = sockets * cores
     here = NodeCores(tuple(tuple(range(core, count * threads, count)) for core in range(count)), (cores,) * sockets)
     bound = core_binding.bind_ranks(each, asked, here, job(count * threads))
@@ -93,10 +93,9 @@ def test_each_rank_gets_its_own(topology, mapped: Mapped, sockets, cores, thread
 
 
 @pytest.mark.parametrize(
-    ("sockets", "cores", "each", "asked"),
-    [(2, 3, 3, 2), (2, 4, 1, 6), (1, 8, 2, 5), (1, 2, 4, 1)],
+    ("sockets", "cores", "each", "asked"), [(2, 3, 3, 2), (2, 4, 1, 6), (1, 8, 2, 5), (1, 2, 4, 1)]
 )
-def test_what_mpirun_would_refuse_is_not_asked(topology, mapped: Mapped, sockets, cores, each, asked) -> None:
+def test_what_mpirun_would_refuse_is_not_asked(topology, mapped, sockets, cores, each, asked):
     count = sockets * cores
     here = NodeCores(tuple((core,) for core in range(count)), (cores,) * sockets)
     bound = core_binding.bind_ranks(each, asked, here, job(max(count, each * asked)))

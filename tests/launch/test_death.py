@@ -63,7 +63,7 @@ def cause(tmp_path: Path) -> Finding:
     return report.findings[0]
 
 
-def test_agreed_end_is_no_death(die: Die, tmp_path: Path) -> None:
+def test_agreed_end_is_no_death(die, tmp_path):
     ended = die(2, "comm.barrier()")
     assert ended.code == 0, ended.output
     report = analyse(load(tmp_path / "run"))
@@ -71,14 +71,14 @@ def test_agreed_end_is_no_death(die: Die, tmp_path: Path) -> None:
     assert [rank.state for rank in report.ranks] == ["finished", "finished"]
 
 
-def test_agreed_exit_code_passes_without_abort(die: Die, tmp_path: Path) -> None:
+def test_agreed_exit_code_passes_without_abort(die, tmp_path):
     ended = die(2, "session.leave(75)")
     assert ended.code == 75, ended.output
     assert "MPI_ABORT" not in ended.stderr and "Traceback" not in ended.stderr
     assert analyse(load(tmp_path / "run")).findings == ()
 
 
-def test_exception_on_one_rank_ends_the_job(die: Die, tmp_path: Path) -> None:
+def test_exception_on_one_rank_ends_the_job(die, tmp_path):
     failures = tmp_path / "failures"
     failures.mkdir()
     ended = die(
@@ -104,13 +104,13 @@ def test_exception_on_one_rank_ends_the_job(die: Die, tmp_path: Path) -> None:
     assert line_of(tmp_path, "raise Broken").strip() in found.text
 
 
-def test_an_error_for_the_user_is_its_message_alone(die: Die) -> None:
+def test_an_error_for_the_user_is_its_message_alone(die):
     ended = die(2, "raise ConfigurationError('run.steps is negative')")
     assert ended.code == 78, ended.output
     assert "ConfigurationError: run.steps is negative" in ended.stderr and "Traceback" not in ended.stderr
 
 
-def test_exception_in_a_thread_ends_the_job(die: Die, tmp_path: Path) -> None:
+def test_exception_in_a_thread_ends_the_job(die, tmp_path):
     ended = die(
         2,
         """
@@ -128,7 +128,7 @@ def test_exception_in_a_thread_ends_the_job(die: Die, tmp_path: Path) -> None:
     assert (cause(tmp_path).kind, cause(tmp_path).ranks) == ("raised", (1,))
 
 
-def test_system_exit_on_one_rank_ends_the_job(die: Die, tmp_path: Path) -> None:
+def test_system_exit_on_one_rank_ends_the_job(die, tmp_path):
     ended = die(
         2,
         """
@@ -142,7 +142,7 @@ def test_system_exit_on_one_rank_ends_the_job(die: Die, tmp_path: Path) -> None:
     assert (cause(tmp_path).kind, cause(tmp_path).ranks) == ("raised", (0,))
 
 
-def test_killed_rank(die: Die, tmp_path: Path) -> None:
+def test_killed_rank(die, tmp_path):
     ended = die(
         3,
         """
@@ -159,7 +159,7 @@ def test_killed_rank(die: Die, tmp_path: Path) -> None:
     assert line_of(tmp_path, "np.ones(16") in found.event.site
 
 
-def test_skipped_collective_then_another_one(die: Die, tmp_path: Path) -> None:
+def test_skipped_collective_then_another_one(die, tmp_path):
     ended = die(
         3,
         """
@@ -177,7 +177,7 @@ def test_skipped_collective_then_another_one(die: Die, tmp_path: Path) -> None:
     assert line_of(tmp_path, "    comm.barrier()").strip() in found.text
 
 
-def test_skipped_ring_names_both_lines(die: Die, tmp_path: Path) -> None:
+def test_skipped_ring_names_both_lines(die, tmp_path):
     ended = die(
         2,
         """
@@ -195,7 +195,7 @@ def test_skipped_ring_names_both_lines(die: Die, tmp_path: Path) -> None:
     assert line_of(tmp_path, "    comm.barrier()") in found.text
 
 
-def test_absent_rank_meets_the_deadline(die: Die, tmp_path: Path) -> None:
+def test_absent_rank_meets_the_deadline(die, tmp_path):
     ended = die(
         2,
         """
@@ -220,7 +220,7 @@ def test_absent_rank_meets_the_deadline(die: Die, tmp_path: Path) -> None:
     assert found.event is not None and found.event.op == "barrier"
 
 
-def test_rank_that_finished_without_the_others(die: Die, tmp_path: Path) -> None:
+def test_rank_that_finished_without_the_others(die, tmp_path):
     ended = die(
         2,
         """
@@ -235,7 +235,7 @@ def test_rank_that_finished_without_the_others(die: Die, tmp_path: Path) -> None
     assert line_of(tmp_path, "    comm.barrier()") in cause(tmp_path).event.site
 
 
-def test_stopped_rank(die: Die, tmp_path: Path) -> None:
+def test_stopped_rank(die, tmp_path):
     ended = die(
         2,
         """
@@ -257,7 +257,7 @@ def test_stopped_rank(die: Die, tmp_path: Path) -> None:
     assert not start_ticks(pid)
 
 
-def test_mismatched_size(die: Die, tmp_path: Path) -> None:
+def test_mismatched_size(die, tmp_path):
     ended = die(
         3,
         """
@@ -273,7 +273,7 @@ def test_mismatched_size(die: Die, tmp_path: Path) -> None:
     assert line_of(tmp_path, "comm.rank == 2") in found.event.site
 
 
-def test_sigusr2_dumps_all_stacks_and_goes_on(die: Die) -> None:
+def test_sigusr2_dumps_all_stacks_and_goes_on(die):
     ended = die(
         2,
         """

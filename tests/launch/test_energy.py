@@ -49,7 +49,7 @@ def train(text: Path, out: Path, environment: dict[str, str], *arguments: str, *
     return jobs.figures(jobs.run(command, env=kept | environment))
 
 
-def test_joules_in_the_summary_and_in_the_file(text: Path, tmp_path: Path, driver: dict[str, str]) -> None:
+def test_joules_in_the_summary_and_in_the_file(text, tmp_path, driver):
     out = tmp_path / "run"
     found = train(text, out, driver, energy__powercap=tmp_path / "nowhere")
     assert [source["name"] for source in found["energy_sources"]] == ["GPU-00", "GPU-01"]
@@ -76,7 +76,7 @@ def test_joules_in_the_summary_and_in_the_file(text: Path, tmp_path: Path, drive
         assert len(series) > 20 and (np.diff(series) >= 0).all()
 
 
-def test_starts_of_a_run_add_up(text: Path, tmp_path: Path, driver: dict[str, str]) -> None:
+def test_starts_of_a_run_add_up(text, tmp_path, driver):
     out, nowhere = tmp_path / "run", tmp_path / "nowhere"
     first = train(text, out, driver, energy__powercap=nowhere)
     shutil.rmtree(out / "checkpoints" / "step-60")  # as if it had been killed on the way from step 40
@@ -93,7 +93,7 @@ def test_starts_of_a_run_add_up(text: Path, tmp_path: Path, driver: dict[str, st
         assert set(file["energy/samples/session"][...]) == {0, 1}
 
 
-def test_without_any_source_there_is_no_number_but_a_reason(text: Path, tmp_path: Path) -> None:
+def test_without_any_source_there_is_no_number_but_a_reason(text, tmp_path):
     out = tmp_path / "run"
     found = train(text, out, {}, energy__powercap=tmp_path / "nowhere")
     assert found["energy_j"] is None and found["j_per_step"] is None and found["energy_sources"] == []

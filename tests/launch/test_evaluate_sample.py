@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from harness import jobs
@@ -36,7 +35,7 @@ def told(done: "subprocess.CompletedProcess[str]", words: str) -> int:
     return (done.stdout + (done.stderr or "")).count(words)
 
 
-def test_a_run_is_looked_at_on_any_number_of_ranks(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_run_is_looked_at_on_any_number_of_ranks(tmp_path, rng):
     text, run = tmp_path / "text.txt", tmp_path / "run"
     words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
     text.write_text(" ".join(rng.choice(words, 2000)))
@@ -58,7 +57,7 @@ def test_a_run_is_looked_at_on_any_number_of_ranks(tmp_path: Path, rng: np.rando
     assert sorted(run.iterdir()) == before, "a look leaves nothing behind"
 
 
-def test_what_is_wrong_on_all_ranks_is_told_once(mpiexec, tmp_path: Path) -> None:
+def test_what_is_wrong_on_all_ranks_is_told_once(mpiexec, tmp_path):
     """Without `hpcdist run`, which would show the first failure again."""
     line = ["-m", "hpcdist", "train", *settings(tmp_path / "missing.txt"), "--out", str(tmp_path / "run")]
     done = mpiexec(4, line, timeout=LIMIT_S)

@@ -14,7 +14,6 @@ import pytest
 import hpcdist
 from benchmarks.hosts import cluster
 from harness import jobs
-from hpcdist.comm.launch import mpirun
 from hpcdist.errors import MissingCapabilityError
 
 LIMIT_S = 90.0  # generous: a loaded machine must not fail a test
@@ -72,7 +71,7 @@ def hosts() -> Iterator[object]:
     assert namespaces(made.prefix) == []
 
 
-def test_two_hosts_reduce_over_the_wire(hosts, mpi: mpirun.Launcher, tmp_path: Path) -> None:
+def test_two_hosts_reduce_over_the_wire(hosts, mpi, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     environment = hosts.environment(mpi)
@@ -90,7 +89,7 @@ def test_two_hosts_reduce_over_the_wire(hosts, mpi: mpirun.Launcher, tmp_path: P
             assert nbytes <= counted <= 1.1 * nbytes
 
 
-def test_hosts_are_taken_down_after_an_error() -> None:
+def test_hosts_are_taken_down_after_an_error():
     made = cluster.Hosts(1)
     try:
         with pytest.raises(ZeroDivisionError), made:
@@ -100,7 +99,7 @@ def test_hosts_are_taken_down_after_an_error() -> None:
     assert namespaces(made.prefix) == []
 
 
-def test_who_may_not_make_hosts_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_may_not_make_hosts_is_told_why(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(MissingCapabilityError, match="needs root|not found"), cluster.Hosts(1):
         pytest.fail("hosts were made without root")

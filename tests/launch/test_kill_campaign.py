@@ -14,7 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from hpcdist.checkpoint.restoring.restore import newest
@@ -93,7 +92,7 @@ def newest_step(out: Path) -> int:
 
 
 @pytest.mark.usefixtures("mpi")
-def test_a_killed_job_leaves_a_checkpoint_that_loads(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_killed_job_leaves_a_checkpoint_that_loads(tmp_path, rng):
     text, out = tmp_path / "text.txt", tmp_path / "killed-run"
     text.write_text(" ".join(rng.choice(["abba", "cede", "face", "hebe"], 3000)))
     counts: collections.Counter[str] = collections.Counter()

@@ -92,7 +92,7 @@ def run_in(folder: Path) -> RunInfo:
     return RunInfo("a-run", folder, "42", 2, 1, "allreduce")
 
 
-def test_node_exporter_shows_the_file_while_the_run_goes_on(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_node_exporter_shows_the_file_while_the_run_goes_on(tmp_path, rng):
     folder = tmp_path / "textfile"
     folder.mkdir()
     arguments = ("--collector.disable-defaults", "--collector.textfile", f"--collector.textfile.directory={folder}")
@@ -113,9 +113,7 @@ def test_node_exporter_shows_the_file_while_the_run_goes_on(tmp_path: Path, rng:
 
 
 @pytest.mark.parametrize("normal", [True, False])
-def test_a_pushgateway_shows_the_group_until_the_run_has_ended_well(
-    tmp_path: Path, rng: np.random.Generator, normal: bool
-) -> None:
+def test_a_pushgateway_shows_the_group_until_the_run_has_ended_well(tmp_path, rng, normal):
     with serving("prometheus-pushgateway", tmp_path) as address:
         sink = PrometheusSink(run_in(tmp_path / "run"), TelemetryConfig(prometheus="push", gateway=address))
         events = [everything(rng, step) for step in (1, 2)]

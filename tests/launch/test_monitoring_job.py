@@ -144,7 +144,7 @@ def steps_in(path: Path) -> float:
     return float(rows[0].split()[-1]) if rows else 0.0
 
 
-def test_a_real_prometheus_scrapes_a_running_job(text: Path, tmp_path: Path) -> None:
+def test_a_real_prometheus_scrapes_a_running_job(text, tmp_path):
     if shutil.which("prometheus") is None:
         pytest.skip("there is no prometheus: apt-get install prometheus")
     pytest.importorskip("prometheus_client")
@@ -180,7 +180,7 @@ def test_a_real_prometheus_scrapes_a_running_job(text: Path, tmp_path: Path) -> 
         urllib.request.urlopen(f"http://{address}/metrics", timeout=10)
 
 
-def test_a_job_that_is_killed_and_resumed_shows_each_step_once(text: Path, tmp_path: Path) -> None:
+def test_a_job_that_is_killed_and_resumed_shows_each_step_once(text, tmp_path):
     """In its text file, TensorBoard's files and the lines of JSON."""
     pytest.importorskip("prometheus_client")
     pytest.importorskip("tensorboardX")
@@ -207,7 +207,7 @@ def test_a_job_that_is_killed_and_resumed_shows_each_step_once(text: Path, tmp_p
     with job(text, out, *sinks) as running:
         counts = [before]
 
-        def goes_on() -> bool:
+        def goes_on():
             if shown.exists():
                 counts.append(steps_in(shown))
             return counts[-1] > before
@@ -232,7 +232,7 @@ def test_a_job_that_is_killed_and_resumed_shows_each_step_once(text: Path, tmp_p
     assert {len(row["ranks"]["compute_seconds"]) for row in rows if row["kind"] == "step"} == {2}
 
 
-def test_a_job_pushes_to_a_gateway_and_leaves_nothing(text: Path, tmp_path: Path) -> None:
+def test_a_job_pushes_to_a_gateway_and_leaves_nothing(text, tmp_path):
     pytest.importorskip("prometheus_client")
     from stubs import gateway
 
@@ -246,7 +246,7 @@ def test_a_job_pushes_to_a_gateway_and_leaves_nothing(text: Path, tmp_path: Path
         assert set(found.requests[:-1]) == {("PUT", group)}
 
 
-def test_a_sink_that_fails_later_is_told_of_once_and_the_run_goes_on(text: Path, tmp_path: Path) -> None:
+def test_a_sink_that_fails_later_is_told_of_once_and_the_run_goes_on(text, tmp_path):
     pytest.importorskip("prometheus_client")
     out, folder = tmp_path / "run", tmp_path / "node_exporter"
     folder.mkdir()
@@ -266,7 +266,7 @@ def test_a_sink_that_fails_later_is_told_of_once_and_the_run_goes_on(text: Path,
 
 
 @pytest.mark.parametrize("what", ["port", "gateway", "directory"])
-def test_what_cannot_begin_is_refused_before_the_first_step(text: Path, tmp_path: Path, what: str) -> None:
+def test_what_cannot_begin_is_refused_before_the_first_step(text, tmp_path, what):
     pytest.importorskip("prometheus_client")
     out = tmp_path / "run"
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -292,7 +292,7 @@ def test_what_cannot_begin_is_refused_before_the_first_step(text: Path, tmp_path
     assert again.returncode == 0, again.stderr  # it does not occupy the directory
 
 
-def test_a_profiler_sees_the_operations_of_every_rank(text: Path, tmp_path: Path) -> None:
+def test_a_profiler_sees_the_operations_of_every_rank(text, tmp_path):
     from stubs import nvtx_tool
 
     keys = ("telemetry.nvtx=true", "checkpoint.every_steps=2")

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ import pytest
 import hpcdist
 from harness import jobs
 from hpcdist.cli.run import checkpoints
-from hpcdist.comm.launch import mpirun
 from hpcdist.training.data import SampleOrder
 from hpcdist.training.recipe import recipe as recipes
 
@@ -85,15 +83,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dic
     return losses("\n".join(printed)), torch.load(folder / "model.pt")
 
 
-def test_few_lines_are_other_ones() -> None:
+def test_few_lines_are_other_ones():
     lines = difflib.ndiff(*(text.splitlines() for text in examples()))
     assert 0 < sum(line.startswith("+ ") for line in lines) <= MOST_LINES
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_twin_makes_the_same_steps(
-    layout: str, expected: tuple[list[float], dict[str, torch.Tensor]], mpiexec: Callable, tmp_path: Path
-) -> None:
+def test_the_twin_makes_the_same_steps(layout, expected, mpiexec, tmp_path):
     ranks, keys = LAYOUTS[layout]
     (tmp_path / "train.py").write_text(examples()[1])
     root = str(Path(hpcdist.__file__).parents[1])
@@ -163,7 +159,7 @@ with Training(wrap(model, loss_of, example=example), keys, out="run") as trainin
 """
 
 
-def test_masks_groups_and_a_sampler_in_a_pipeline_of_shards(mpiexec: Callable, tmp_path: Path) -> None:
+def test_masks_groups_and_a_sampler_in_a_pipeline_of_shards(mpiexec, tmp_path):
     """The losses are those of plain PyTorch; ranks that draw by themselves are named, and make no step."""
     (tmp_path / "train.py").write_text(SEVERAL + ON_RANKS)
     root = str(Path(hpcdist.__file__).parents[1])
@@ -193,7 +189,7 @@ def test_masks_groups_and_a_sampler_in_a_pipeline_of_shards(mpiexec: Callable, t
     assert f"refused: {refused}" in done.stdout and "batch_sampler=training.sampler(dataset)" in done.stdout
 
 
-def test_a_script_is_started_again_saves_at_a_signal_and_goes_on(tmp_path: Path, mpi: mpirun.Launcher) -> None:
+def test_a_script_is_started_again_saves_at_a_signal_and_goes_on(tmp_path, mpi):
     (tmp_path / "train.py").write_text(SCRIPT)
     run = [sys.executable, "-m", "hpcdist", "run", "-n", "2", "--out", "run"]
     log = tmp_path / "log"

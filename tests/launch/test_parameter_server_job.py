@@ -49,7 +49,7 @@ def summary(process: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
-def test_it_learns_counts_its_bytes_and_keeps_what_it_evaluated(text: Path, tmp_path: Path) -> None:
+def test_it_learns_counts_its_bytes_and_keeps_what_it_evaluated(text, tmp_path):
     out = tmp_path / "run"
     found = summary(start(3, out, text, run__steps=60, checkpoint__every_steps=25))
     assert (found["steps"], found["world"]) == (60, 3)
@@ -65,7 +65,7 @@ def test_it_learns_counts_its_bytes_and_keeps_what_it_evaluated(text: Path, tmp_
     assert json.loads(evaluated.stdout.splitlines()[-1])["val_loss"] == pytest.approx(found["val_loss"], rel=1e-5)
 
 
-def test_what_a_rank_serves_after_its_last_step_counts(text: Path, tmp_path: Path) -> None:
+def test_what_a_rank_serves_after_its_last_step_counts(text, tmp_path):
     """The one rank that serves has its own part at hand, so it is done long before those to which it sends."""
     keys = {"parameter_server__placement": "colocated", "parameter_server__servers": 1}
     found = summary(start(3, tmp_path / "run", text, run__steps=30, **keys))
@@ -73,7 +73,7 @@ def test_what_a_rank_serves_after_its_last_step_counts(text: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("ranks", "placement"), [(3, "dedicated"), (2, "colocated")])
-def test_stopped_and_resumed_it_makes_every_step_once(text: Path, tmp_path: Path, ranks: int, placement: str) -> None:
+def test_stopped_and_resumed_it_makes_every_step_once(text, tmp_path, ranks, placement):
     out = tmp_path / "run"
     keys = {"parameter_server__placement": placement, "run__steps": 4000, "checkpoint__every_steps": 10}
     process = start(ranks, out, text, **keys)
@@ -100,7 +100,7 @@ def test_stopped_and_resumed_it_makes_every_step_once(text: Path, tmp_path: Path
     assert set(rows["session"].tolist()) == {0, 1}
 
 
-def test_a_loss_that_is_not_finite_names_the_worker(text: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_names_the_worker(text, tmp_path):
     keys = {"optimizer__learning_rate": 1e30, "optimizer__name": "sgd", "optimizer__warmup_steps": 0}
     process = start(3, tmp_path / "run", text, run__steps=50, optimizer__clip_norm=0, **keys)
     _, stderr = process.communicate(timeout=LIMIT_S)

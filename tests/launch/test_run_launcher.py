@@ -327,12 +327,7 @@ def test_a_job_that_somebody_has_stopped_saves_and_ends(who, tmp_path, capfd):
 
 @pytest.mark.parametrize(
     ("kind", "said", "returned", "code"),
-    [
-        ("srun", 75, 137, 75),
-        ("srun", 78, 143, 78),
-        ("mpirun", 75, 137, 137),
-        ("mpirun", 1, 0, 1),
-    ],
+    [("srun", 75, 137, 75), ("srun", 78, 143, 78), ("mpirun", 75, 137, 137), ("mpirun", 1, 0, 1)],
     ids=["srun killed the last ranks", "the first failure", "mpirun has killed", "mpirun lost it"],
 )
 def test_whose_exit_code_counts(kind, said, returned, code, tmp_path):

@@ -5,7 +5,6 @@ with its user-level fault tolerance.
 """
 
 import re
-from collections.abc import Callable
 
 import pytest
 
@@ -38,7 +37,7 @@ os._exit(1)
 
 
 @pytest.mark.parametrize("told_by", ["anybody", "MPI"])
-def test_survivors_in_shared_memory_name_the_dead(mpi: mpirun.Launcher, launch: Callable, told_by: str) -> None:
+def test_survivors_in_shared_memory_name_the_dead(mpi, launch, told_by):
     """The kernel and the MPI library tell of a death, and either may be the first, unless that is waited for."""
     if mpi.vendor != mpirun.OPEN_MPI:
         pytest.skip(f"{mpi.vendor} ends a job before its survivors can say anything")

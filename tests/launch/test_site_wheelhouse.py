@@ -100,7 +100,7 @@ def test_the_own_wheel_is_built_from_the_clone(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     pip = wheelhouse._pip
 
-    def without_network(first: str, *words: str) -> None:
+    def without_network(first, *words):
         """Build with this environment's setuptools, where pip would fetch one."""
         pip(first, *(["--no-build-isolation"] if first == "wheel" else []), *words)
 

@@ -46,7 +46,7 @@ def endless(jobs: Jobs) -> str:
     return jobs.begin("--time=2", "--signal-seconds=15", "--out=endless", nodes=1, ranks=1, steps=ENDLESS)
 
 
-def test_stopped_and_requeued_on_two_nodes_it_ends_with_the_same_bits(jobs: Jobs, mpi: mpirun.Launcher) -> None:
+def test_stopped_and_requeued_on_two_nodes_it_ends_with_the_same_bits(jobs, mpi):
     whole = jobs.begin("--out", "whole")
     jobs.until(whole, JobState="COMPLETED")
     assert "4 ranks on 2 nodes" in jobs.log(whole)
@@ -74,7 +74,7 @@ def test_stopped_and_requeued_on_two_nodes_it_ends_with_the_same_bits(jobs: Jobs
     assert one.figures["val_loss"] == two.figures["val_loss"]
 
 
-def test_a_node_that_failed_is_left_out_of_the_next_start(jobs: Jobs) -> None:
+def test_a_node_that_failed_is_left_out_of_the_next_start(jobs):
     cluster = jobs.cluster
     options = ("--restarts=3", "--spare-nodes=1", "--out", "spared")
     number = jobs.begin(*options, nodes=2, ranks=1, steps=ENDLESS)
@@ -93,7 +93,7 @@ def test_a_node_that_failed_is_left_out_of_the_next_start(jobs: Jobs) -> None:
     cluster.wait(lambda: "down" not in cluster.run("sinfo", "-h", "-o", "%t").stdout, "n2")
 
 
-def test_a_job_outlives_the_only_rank_of_a_node(jobs: Jobs, mpi: mpirun.Launcher) -> None:
+def test_a_job_outlives_the_only_rank_of_a_node(jobs, mpi):
     try:
         mpirun.ulfm_options(mpi)
     except MissingCapabilityError as error:
@@ -103,7 +103,7 @@ def test_a_job_outlives_the_only_rank_of_a_node(jobs: Jobs, mpi: mpirun.Launcher
     assert re.search(r"rank 1 died .* on 2 ranks,.* after 29 steps", jobs.log(number))
 
 
-def test_two_jobs_at_once_whose_every_text_is_hostile(cluster: Cluster, tmp_path: Path) -> None:
+def test_two_jobs_at_once_whose_every_text_is_hostile(cluster, tmp_path):
     """Directory, file, names and comment have quotes, blanks and commands; the second job is of another recipe."""
     jobs = Jobs(cluster, tmp_path / EVIL_FOLDER)
     shutil.copy(jobs.folder / "text.txt", jobs.folder / EVIL)
@@ -131,7 +131,7 @@ def test_two_jobs_at_once_whose_every_text_is_hostile(cluster: Cluster, tmp_path
 
 
 @pytest.mark.parametrize("sbcast", ["false", "true"])
-def test_a_node_has_copies_of_environment_and_data(cluster: Cluster, tmp_path: Path, sbcast: str) -> None:
+def test_a_node_has_copies_of_environment_and_data(cluster, tmp_path, sbcast):
     """The Python in the archive is this one, and says that it was the one in the archive."""
     jobs = Jobs(cluster, tmp_path / "home")
     (tmp_path / "node").mkdir()
@@ -180,9 +180,7 @@ def machines(cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", [name for name in search.names({}) if search.load(name, {}).scheduler.kind == "slurm"])
-def test_slurm_would_take_the_script_of_each_profile(
-    cluster: Cluster, machines: None, tmp_path: Path, name: str
-) -> None:
+def test_slurm_would_take_the_script_of_each_profile(cluster, machines, tmp_path, name):
     site = search.load(name, {})
     gpus = 0 if site.gpu.unsupported else 4
     job = BatchJob(
@@ -219,7 +217,7 @@ def test_slurm_would_take_the_script_of_each_profile(
 
 
 @pytest.mark.parametrize("name", ["%j", "back\\slash"])
-def test_a_directory_whose_name_slurm_would_read_as_a_pattern(cluster: Cluster, tmp_path: Path, name: str) -> None:
+def test_a_directory_whose_name_slurm_would_read_as_a_pattern(cluster, tmp_path, name):
     jobs = Jobs(cluster, tmp_path / name)
     done = jobs.submit("--nodes=1")
     assert (done.returncode, done.stdout) == (78, ""), done.stderr
@@ -239,14 +237,14 @@ def test_a_directory_whose_name_slurm_would_read_as_a_pattern(cluster: Cluster, 
         (["--nodes=1", "--mem=2G"], "node configuration is not available"),
     ],
 )
-def test_what_slurm_refuses(jobs: Jobs, options: list[str], words: str) -> None:
+def test_what_slurm_refuses(jobs, options, words):
     done = jobs.submit("--job-name=hpcdist-refused", *options)
     assert (done.returncode, done.stdout) == (78, ""), done.stderr
     assert "Slurm refuses the job" in done.stderr and words in done.stderr
     assert "hpcdist-refused" not in jobs.cluster.run("squeue", "-h", "-o", "%j").stdout
 
 
-def test_the_walltime_requeues_until_it_is_forbidden(jobs: Jobs, endless: str) -> None:
+def test_the_walltime_requeues_until_it_is_forbidden(jobs, endless):
     run_dir = jobs.folder / "endless"
     # Whoever comes late finds it in its second start, or in a later one: Slurm lets it wait for two minutes only.
     jobs.cluster.wait(lambda: int(jobs.cluster.job(endless).get("Restarts", "0")) >= 1, f"requeue of job {endless}")

@@ -113,9 +113,7 @@ def begun(cluster: Cluster, folder: Path) -> dict[str, list[str]]:
     return {name: submit(cluster, folder, *words).stdout.split() for name, words in arguments.items()}
 
 
-def test_a_failed_trial_leaves_the_others_and_the_results_of_all_are_merged(
-    cluster: Cluster, folder: Path, begun: dict[str, list[str]]
-) -> None:
+def test_a_failed_trial_leaves_the_others_and_the_results_of_all_are_merged(cluster, folder, begun):
     array, merge = begun["array"]
     again = submit(cluster, folder, "--array=sweep.toml", f"--out={SWEPT}")
     assert again.stdout.split()[0] == array and "nothing submitted" in again.stderr, "it waits or runs already"
@@ -139,7 +137,7 @@ def test_a_failed_trial_leaves_the_others_and_the_results_of_all_are_merged(
     assert "5 ok, 1 failed" in (logs / f"merge-{merge}.out").read_text()
 
 
-def test_a_benchmark_has_its_node_for_itself(cluster: Cluster, folder: Path, begun: dict[str, list[str]]) -> None:
+def test_a_benchmark_has_its_node_for_itself(cluster, folder, begun):
     (number,) = begun["bench"]
     path = folder / f"hpcdist-{number}.out"
     wait_for_end(cluster, number, path)
@@ -151,7 +149,7 @@ def test_a_benchmark_has_its_node_for_itself(cluster: Cluster, folder: Path, beg
     assert {one.key.ranks for one in found.configurations} == {2}
 
 
-def test_workers_and_servers_are_one_world(cluster: Cluster, folder: Path, begun: dict[str, list[str]]) -> None:
+def test_workers_and_servers_are_one_world(cluster, folder, begun):
     (number,) = begun["servers"]
     path = folder / f"hpcdist-{number}.out"
     wait_for_end(cluster, number, path)

@@ -67,7 +67,7 @@ def job(roomy: Cluster, tmp_path: Path, mpi: mpirun.Launcher):
 
 
 @pytest.mark.parametrize("options", ["--ranks-per-node 2", f"--ranks-per-node 2 --cpus-per-task {EACH}", ""])
-def test_each_rank_has_the_cores_of_its_task(job, options: str) -> None:
+def test_each_rank_has_the_cores_of_its_task(job, options):
     (first, second), threads, said = job(f"--launcher mpirun {options} -- python program.py")
     assert not first & second and len(first) == len(second) == EACH, (first, second)
     assert threads == [str(EACH)] * RANKS and "not bound" not in said
@@ -75,12 +75,9 @@ def test_each_rank_has_the_cores_of_its_task(job, options: str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "told"),
-    [
-        (f"--ranks-per-node 2 --cpus-per-task {CPUS}", True),
-        ("--ranks-per-node 2 --mpi-args '{none}'", False),
-    ],
+    [(f"--ranks-per-node 2 --cpus-per-task {CPUS}", True), ("--ranks-per-node 2 --mpi-args '{none}'", False)],
 )
-def test_ranks_that_are_not_bound(job, mpi: mpirun.Launcher, options: str, told: bool) -> None:
+def test_ranks_that_are_not_bound(job, mpi, options, told):
     word = "--bind-to none" if mpi.vendor == mpirun.OPEN_MPI else "-bind-to none"
     (first, second), _, said = job(f"--launcher mpirun {options.replace('{none}', word)} -- python program.py")
     assert first == second == set(os.sched_getaffinity(0))
@@ -88,7 +85,7 @@ def test_ranks_that_are_not_bound(job, mpi: mpirun.Launcher, options: str, told:
     assert said.count("not bound") == said.count(reason) == int(told), said
 
 
-def test_the_doctor_of_the_job_says_so(job) -> None:
+def test_the_doctor_of_the_job_says_so(job):
     said = job("--launcher mpirun --ranks-per-node 2 doctor --job --device cpu")[2]
     cores = len(core_binding.node_cores().cores) // RANKS
     assert re.search(rf"OK +cores +{cores} cores? each: .* \| .*; OMP_NUM_THREADS={EACH}\n", said), said
@@ -96,7 +93,7 @@ def test_the_doctor_of_the_job_says_so(job) -> None:
     assert re.search(r"WARN +cores ", said), said
 
 
-def test_the_daemons_of_mpirun_have_all_processors_of_the_job(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_daemons_of_mpirun_have_all_processors_of_the_job(cluster, tmp_path):
     """Where the script is one that starts ranks by srun as well."""
     (tmp_path / "program.py").write_text(STEP)
     home = Path(hpcdist.__file__).parents[1]

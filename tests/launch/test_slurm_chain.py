@@ -24,7 +24,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     return Jobs(cluster, tmp_path_factory.mktemp("chains"))
 
 
-def test_a_chain_of_three_that_loses_a_node_trains_the_same_bits(jobs: Jobs) -> None:
+def test_a_chain_of_three_that_loses_a_node_trains_the_same_bits(jobs):
     """Links 1 and 2 are told to stop, and a node is drained: the link on it goes on, the next one avoids it.
 
     At the same time the first link of another chain trains it all: the second finds nothing to do.
@@ -59,7 +59,7 @@ def test_a_chain_of_three_that_loses_a_node_trains_the_same_bits(jobs: Jobs) -> 
         assert f"has all its {STEPS} steps" in jobs.log(number) and "\nstep " not in jobs.log(number)
 
 
-def test_the_same_command_goes_on_with_what_was_cancelled(jobs: Jobs) -> None:
+def test_the_same_command_goes_on_with_what_was_cancelled(jobs):
     """And it makes no second job beside one that waits or runs."""
     command = ("--chain=2", "--set=run.seed=5", "--no-check")
     first, second = jobs.chain(*command, nodes=1, steps=ENDLESS)
@@ -79,7 +79,7 @@ def test_the_same_command_goes_on_with_what_was_cancelled(jobs: Jobs) -> None:
     assert third not in (first, second)
 
 
-def test_three_starts_in_vain_are_enough(jobs: Jobs) -> None:
+def test_three_starts_in_vain_are_enough(jobs):
     """Each link ends with the exit code of its training, and the fourth is not begun."""
     chain = jobs.chain("--chain=4", "--out=vain", "--no-check", "--set=data.path=missing.txt", nodes=1, ranks=1)
     for number in chain:
@@ -91,7 +91,7 @@ def test_three_starts_in_vain_are_enough(jobs: Jobs) -> None:
     assert began == chain[:3]
 
 
-def test_saved_without_progress_is_the_end(jobs: Jobs) -> None:
+def test_saved_without_progress_is_the_end(jobs):
     """A block of the site says that the training was stopped, and nothing is saved: the job is requeued once."""
     generic = search.load_selected(None, jobs.cluster.environment).name
     Path(jobs.folder / "liar.toml").write_text(f"based_on = '{generic}'\n[blocks]\nlaunch = 'code=75'\n")

@@ -5,7 +5,6 @@ are made by benchmarks/operations/node_crashes.py.
 """
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +26,7 @@ def launchers(fragile: Cluster, mpi: mpirun.Launcher) -> dict[str, str]:
     return SITES.get(mpi.vendor, {})
 
 
-def test_jobs_go_on_when_their_nodes_crash(fragile: Cluster, launchers: dict[str, str], tmp_path: Path) -> None:
+def test_jobs_go_on_when_their_nodes_crash(fragile, launchers, tmp_path):
     """One job for each launcher, on the same nodes: one in the middle crashes in a step, then the first in a start."""
     if not launchers:
         pytest.skip("how the ranks of this MPI are started under Slurm is not known here")

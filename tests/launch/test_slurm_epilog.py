@@ -4,21 +4,18 @@ Needs Debian's slurm-wlm and munge, and root.
 """
 
 import time
-from pathlib import Path
 
 import pytest
 
 from hpcdist.comm.launch import mpirun
-from stubs.slurm_cluster import Cluster, Jobs
+from stubs.slurm_cluster import Jobs
 
 SITES = {mpirun.OPEN_MPI: "slurm-openmpi", mpirun.MPICH: "slurm-mpich"}
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_what_a_killed_job_left_is_removed_and_the_node_stays_in_use(
-    cleaned: Cluster, mpi: mpirun.Launcher, tmp_path: Path
-) -> None:
+def test_what_a_killed_job_left_is_removed_and_the_node_stays_in_use(cleaned, mpi, tmp_path):
     if mpi.vendor not in SITES:
         pytest.skip("how the ranks of this MPI are started under Slurm is not known here")
     jobs = Jobs(cleaned, tmp_path)

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from hpcdist.batch import ledger
-from stubs.slurm_cluster import Cluster
 
 NAME = 'e|vil \x1b[31m\n9|COMPLETED "é" $(touch x)'
 SCRIPT = """#!/bin/bash
@@ -39,21 +38,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_a_chain_is_seen_saved_ended_and_accounted_for(cluster: Cluster, folder: Path) -> None:
+def test_a_chain_is_seen_saved_ended_and_accounted_for(cluster, folder):
     run, state = folder / "run dir", folder / "state"
 
-    def jobs(*arguments: str, code: int = 0) -> tuple[str, str]:
+    def jobs(*arguments, code=0):
         line = [sys.executable, "-P", "-m", "hpcdist", "jobs", *arguments]
         done = cluster.run("env", f"XDG_STATE_HOME={state}", *line, cwd=folder)
         assert done.returncode == code, f"{arguments}\n{done.stdout}\n{done.stderr}"
         return done.stdout, done.stderr
 
-    def seen(job: str) -> dict[str, object]:
+    def seen(job):
         (row,) = json.loads(jobs("status", job, "--json")[0])["jobs"]
         assert row["job"] == job
         return dict(row)
 
-    def submit(*arguments: str) -> str:
+    def submit(*arguments):
         (folder / "job.sh").write_text(SCRIPT.format(python=shlex.quote(sys.executable), run=shlex.quote(str(run))))
         exported = f"--export=ALL,XDG_STATE_HOME={state},OMP_NUM_THREADS=1"
         line = ["sbatch", "--parsable", exported, f"--job-name={NAME}", "--time=30", "--output=%j.out", *arguments]
@@ -103,10 +102,10 @@ def test_a_chain_is_seen_saved_ended_and_accounted_for(cluster: Cluster, folder:
     assert not (folder / "x").exists()
 
 
-def test_arrays_and_what_slurm_does_not_know(cluster: Cluster, folder: Path) -> None:
+def test_arrays_and_what_slurm_does_not_know(cluster, folder):
     """Two tasks at the most, of which one runs: the array can only be cancelled at once."""
 
-    def jobs(*arguments: str) -> "tuple[int, str, str]":
+    def jobs(*arguments):
         line = [sys.executable, "-P", "-m", "hpcdist", "jobs", *arguments]
         done = cluster.run("env", f"XDG_STATE_HOME={folder / 'state'}", *line, cwd=folder)
         return done.returncode, done.stdout, done.stderr

@@ -28,7 +28,7 @@ def jobs(preempting: Cluster, mpi: mpirun.Launcher, tmp_path_factory: pytest.Tem
 
 
 @pytest.mark.parametrize(("launcher", "nodes"), [("mpirun", 2), ("mpirun", 1), ("srun", 2)])
-def test_a_preempted_job_saves_and_goes_on(jobs: Jobs, mpi: mpirun.Launcher, launcher: str, nodes: int) -> None:
+def test_a_preempted_job_saves_and_goes_on(jobs, mpi, launcher, nodes):
     if not (jobs.folder / f"{launcher}.toml").exists():
         pytest.skip("how the ranks of this MPI are started under Slurm is not known here")
     tried = jobs.cluster.run("srun", "--mpi=pmix", "--ntasks=1", "true")
@@ -56,7 +56,7 @@ def test_a_preempted_job_saves_and_goes_on(jobs: Jobs, mpi: mpirun.Launcher, lau
     assert same_bits(jobs.folder / whole, jobs.folder / name)
 
 
-def test_a_job_that_is_preempted_before_it_trains_is_requeued(jobs: Jobs, mpi: mpirun.Launcher) -> None:
+def test_a_job_that_is_preempted_before_it_trains_is_requeued(jobs, mpi):
     launcher = "mpirun" if (jobs.folder / "mpirun.toml").exists() else "srun"
     local = jobs.folder / "local"
     site = (jobs.folder / f"{launcher}.toml").read_text() + f"[storage]\nnode_local = '{local}'\n"

@@ -2,17 +2,15 @@
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 from hpcdist.batch import job
-from stubs.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_the_two_lines_submit_the_default_job(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_two_lines_submit_the_default_job(cluster, tmp_path):
     block = re.search(r"```sh\n(.*?)```", (job.folder(job.TEMPLATES).parent / "README.md").read_text(), re.DOTALL)
     assert block is not None
     submit, status = (line.partition(" #")[0].split() for line in block[1].splitlines())

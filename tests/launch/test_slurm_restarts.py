@@ -73,7 +73,7 @@ def revive(cluster: Cluster) -> None:
             cluster.revive(f"n{number}")
 
 
-def test_a_middle_and_the_last_node_crash(jobs: Jobs, mpi: mpirun.Launcher) -> None:
+def test_a_middle_and_the_last_node_crash(jobs, mpi):
     options = ("--restarts=3", "--spare-nodes=2", "--no-check", "--set=chaos.step_s=0.1")
     submitted = {
         out: jobs.begin(*options, f"--site={site}", f"--out={out}", nodes=3, ranks=1, steps=ENDLESS)
@@ -110,7 +110,7 @@ def losses(jobs: Jobs, out: str) -> Array:
     return found
 
 
-def test_a_job_of_which_too_few_nodes_are_left_is_requeued(jobs: Jobs) -> None:
+def test_a_job_of_which_too_few_nodes_are_left_is_requeued(jobs):
     revive(jobs.cluster)
     number = jobs.begin("--restarts=3", "--spare-nodes=1", "--no-check", "--out=few", nodes=3, ranks=1, steps=ENDLESS)
     jobs.checkpoint(jobs.folder / "few")

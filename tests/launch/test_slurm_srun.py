@@ -124,7 +124,7 @@ def job(cluster: Cluster, tmp_path: Path, mpi: mpirun.Launcher):
         cluster.wait(lambda: not cluster.run("squeue", "-h", "-j", made.number).stdout.strip(), "end of the job")
 
 
-def test_signals_and_exit_codes(job: Job) -> None:
+def test_signals_and_exit_codes(job):
     job.submit(SIGNALS, "--nodes=2")
     latest = job.folder / "stopped" / "checkpoints" / "latest"
     job.said("\nstep 1/")
@@ -146,7 +146,7 @@ def test_signals_and_exit_codes(job: Job) -> None:
     assert killed and "'model.layers'" in rest and "Traceback" not in rest
 
 
-def test_a_hook_at_exit_ends_before_its_step(job: Job) -> None:
+def test_a_hook_at_exit_ends_before_its_step(job):
     (job.folder / "hook").mkdir()
     (job.folder / "hook" / "sitecustomize.py").write_text(HOOK)
     job.submit(HOOKED, "--nodes=2", steps=2)
@@ -155,7 +155,7 @@ def test_a_hook_at_exit_ends_before_its_step(job: Job) -> None:
     assert "CANCELLED" not in job.log and "srun: error" not in job.log
 
 
-def test_a_lost_node_is_left_out(job: Job) -> None:
+def test_a_lost_node_is_left_out(job):
     cluster = job.cluster
     job.submit(LOST, "--nodes=3", "--ntasks-per-node=1", "--no-kill")
     latest = job.folder / "lost" / "checkpoints" / "latest"

@@ -30,10 +30,10 @@ def copies(cluster: Cluster, node: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("moment", ["warm-up", "training"])
-def test_a_cancelled_job_leaves_no_copies_on_any_node(fragile: Cluster, jobs: Jobs, moment: str) -> None:
+def test_a_cancelled_job_leaves_no_copies_on_any_node(fragile, jobs, moment):
     number = jobs.begin(*OPTIONS, *(["--warmup"] if moment == "warm-up" else []), nodes=2, ranks=1, steps=10**6)
 
-    def warming_up() -> bool:
+    def warming_up():
         return all(any("kernels/" in str(path) for path in copies(fragile, node)) for node in NODES)
 
     if moment == "training":
@@ -48,7 +48,7 @@ def test_a_cancelled_job_leaves_no_copies_on_any_node(fragile: Cluster, jobs: Jo
     assert "could not be removed" not in jobs.log(number)
 
 
-def test_a_requeued_job_leaves_no_copies_on_any_node(fragile: Cluster, jobs: Jobs) -> None:
+def test_a_requeued_job_leaves_no_copies_on_any_node(fragile, jobs):
     number = jobs.begin(*OPTIONS, nodes=2, ranks=1, steps=10**6)
     jobs.told(number, "\nstep 1/")
     assert all(copies(fragile, node) for node in NODES)

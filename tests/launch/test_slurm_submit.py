@@ -18,7 +18,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     return Jobs(cluster, tmp_path_factory.mktemp("submitted"))
 
 
-def test_a_job_waits_for_nodes_that_are_drained(jobs: Jobs) -> None:
+def test_a_job_waits_for_nodes_that_are_drained(jobs):
     """What can never run is refused all the same, also while a node is away."""
     cluster = jobs.cluster
     whole = ("--ranks-per-node=1", "--job-name=hpcdist-waits")
@@ -42,7 +42,7 @@ def test_a_job_waits_for_nodes_that_are_drained(jobs: Jobs) -> None:
     assert "hpcdist-waits" not in cluster.run("squeue", "-h", "-o", "%j").stdout
 
 
-def test_a_job_knows_nothing_of_the_allocation_it_was_submitted_from(jobs: Jobs) -> None:
+def test_a_job_knows_nothing_of_the_allocation_it_was_submitted_from(jobs):
     """That one has memory by core, and the job by node: srun takes one of the two."""
     line = [sys.executable, "-P", "-m", "hpcdist", "submit", "recipe.toml", "--set=run.steps=2", "--out=inner"]
     line += ["--nodes=2", "--no-check", "--sbatch-arg=--mem=100"]
@@ -51,7 +51,7 @@ def test_a_job_knows_nothing_of_the_allocation_it_was_submitted_from(jobs: Jobs)
     jobs.until(done.stdout.strip(), JobState="COMPLETED", ExitCode="0:0")
 
 
-def test_a_job_that_is_asked_to_save_and_end_has_not_failed(jobs: Jobs) -> None:
+def test_a_job_that_is_asked_to_save_and_end_has_not_failed(jobs):
     number = jobs.begin("--no-check", "--out=cancelled", nodes=1, ranks=1, steps=10**6)
     saved = jobs.checkpoint(jobs.folder / "cancelled")
     hpcdist = [sys.executable, "-P", "-m", "hpcdist", "jobs"]

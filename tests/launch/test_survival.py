@@ -48,7 +48,7 @@ def train(ranks: int, text: Path, out: Path, *options: str, keys: list[str]) -> 
     return json.loads(done.stdout.splitlines()[-1]), steps["loss"]
 
 
-def test_new_processes_take_the_places_of_the_dead(text: Path, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_new_processes_take_the_places_of_the_dead(text, tmp_path, rng):
     steps = EVERY * (DEATHS + 1)
     keys = [f"run.steps={steps}", "parallel.strategy=zero1"]
     _, calm = train(3, text, tmp_path / "calm", keys=keys)
@@ -67,7 +67,7 @@ def test_new_processes_take_the_places_of_the_dead(text: Path, tmp_path: Path, r
     print(f"{DEATHS} deaths survived, each within {max(life['seconds'] for life in lives):.2f} s")
 
 
-def test_a_job_that_shrank_saves_on_a_signal_and_goes_on_where_it_was(text: Path, tmp_path: Path) -> None:
+def test_a_job_that_shrank_saves_on_a_signal_and_goes_on_where_it_was(text, tmp_path):
     out = tmp_path / "run"
     keys = ["run.steps=1000000", "parallel.strategy=zero2"]
     started = subprocess.Popen(
@@ -92,7 +92,7 @@ def test_a_job_that_shrank_saves_on_a_signal_and_goes_on_where_it_was(text: Path
     assert resumed["steps"] == steps + 3
 
 
-def test_ranks_come_in_at_a_step_boundary(text: Path, tmp_path: Path) -> None:
+def test_ranks_come_in_at_a_step_boundary(text, tmp_path):
     out = tmp_path / "run"
     steps = 150
     keys = [f"run.steps={steps}", "chaos.step_s=0.05", "precision.mode=float64"]

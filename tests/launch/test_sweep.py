@@ -46,7 +46,7 @@ def hpcdist(*command: str) -> "subprocess.CompletedProcess[str]":
     return jobs.run(command)
 
 
-def test_a_failed_trial_is_recorded_and_can_be_tried_again(folder: Path) -> None:
+def test_a_failed_trial_is_recorded_and_can_be_tried_again(folder):
     trials = "[[trial]]\nname = 'late'\ndata.path = 'late.txt'\n[[trial]]\nname = 'good'\n"
     (folder / "sweep.toml").write_text(SWEEP + trials)
     done = hpcdist(*line(folder))
@@ -97,7 +97,7 @@ def _command_line(entry: Path) -> str:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 75)], ids=["SIGKILL", "SIGTERM"])
-def test_the_next_call_goes_on_where_a_sweep_was_ended(folder: Path, number: int, code: int) -> None:
+def test_the_next_call_goes_on_where_a_sweep_was_ended(folder, number, code):
     (folder / "sweep.toml").write_text(SWEEP + "[axes]\nrun.seed = [1, 2]\n")
     process = subprocess.Popen(line(folder), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     limit = time.monotonic() + LIMIT_S

@@ -55,7 +55,7 @@ def check_nests(events: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_job(name: str, tmp_path: Path, text: Path) -> None:
+def test_a_job(name, tmp_path, text):
     ranks, settings = JOBS[name]
     out, file = tmp_path / "run", tmp_path / "trace.json"
     done = train(ranks, out, text, settings)
@@ -127,7 +127,7 @@ def check_path(found: summary.Trace) -> None:
         assert "FORWARD" in {link.name for link in links} or path.step > 1
 
 
-def test_who_held_up_is_named(tmp_path: Path, text: Path) -> None:
+def test_who_held_up_is_named(tmp_path, text):
     out = tmp_path / "run"
     done = train(3, out, text, {"chaos.stall": "['1@6:3']"})
     assert done.returncode == 0, done.stderr
@@ -139,7 +139,7 @@ def test_who_held_up_is_named(tmp_path: Path, text: Path) -> None:
     assert next(iter(figures["critical_path_by_rank"])) == "1"
 
 
-def test_a_job_that_was_killed(tmp_path: Path, text: Path) -> None:
+def test_a_job_that_was_killed(tmp_path, text):
     out, file = tmp_path / "run", tmp_path / "trace.json"
     done = train(2, out, text, {"chaos.kill": "['1@7']"})
     assert done.returncode not in (0, 75), done.stderr

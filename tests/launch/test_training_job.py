@@ -38,7 +38,7 @@ def summary(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return figures(done)
 
 
-def test_train_evaluate_sample_report(text: Path, tmp_path: Path) -> None:
+def test_train_evaluate_sample_report(text, tmp_path):
     out = tmp_path / "run"
     found = summary(train(2, text, "--out", out, "--set", "communication.algorithm=ring", steps=30))
     for key in ("train_loss", "val_loss", "tokens_per_s", "step_s_median", "comm_fraction", "peak_bytes", "run_dir"):
@@ -59,12 +59,12 @@ def test_train_evaluate_sample_report(text: Path, tmp_path: Path) -> None:
     assert hpcdist("hang", out).returncode == 0
 
 
-def test_native_collectives_have_no_known_bytes(text: Path, tmp_path: Path) -> None:
+def test_native_collectives_have_no_known_bytes(text, tmp_path):
     found = summary(train(2, text, "--out", tmp_path / "run", "--set", "communication.algorithm=native"))
     assert found["bytes_sent_per_step"] is None and "not visible" in found["bytes_sent_reason"]
 
 
-def test_without_a_launcher_it_trains_alone_and_agrees(text: Path, tmp_path: Path) -> None:
+def test_without_a_launcher_it_trains_alone_and_agrees(text, tmp_path):
     alone = summary(train(0, text, "--out", tmp_path / "alone"))
     together = summary(train(3, text, "--out", tmp_path / "together"))
     assert (alone["world"], together["world"]) == (1, 3)
@@ -104,7 +104,7 @@ def _start(
     )
 
 
-def test_a_run_goes_on_in_another_layout_and_for_longer(text: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_another_layout_and_for_longer(text, tmp_path):
     out, double = tmp_path / "run", ["--set", "precision.mode=float64", "--set", "optimizer.decay=constant"]
     train(2, text, "--out", out, *double, steps=6)
     layout = ["--set", "parallel.strategy=zero3", "--set", "communication.algorithm=ring"]
@@ -132,7 +132,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_killed_runs_resume_to_the_same_bits(text: Path, tmp_path: Path, layout: str, rng: np.random.Generator) -> None:
+def test_killed_runs_resume_to_the_same_bits(text, tmp_path, layout, rng):
     ranks, keys = LAYOUTS[layout]
     steps, every = 240, 10
     settings = [argument for key in (*keys, f"checkpoint.every_steps={every}") for argument in ("--set", key)]
@@ -170,7 +170,7 @@ def _command_line(entry: Path) -> str:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
-def test_asked_to_stop_a_run_saves_and_resumes(text: Path, tmp_path: Path, number: int, code: int) -> None:
+def test_asked_to_stop_a_run_saves_and_resumes(text, tmp_path, number, code):
     out = tmp_path / "run"
     process = _start(text, out, every=0, steps=ENDLESS)
     _wait_for(lambda: _has_rows(out / "metrics.h5"), process)  # before the first step there is nothing to save
@@ -184,7 +184,7 @@ def test_asked_to_stop_a_run_saves_and_resumes(text: Path, tmp_path: Path, numbe
     assert found.returncode == 0 and json.loads(found.stdout.splitlines()[-1])["steps"] == steps[0], found.stderr
 
 
-def test_a_stop_file_asks_for_a_requeue(text: Path, tmp_path: Path) -> None:
+def test_a_stop_file_asks_for_a_requeue(text, tmp_path):
     out = tmp_path / "run"
     process = _start(text, out, every=0, steps=ENDLESS)
     _wait_for((out / "metrics.h5").exists, process)
@@ -198,7 +198,7 @@ def test_a_stop_file_asks_for_a_requeue(text: Path, tmp_path: Path) -> None:
     assert not (out / "stop").exists(), "the wish is granted: the next start must not meet it"
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_again(text: Path, tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_checkpoint_starts_again(text, tmp_path):
     settings = ["--set", "run.steps=2000", "--set", "checkpoint.every_steps=0"]
     process = _start(text, tmp_path / "run", every=0)
     _wait_for((tmp_path / "run" / "metrics.h5").exists, process)
@@ -209,12 +209,12 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(text: Path, tmp_p
     assert found["steps"] == 2000
 
 
-def test_a_start_that_failed_does_not_occupy_the_directory(text: Path, tmp_path: Path) -> None:
+def test_a_start_that_failed_does_not_occupy_the_directory(text, tmp_path):
     assert train(0, text, "--out", tmp_path / "run", "--set", "data.path=/does/not/exist").returncode == 78
     assert summary(train(0, text, "--out", tmp_path / "run", steps=2))["steps"] == 2
 
 
-def test_changed_data_is_not_resumed_on(text: Path, tmp_path: Path) -> None:
+def test_changed_data_is_not_resumed_on(text, tmp_path):
     out = tmp_path / "run"
     summary(train(0, text, "--out", out, steps=2))
     text.write_text(text.read_text()[: -len("abcd abcd")] + "abcdefghi")
@@ -222,7 +222,7 @@ def test_changed_data_is_not_resumed_on(text: Path, tmp_path: Path) -> None:
     assert done.returncode == 78 and "other data" in done.stderr
 
 
-def test_a_directory_belongs_to_one_run(text: Path, tmp_path: Path) -> None:
+def test_a_directory_belongs_to_one_run(text, tmp_path):
     out = tmp_path / "run"
     summary(train(0, text, "--out", out, steps=2))
     again = train(0, text, "--out", out, steps=2)
@@ -248,21 +248,19 @@ def test_a_directory_belongs_to_one_run(text: Path, tmp_path: Path) -> None:
         (["missing.toml"], 74, ["missing.toml"]),
     ],
 )
-def test_bad_input_is_refused_with_a_word_and_a_code(
-    text: Path, tmp_path: Path, arguments: list[str], code: int, words: list[str]
-) -> None:
+def test_bad_input_is_refused_with_a_word_and_a_code(text, tmp_path, arguments, code, words):
     done = train(0, text, "--out", tmp_path / "run", *arguments)
     assert done.returncode == code, done.stderr
     assert all(word in done.stderr for word in words), done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_more_ranks_than_samples(text: Path, tmp_path: Path) -> None:
+def test_more_ranks_than_samples(text, tmp_path):
     done = train(3, text, "--out", tmp_path / "run", "--set", "run.global_batch=2")
     assert done.returncode == 78 and "with 3 data ranks: each needs at least one sample" in done.stderr
 
 
-def test_a_loss_that_is_nan_names_step_rank_and_tensor(text: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_nan_names_step_rank_and_tensor(text, tmp_path):
     settings = ["--set", "optimizer.learning_rate=1e30", "--set", "optimizer.warmup_steps=0"]
     done = train(2, text, "--out", tmp_path / "run", *settings)
     assert done.returncode == 1
@@ -270,7 +268,7 @@ def test_a_loss_that_is_nan_names_step_rank_and_tensor(text: Path, tmp_path: Pat
     assert ("rank 0: " in done.stderr and "layer" in done.stderr) or "parameter" in done.stderr
 
 
-def test_a_new_run_begins_with_the_parameters_of_another(text: Path, tmp_path: Path) -> None:
+def test_a_new_run_begins_with_the_parameters_of_another(text, tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     before = summary(train(0, text, "--out", old, steps=30))
     begun = ("--set", "parallel.strategy=zero3", "--init-from", old, "--out", new)

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -109,7 +108,7 @@ def survives(mpi: mpirun.Launcher, launch: Callable) -> Callable:
 
 
 @pytest.mark.parametrize("mode", ["shrink", "replace"])
-def test_the_living_go_on_after_deaths_at_random_moments(survives: Callable, tmp_path: Path, mode: str) -> None:
+def test_the_living_go_on_after_deaths_at_random_moments(survives, tmp_path, mode):
     kills = KILLS if mode == "replace" else min(KILLS, RANKS - 1)
     size = RANKS if mode == "replace" else RANKS - kills
     folder = tmp_path / "launch"
@@ -123,6 +122,6 @@ def test_the_living_go_on_after_deaths_at_random_moments(survives: Callable, tmp
     assert len(list(folder.glob("pid-*"))) == RANKS + (kills if mode == "replace" else 0)
 
 
-def test_without_fault_tolerance_a_wish_to_survive_is_refused(mpi: mpirun.Launcher, launch: Callable) -> None:
+def test_without_fault_tolerance_a_wish_to_survive_is_refused(mpi, launch):
     ended = launch(1, "from hpcdist.comm.start import start\nstart()", HPCDIST_SURVIVE="shrink")
     assert ended.code == 69 and "HPCDIST_SURVIVE=shrink asks to go on after deaths" in ended.stderr, ended.output

@@ -20,7 +20,7 @@ def hpcdist(*words: str) -> subprocess.CompletedProcess[str]:
     return jobs.run([sys.executable, "-P", "-m", "hpcdist", *words])
 
 
-def test_a_job_goes_on_by_itself_until_it_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_goes_on_by_itself_until_it_is_cancelled(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     Path("text.txt").write_text("".join(f"{number} is {number * number % 97}, " for number in range(1500)))

@@ -5,8 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcdist.comm.communicator import Communicator
-
 pytest.importorskip("jax")
 pytest.importorskip("optax")
 import jax
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.reference
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "zero3", "pipeline"])
-def test_rank_jax(comm: Communicator, rng: np.random.Generator, strategy: str) -> None:
+def test_rank_jax(comm, rng, strategy):
     """Three steps: losses to 1e-5, params to 1e-4 of the largest, in float32."""
     keys: dict[str, Any] = {"parallel.strategy": strategy, "parallel.microbatches": 2}
     if strategy == "pipeline":
@@ -26,12 +24,12 @@ def test_rank_jax(comm: Communicator, rng: np.random.Generator, strategy: str) -
     functions, params = models.mlp(rng, depth=3)
     batches = [models.rows(rng, 8) for _ in range(3)]
 
-    def loss(params: Any, batch: models.Batch) -> Any:
+    def loss(params, batch):
         return models.squares(models.composed(functions, params, batch[0]), batch[1]).mean()
 
     losses, after = models.plain(params, loss, batches)
 
-    def build() -> adapter.WrappedModel:
+    def build():
         return adapter.wrap(functions, params, models.squares, example=batches[0])
 
     found = models.train(comm, build, batches, keys)

@@ -23,7 +23,7 @@ def checking(comm: Communicator) -> Iterator[Communicator]:
 
 
 @pytest.mark.parametrize("algorithm", ["native", "ring", "node_shared", "all_to_all", "hierarchical"])
-def test_rank_calls_that_differ_fail_on_every_rank(checking: Communicator, algorithm: str) -> None:
+def test_rank_calls_that_differ_fail_on_every_rank(checking, algorithm):
     comm = checking
     if comm.size == 1:
         pytest.skip("one rank agrees with itself")
@@ -48,7 +48,7 @@ def test_rank_calls_that_differ_fail_on_every_rank(checking: Communicator, algor
     assert (buffer == 2.0**comm.size - 1).all()
 
 
-def test_rank_that_refuses_tells_the_others(checking: Communicator) -> None:
+def test_rank_that_refuses_tells_the_others(checking):
     odd = checking.rank == checking.size - 1
     with pytest.raises(BufferHandoverError if odd else CommunicationError, match="1-D contiguous"):
         collectives.allreduce(checking, np.zeros(8)[::2] if odd else np.zeros(4), "ring")
@@ -56,7 +56,7 @@ def test_rank_that_refuses_tells_the_others(checking: Communicator) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
-def test_rank_results_are_multiplied_once(comm: Communicator, algorithm: str, dtype: np.dtype) -> None:
+def test_rank_results_are_multiplied_once(comm, algorithm, dtype):
     for count in (0, 1, 3000):
         buffer = np.full(count, comm.rank + 1, dtype)
         collectives.allreduce(comm, buffer, algorithm, scale=0.5)

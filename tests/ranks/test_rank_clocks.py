@@ -2,9 +2,6 @@
 
 import time
 
-import numpy as np
-
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.clock_offsets import HostClocks
 from hpcdist.hdf5 import files
 from hpcdist.telemetry.metrics import side_tables as table
@@ -12,7 +9,7 @@ from hpcdist.telemetry.metrics import side_tables as table
 HOUR_NS = 3_600_000_000_000
 
 
-def test_planted_offsets_are_found(comm: Communicator, rng: np.random.Generator, folder) -> None:
+def test_planted_offsets_are_found(comm, rng, folder):
     """Every rank is a host of its own here; with pairs of ranks on a host, and by two levels, too."""
     ahead = rng.integers(-HOUR_NS, HOUR_NS, comm.size).tolist()
     for together, flat in ((1, 16), (2, 16), (1, 2)):
@@ -34,7 +31,7 @@ def test_planted_offsets_are_found(comm: Communicator, rng: np.random.Generator,
         assert table.read_clocks(path) == (table.ClockSession(0, watch.hosts, readings, 5),)
 
 
-def test_one_host_measures_nothing(comm: Communicator) -> None:
+def test_one_host_measures_nothing(comm):
     watch = HostClocks(comm, "one boot")
     readings = watch.measure()
     assert len(readings) == (comm.rank == 0)

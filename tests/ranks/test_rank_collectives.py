@@ -38,9 +38,7 @@ def exact_cases() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("algorithm", "name"), list(exact_cases()))
-def test_rank_allreduce_is_exact_on_small_integers(
-    comm: Communicator, algorithm: str, name: str, rng: np.random.Generator
-) -> None:
+def test_rank_allreduce_is_exact_on_small_integers(comm, algorithm, name, rng):
     dtype = (FLOATS | INTEGERS)[name]
     for count in COUNTS[:-1]:
         for op in NUMPY:
@@ -53,9 +51,7 @@ def test_rank_allreduce_is_exact_on_small_integers(
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
-def test_rank_allreduce_gives_all_ranks_the_same_bits(
-    comm: Communicator, algorithm: str, dtype: np.dtype, rng: np.random.Generator
-) -> None:
+def test_rank_allreduce_gives_all_ranks_the_same_bits(comm, algorithm, dtype, rng):
     for count in COUNTS:
         inputs = rng.standard_normal((comm.size, count)).astype(dtype)
         buffer, again = inputs[comm.rank].copy(), inputs[comm.rank].copy()
@@ -72,7 +68,7 @@ def test_rank_allreduce_gives_all_ranks_the_same_bits(
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_rank_ring_and_its_halves(comm: Communicator, bidirectional: bool, rng: np.random.Generator) -> None:
+def test_rank_ring_and_its_halves(comm, bidirectional, rng):
     inputs = rng.integers(0, 100, (comm.size, 64 * comm.size)).astype(np.float32)
     total = inputs.sum(axis=0)
     whole, halves = inputs[comm.rank].copy(), inputs[comm.rank].copy()
@@ -88,7 +84,7 @@ def test_rank_ring_and_its_halves(comm: Communicator, bidirectional: bool, rng: 
     assert np.array_equal(halves, total)
 
 
-def test_rank_ring_all_gather_of_16_bits(comm: Communicator) -> None:
+def test_rank_ring_all_gather_of_16_bits(comm):
     for dtype in (FLOATS["float16"], FLOATS["bfloat16"]):
         ranges = split(100 * comm.size + 1, comm.size, 2)
         buffer = np.zeros(ranges[-1].stop, dtype)
@@ -97,7 +93,7 @@ def test_rank_ring_all_gather_of_16_bits(comm: Communicator) -> None:
         assert all((buffer[part.slice] == rank + 1).all() for rank, part in enumerate(ranges))
 
 
-def test_rank_hierarchical_over_pretended_nodes(comm: Communicator, rng: np.random.Generator) -> None:
+def test_rank_hierarchical_over_pretended_nodes(comm, rng):
     """Nodes of one rank and of two, one segment and several; with an odd number of ranks the last node is smaller."""
     for ranks_per_node in (1, 2):
         declared = comm.dup()
@@ -114,7 +110,7 @@ def test_rank_hierarchical_over_pretended_nodes(comm: Communicator, rng: np.rand
         declared.free()
 
 
-def test_rank_all_to_all_keeps_16_bits_on_the_wire(comm: Communicator) -> None:
+def test_rank_all_to_all_keeps_16_bits_on_the_wire(comm):
     sent = {}
     for algorithm in ("ring", "all_to_all"):
         buffer = np.ones(64 * comm.size, np.float16)
@@ -125,9 +121,7 @@ def test_rank_all_to_all_keeps_16_bits_on_the_wire(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize(("segment_bytes", "counts"), [(1000, (0, 5, 3000, 20_003)), (60_000, (100_003, 700_001))])
-def test_rank_segments_give_the_same_bits(
-    comm: Communicator, segment_bytes: int, counts: tuple[int, ...], rng: np.random.Generator
-) -> None:
+def test_rank_segments_give_the_same_bits(comm, segment_bytes, counts, rng):
     """Long and short messages, many on their way at once: eager and rendezvous."""
     ways = {
         "ring": collectives.ring_allreduce,
@@ -155,7 +149,7 @@ def test_rank_segments_give_the_same_bits(
 
 
 @pytest.mark.parametrize("algorithm", [*BROADCAST, "auto"])
-def test_rank_broadcast(comm: Communicator, algorithm: str, rng: np.random.Generator) -> None:
+def test_rank_broadcast(comm, algorithm, rng):
     for dtype in (np.float64, FLOATS["bfloat16"], INTEGERS["uint8"]):
         for count in COUNTS:
             inputs = rng.standard_normal((comm.size, count)).astype(dtype)
@@ -166,7 +160,7 @@ def test_rank_broadcast(comm: Communicator, algorithm: str, rng: np.random.Gener
 
 
 @pytest.mark.parametrize("algorithm", ALL_TO_ALL)
-def test_rank_all_to_all(comm: Communicator, algorithm: str, rng: np.random.Generator) -> None:
+def test_rank_all_to_all(comm, algorithm, rng):
     for dtype in (np.float64, FLOATS["float16"]):
         for block in (0, 1, 37, 30_001):
             values = rng.standard_normal((comm.size, comm.size, block)).astype(dtype)  # (from, to, elements)
@@ -176,7 +170,7 @@ def test_rank_all_to_all(comm: Communicator, algorithm: str, rng: np.random.Gene
             assert np.array_equal(received, values[:, comm.rank].reshape(-1))
 
 
-def test_rank_bad_calls_are_refused_on_every_rank_before_anything_is_sent(comm: Communicator) -> None:
+def test_rank_bad_calls_are_refused_on_every_rank_before_anything_is_sent(comm):
     with pytest.raises(UsageError, match="choose one of native, ring"):
         collectives.allreduce(comm, np.zeros(4), "butterfly")
     for algorithm in ALLREDUCE:

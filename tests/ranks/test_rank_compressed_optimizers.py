@@ -36,7 +36,7 @@ def run(comm: Communicator, name: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize("name", ["dgc", "onebit"])
-def test_messages_bring_the_bits_that_threads_have(comm: Communicator, name: str) -> None:
+def test_messages_bring_the_bits_that_threads_have(comm, name):
     found = run(comm, name)
     threads = run_threads(comm.size, lambda thread: run(thread, name)) if comm.rank == 0 else None
     assert found == comm.broadcast_object(threads)[comm.rank]

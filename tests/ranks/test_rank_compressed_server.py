@@ -1,13 +1,11 @@
 """A compressed parameter server over real messages: what one process makes of all ranks, and a resume to the bit."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from harness.compressed.server import Case, Job, OneProcess, colocated, dedicated, gradients
 from harness.trainings import losses, state, trainer_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.training.run.saving import CheckpointSaver
 
 SETTINGS = {
@@ -23,7 +21,7 @@ SETTINGS = {
 }
 
 
-def test_rank_workers_push_payloads_and_all_have_the_bits_of_one_process(comm: Communicator) -> None:
+def test_rank_workers_push_payloads_and_all_have_the_bits_of_one_process(comm):
     for servers in (colocated(), dedicated(comm.size // 2)) if comm.size > 1 else (colocated(),):
         case = Case(comm.size, servers, "int8" if servers.placement == "colocated" else "topk")
         job, alone = Job(comm, case), OneProcess(case)
@@ -39,7 +37,7 @@ def test_rank_workers_push_payloads_and_all_have_the_bits_of_one_process(comm: C
         job.exchange.close()
 
 
-def test_rank_a_resumed_compressed_server_goes_on_to_the_bit(comm: Communicator, folder: Path) -> None:
+def test_rank_a_resumed_compressed_server_goes_on_to_the_bit(comm, folder):
     keys = {**SETTINGS, "data.path": folder / "text.txt"}
     keys["parameter_server.placement"] = "dedicated" if comm.size > 1 else "colocated"
     trainer = trainer_of(comm, keys)

@@ -1,13 +1,11 @@
 """ZeRO with compressed messages over real messages: what its definition says, one model, and resumes to the bit."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from harness.compressed.zero import Defined, Driven, compare
 from harness.trainings import losses, state, trainer_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -25,7 +23,7 @@ SETTINGS = {
 }
 
 
-def test_rank_sums_are_those_of_the_definition_and_weights_are_alike(comm: Communicator) -> None:
+def test_rank_sums_are_those_of_the_definition_and_weights_are_alike(comm):
     inner = next(degree for degree in (2, 3, 1) if comm.size % degree == 0)
     blocks = ZeroConfig(parameters=inner, gradients=inner, optimizer=inner)  # several ranks own the same
     for zero, name, microbatches in ((ZeroConfig(), "int8", 2), (blocks, "int4", 1)):
@@ -36,7 +34,7 @@ def test_rank_sums_are_those_of_the_definition_and_weights_are_alike(comm: Commu
         run.exchange.close()
 
 
-def test_rank_a_resumed_run_goes_on_to_the_bit(comm: Communicator, folder: Path) -> None:
+def test_rank_a_resumed_run_goes_on_to_the_bit(comm, folder):
     keys = {**SETTINGS, "data.path": folder / "text.txt", "precision.mode": "bfloat16"}
     trainer = trainer_of(comm, keys)
     losses(trainer, 2)

@@ -1,14 +1,12 @@
 """Gossip and local SGD over MPI: the recursion of the matrices, one model in checkpoints, the bytes, who is blamed."""
 
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from harness.trainings import blamed, losses, small
 from hpcdist import models
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.models.config import ModelConfig
@@ -42,9 +40,7 @@ STRATEGIES: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("order", ["combine_first", "adapt_first"])
 @pytest.mark.parametrize("graph", ["ring", "torus", "exponential", "one_peer", "complete"])
-def test_rank_gossip_is_the_recursion_of_its_matrices(
-    comm: Communicator, rng: np.random.Generator, graph: str, order: str
-) -> None:
+def test_rank_gossip_is_the_recursion_of_its_matrices(comm, rng, graph, order):
     model = models.build(ModelConfig(layers=1, hidden=32, heads=2), "float64", context=4)
     rate, momentum = 0.3, 0.5
     optimizer = OptimizerConfig(
@@ -103,7 +99,7 @@ _trainer = partial(
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_rank_a_checkpoint_is_one_model_to_go_on_from(comm: Communicator, folder: Path, name: str) -> None:
+def test_rank_a_checkpoint_is_one_model_to_go_on_from(comm, folder, name):
     keys = STRATEGIES[name]
     whole = _trainer(comm, folder, keys)
     first = losses(whole, 5)
@@ -123,7 +119,7 @@ def test_rank_a_checkpoint_is_one_model_to_go_on_from(comm: Communicator, folder
 
 
 @pytest.mark.parametrize(("name", "volume"), [("ring", 2.0), ("one_peer, adapt first", 1.0), ("complete", None)])
-def test_rank_bytes_are_those_of_the_neighbours(comm: Communicator, folder: Path, name: str, volume: float) -> None:
+def test_rank_bytes_are_those_of_the_neighbours(comm, folder, name, volume):
     trainer = _trainer(comm, folder, STRATEGIES[name] | {"model.hidden": 64})
     losses(trainer, 1)
     with count_traffic(comm) as traffic:
@@ -135,7 +131,7 @@ def test_rank_bytes_are_those_of_the_neighbours(comm: Communicator, folder: Path
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_rank_only_the_owner_of_a_nan_is_blamed(comm: Communicator, folder: Path, name: str) -> None:
+def test_rank_only_the_owner_of_a_nan_is_blamed(comm, folder, name):
     culprit = comm.size - 1
     trainer = _trainer(comm, folder, STRATEGIES[name])
     if comm.rank == culprit:

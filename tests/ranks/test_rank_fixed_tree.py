@@ -2,15 +2,13 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from harness.trainings import digest, losses_and_norms, small, state_bits
-from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.ranges import split
 from hpcdist.collectives.algorithms.fixed_tree import FixedTree, shards_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.strategies.core.replica_check import check_replicas
@@ -35,12 +33,10 @@ _trainer = partial(
 
 
 @pytest.mark.parametrize(("shards", "dtype"), [(8, np.float32), (12, np.float64), (13, np.float16)])
-def test_rank_a_fixed_tree_has_the_bits_of_one_process(
-    comm: Communicator, shards: int, dtype: type, rng: np.random.Generator
-) -> None:
+def test_rank_a_fixed_tree_has_the_bits_of_one_process(comm, shards, dtype, rng):
     inputs = rng.standard_normal((shards, 10_001)).astype(dtype)
 
-    def reduced(over: Communicator, shares: list[Range] | None = None) -> np.ndarray:
+    def reduced(over, shares=None):
         tree = FixedTree(over, shards)
         own = shards_of(shards, over.size)[over.rank]
         for shard in range(own.start, own.stop):
@@ -69,7 +65,7 @@ def test_rank_a_fixed_tree_has_the_bits_of_one_process(
         {"model.kind": "mlp", "optimizer.name": "sgd", "run.logical_shards": 8},
     ],
 )
-def test_rank_training_has_the_bits_of_one_process(comm: Communicator, folder: Path, keys: dict[str, Any]) -> None:
+def test_rank_training_has_the_bits_of_one_process(comm, folder, keys):
     alone, together = _trainer(solo(), folder, keys), _trainer(comm, folder, keys)
     assert losses_and_norms(together, STEPS) == losses_and_norms(alone, STEPS)
     assert digest(together) == digest(alone)
@@ -87,9 +83,7 @@ def test_rank_training_has_the_bits_of_one_process(comm: Communicator, folder: P
         ({"parallel.strategy": "zero3", "zero.parameters": 2}, {"optimizer.name": "lamb"}),
     ],
 )
-def test_rank_zero_has_the_bits_of_allreduce_in_one_process(
-    comm: Communicator, folder: Path, way: dict[str, Any], keys: dict[str, Any]
-) -> None:
+def test_rank_zero_has_the_bits_of_allreduce_in_one_process(comm, folder, way, keys):
     if comm.size % way.get("zero.parameters", 1):
         pytest.skip("pairs of ranks")
     keys = {"optimizer.clip_norm": 0.1, **keys}
@@ -101,7 +95,7 @@ def test_rank_zero_has_the_bits_of_allreduce_in_one_process(
     alone.close()
 
 
-def test_rank_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks(comm: Communicator, folder: Path) -> None:
+def test_rank_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks(comm, folder):
     whole = _trainer(solo(), folder, {})
     losses = losses_and_norms(whole, 9)
     together = _trainer(comm, folder, {})

@@ -37,9 +37,7 @@ def text(comm: Communicator, tmp_path: Path, rng: np.random.Generator) -> dict[s
 
 
 @pytest.mark.parametrize("layout", CHOSEN)
-def test_rank_a_run_on_the_gpu_is_that_of_the_cpu(
-    comm: Communicator, gpu: ModuleType, text: dict[str, object], layout: str
-) -> None:
+def test_rank_a_run_on_the_gpu_is_that_of_the_cpu(comm, gpu, text, layout):
     sizes, keys = LAYOUTS[layout]
     if comm.size not in sizes and not CHOSEN[layout]:
         pytest.skip(f"{layout} is for {sizes} ranks")
@@ -52,14 +50,14 @@ def test_rank_a_run_on_the_gpu_is_that_of_the_cpu(
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("algorithm", sorted(collectives.ALLREDUCE))
-def test_rank_allreduce_of_device_buffers(comm: Communicator, gpu: ModuleType, algorithm: str, dtype: str) -> None:
+def test_rank_allreduce_of_device_buffers(comm, gpu, algorithm, dtype):
     inputs = [(np.arange(1001) * (rank + 1) % 5).astype(dtype) for rank in range(comm.size)]
     buffer = backend.place(inputs[comm.rank], "gpu")
     collectives.allreduce(comm, buffer, algorithm)
     assert np.array_equal(backend.to_host(buffer), np.sum(inputs, axis=0, dtype=dtype))
 
 
-def test_rank_messages_of_device_buffers(comm: Communicator, gpu: ModuleType) -> None:
+def test_rank_messages_of_device_buffers(comm, gpu):
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     own = backend.place(np.full(100, comm.rank, np.float32), "gpu")
     arrived = [backend.empty(100, np.dtype(np.float32), "gpu") for _ in range(2)]

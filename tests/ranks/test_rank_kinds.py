@@ -1,13 +1,10 @@
 """Every kind of model over real messages, on 1 to 4 ranks, is the run of one process."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from harness.inputs import KINDS, STEPS, keys_of, write_data
 from harness.trainings import alone, difference, losses, trainer_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.training.run.loop import mean_validation_loss
 
 WAYS: dict[str, dict[str, object]] = {
@@ -22,7 +19,7 @@ WAYS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_rank_training_of_every_kind(comm: Communicator, folder: Path, kind: str, way: str) -> None:
+def test_rank_training_of_every_kind(comm, folder, kind, way):
     if way == "tensor" and (kind.startswith("convnet") or comm.size not in (2,)):
         pytest.skip("a convnet is not cut, and two heads of keys and values are for two ranks")
     if comm.rank == 0:

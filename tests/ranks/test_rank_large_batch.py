@@ -1,7 +1,5 @@
 """Large batches over real messages: batches that grow, rates that follow them, and the noise of gradients."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -36,7 +34,7 @@ def _trained(comm: Communicator, keys: dict[str, object]) -> tuple[Trainer, list
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero2"])
-def test_batches_that_grow_and_their_noise(comm: Communicator, tmp_path: Path, strategy: str) -> None:
+def test_batches_that_grow_and_their_noise(comm, tmp_path, strategy):
     path = comm.broadcast_object(tmp_path / "text.txt")
     if comm.rank == 0:
         path.write_text(" ".join("".join(word) for word in np.random.default_rng(5).choice(list("abcdefgh"), (600, 4))))

@@ -5,13 +5,11 @@ A part of the products runs by default, and fewer steps of them; HPCDIST_TEST_LA
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from harness.trainings import alone, difference, losses, trainer_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.training.run.loop import mean_validation_loss
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
@@ -64,7 +62,7 @@ def name(cell: Cell) -> str:
 
 
 @pytest.mark.parametrize("cell", list(cells()), ids=name)
-def test_rank_products_equal_one_process(comm: Communicator, folder: Path, cell: Cell) -> None:
+def test_rank_products_equal_one_process(comm, folder, cell):
     (data, pipeline, tensor), schedule, strategy, mode = cell
     if comm.size != data * pipeline * tensor:
         pytest.skip(f"{data} x {pipeline} x {tensor} is for {data * pipeline * tensor} ranks")

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from harness.trainings import small, state_bits
-from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.core.replica_check import check_replicas
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.training.build.trainer import Trainer
@@ -42,7 +40,7 @@ def _train(trainer: Trainer, last: int = STEPS) -> list[tuple[float, bool, float
 
 
 @pytest.mark.parametrize("mode", ["bfloat16", "float16"])
-def test_rank_sharded_working_copies_have_the_bits_of_allreduce(comm: Communicator, folder: Path, mode: str) -> None:
+def test_rank_sharded_working_copies_have_the_bits_of_allreduce(comm, folder, mode):
     keys: dict[str, Any] = {"precision.mode": mode, "communication.algorithm": "all_to_all"}
     if mode == "float16":
         keys |= {"precision.hysteresis": 1, "precision.growth_interval": 3}
@@ -63,9 +61,7 @@ def test_rank_sharded_working_copies_have_the_bits_of_allreduce(comm: Communicat
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_rank_a_resumed_run_with_working_copies_has_the_same_bits(
-    comm: Communicator, folder: Path, strategy: str
-) -> None:
+def test_rank_a_resumed_run_with_working_copies_has_the_same_bits(comm, folder, strategy):
     keys = {"precision.mode": "float16", "precision.growth_interval": 3, "parallel.strategy": strategy}
     keys |= {"communication.algorithm": "ring"}
     whole = _trainer(comm, folder, keys)
@@ -78,7 +74,7 @@ def test_rank_a_resumed_run_with_working_copies_has_the_same_bits(
     assert resumed.executor.loss_scale.state() == whole.executor.loss_scale.state()
 
 
-def test_rank_overlapped_sums_of_16_bits_have_the_same_bits(comm: Communicator, folder: Path) -> None:
+def test_rank_overlapped_sums_of_16_bits_have_the_same_bits(comm, folder):
     for strategy, algorithm in (("allreduce", "ring"), ("zero2", "ring")):
         keys = {"precision.mode": "bfloat16", "parallel.strategy": strategy, "communication.algorithm": algorithm}
         plain = _trainer(comm, folder, keys)
@@ -88,7 +84,7 @@ def test_rank_overlapped_sums_of_16_bits_have_the_same_bits(comm: Communicator, 
         behind.close()
 
 
-def test_rank_servers_of_working_copies_have_the_bits_of_allreduce(comm: Communicator, folder: Path) -> None:
+def test_rank_servers_of_working_copies_have_the_bits_of_allreduce(comm, folder):
     keys: dict[str, Any] = {"precision.mode": "bfloat16"}
     reference = _trainer(comm, folder, keys | {"communication.algorithm": "all_to_all"})
     expected, state = _train(reference, 3), state_bits(reference)
@@ -117,9 +113,7 @@ def _overflow_once(trainer: Trainer) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1"])
-def test_rank_an_overflow_in_one_stage_of_one_rank_leaves_no_trace(
-    comm: Communicator, folder: Path, strategy: str
-) -> None:
+def test_rank_an_overflow_in_one_stage_of_one_rank_leaves_no_trace(comm, folder, strategy):
     """In a pipeline of two or three stages with a tied tensor, on a tensor axis; of the last rank, and of the first."""
     stages = next((count for count in (2, 3) if comm.size % count == 0), 1)
     shapes: list[dict[str, object]] = [{"parallel.pipeline": stages, "model.tied": "true"}]

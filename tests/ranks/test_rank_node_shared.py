@@ -7,13 +7,12 @@ import numpy as np
 from hpcdist import collectives
 from hpcdist.arrays.ranges import split
 from hpcdist.collectives.node import shared_memory
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 
 FLOAT32 = np.dtype(np.float32)
 
 
-def test_rank_node_shared_in_pieces_and_in_place(comm: Communicator, rng: np.random.Generator) -> None:
+def test_rank_node_shared_in_pieces_and_in_place(comm, rng):
     """Several pieces and calls on end: a half that is overwritten too early would show here."""
     row = shared_memory.HALF_BYTES // 4
     shared = shared_memory.allocate(comm, 5 * row, FLOAT32)
@@ -31,7 +30,7 @@ def test_rank_node_shared_in_pieces_and_in_place(comm: Communicator, rng: np.ran
     assert (buffer == comm.size).all()
 
 
-def test_rank_node_shared_halves(comm: Communicator, rng: np.random.Generator) -> None:
+def test_rank_node_shared_halves(comm, rng):
     count = 300_000
     inputs = rng.standard_normal((comm.size, count)).astype(np.float32)
     expected = np.add.reduce(inputs, axis=0)
@@ -48,7 +47,7 @@ def test_rank_node_shared_halves(comm: Communicator, rng: np.random.Generator) -
         assert np.array_equal(buffer, expected)
 
 
-def test_rank_a_hundred_thousand_small_collectives(comm: Communicator) -> None:
+def test_rank_a_hundred_thousand_small_collectives(comm):
     """Values that no other call has: what was read too early, or overwritten too early, would show.
 
     Sizes on both sides of the slot, so that calls with one meeting and with two follow each other; ranks lag by turns.
@@ -72,7 +71,7 @@ def test_rank_a_hundred_thousand_small_collectives(comm: Communicator) -> None:
             assert (buffer == expected).all()
 
 
-def test_rank_memory_of_a_node_is_one(comm: Communicator) -> None:
+def test_rank_memory_of_a_node_is_one(comm):
     """What a rank writes, the others read at the place where it lies."""
     block = comm.nodes().intra.shared(4096)
     assert block.is_shared

@@ -32,9 +32,7 @@ def begun(comm: Communicator, kind: str) -> engines.ProgressEngine:
 
 
 @pytest.mark.parametrize(("kind", "algorithm"), PAIRS)
-def test_rank_bits_are_those_of_the_blocking_algorithm(
-    comm: Communicator, kind: str, algorithm: str, rng: np.random.Generator
-) -> None:
+def test_rank_bits_are_those_of_the_blocking_algorithm(comm, kind, algorithm, rng):
     inputs = [rng.standard_normal((comm.size, count)).astype(np.float32)[comm.rank] for count in COUNTS]
     expected = [data.copy() for data in inputs]
     for data in expected:
@@ -50,7 +48,7 @@ def test_rank_bits_are_those_of_the_blocking_algorithm(
     collectives.release(comm)
 
 
-def test_rank_the_librarys_own_is_polled(comm: Communicator, rng: np.random.Generator) -> None:
+def test_rank_the_librarys_own_is_polled(comm, rng):
     inputs = rng.standard_normal((comm.size, 50_000))
     with engines.begin(comm, "poll") as progress, count_traffic(comm) as traffic:
         found = [inputs[comm.rank].copy() for _ in range(3)]
@@ -63,7 +61,7 @@ def test_rank_the_librarys_own_is_polled(comm: Communicator, rng: np.random.Gene
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rank_other_messages_go_on_beside(comm: Communicator, kind: str, rng: np.random.Generator) -> None:
+def test_rank_other_messages_go_on_beside(comm, kind, rng):
     inputs = rng.standard_normal((comm.size, 100_000))
     beside, found = inputs[comm.rank].copy(), [inputs[comm.rank].copy() for _ in range(4)]
     with begun(comm, kind) as progress:
@@ -76,7 +74,7 @@ def test_rank_other_messages_go_on_beside(comm: Communicator, kind: str, rng: np
     assert {data.tobytes() for data in found} == {beside.tobytes()}
 
 
-def test_rank_two_that_are_polled_at_once_share_no_memory(comm: Communicator) -> None:
+def test_rank_two_that_are_polled_at_once_share_no_memory(comm):
     with engines.begin(comm, "poll") as one, engines.begin(comm, "poll") as other:
         for _ in range(5):
             first, second = np.full(300_000, 1, np.float32), np.full(300_000, 100, np.float32)
@@ -86,7 +84,7 @@ def test_rank_two_that_are_polled_at_once_share_no_memory(comm: Communicator) ->
             assert (first == comm.size).all() and (second == 100 * comm.size).all()
 
 
-def test_rank_polled_calls_are_checked(comm: Communicator) -> None:
+def test_rank_polled_calls_are_checked(comm):
     """Differences are found before anything moves, and a rank that waits first does not hold up the others."""
     comm.checked = True
     try:
@@ -107,7 +105,7 @@ def test_rank_polled_calls_are_checked(comm: Communicator) -> None:
         comm.checked = False
 
 
-def test_rank_polled_ring_sends_what_the_ring_sends(comm: Communicator) -> None:
+def test_rank_polled_ring_sends_what_the_ring_sends(comm):
     data = np.ones(960 * 1024, np.float32)
     with engines.begin(comm, "poll") as progress, count_traffic(comm) as traffic:
         progress.iallreduce(data, "ring").wait()
@@ -136,7 +134,7 @@ def _trained(comm: Communicator, folder: Path, **keys: object) -> tuple[list[flo
 @pytest.mark.parametrize(
     ("overlap", "algorithm"), [("poll", "ring"), ("thread", "ring"), ("thread", "native"), ("thread", "node_shared")]
 )
-def test_rank_training_has_the_same_bits(comm: Communicator, folder: Path, overlap: str, algorithm: str) -> None:
+def test_rank_training_has_the_same_bits(comm, folder, overlap, algorithm):
     keys = {"communication__algorithm": algorithm, "parallel__microbatches": 2}
     if overlap == "thread":
         begun(comm, overlap).close()
@@ -152,9 +150,7 @@ def test_rank_training_has_the_same_bits(comm: Communicator, folder: Path, overl
 
 
 @pytest.mark.parametrize(("kind", "algorithm"), HALVES)
-def test_rank_halves_have_the_bits_of_the_blocking_ones(
-    comm: Communicator, kind: str, algorithm: str, rng: np.random.Generator
-) -> None:
+def test_rank_halves_have_the_bits_of_the_blocking_ones(comm, kind, algorithm, rng):
     sharding = collectives.SHARDED[algorithm]
     inputs = [rng.standard_normal((comm.size, count)).astype(np.float32)[comm.rank] for count in COUNTS]
     shares = [sharding.shares(comm, count, 4) for count in COUNTS]
@@ -182,8 +178,8 @@ ZERO = [("zero1", 0, 1), ("zero2", 0, 2), ("zero3", 0, 2), ("zero3", 1, 1), ("ze
 @pytest.mark.parametrize(("overlap", "algorithm"), [("poll", "ring"), ("thread", "ring"), ("thread", "node_shared")])
 @pytest.mark.parametrize(("strategy", "prefetch", "parts"), ZERO)
 def test_rank_zero_behind_the_computation_has_the_same_bits(
-    comm: Communicator, folder: Path, overlap: str, algorithm: str, strategy: str, prefetch: int, parts: int
-) -> None:
+    comm, folder, overlap, algorithm, strategy, prefetch, parts
+):
     keys = {"parallel__strategy": strategy, "communication__algorithm": algorithm, "parallel__microbatches": parts}
     keys["communication__bucket_bytes"] = BUCKET_BYTES  # ZeRO has no buckets
     if overlap == "thread":
@@ -201,7 +197,7 @@ def test_rank_zero_behind_the_computation_has_the_same_bits(
 
 
 @pytest.mark.parametrize("overlap", KINDS)
-def test_rank_delayed_gradients_are_those_of_one_rank(comm: Communicator, folder: Path, overlap: str) -> None:
+def test_rank_delayed_gradients_are_those_of_one_rank(comm, folder, overlap):
     keys = {"communication__algorithm": "ring", "communication__delayed": "true", "precision__mode": "float64"}
     begun(comm, overlap).close()
     alone, right, _ = _trained(solo(), folder, communication__overlap=overlap, **keys)

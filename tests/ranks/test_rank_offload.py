@@ -53,7 +53,7 @@ def _state(trainer: Trainer) -> dict[str, bytes]:
     ("case", "optimizer"),
     [*((name, "adamw") for name in CASES), ("zero2", "lamb"), *(("zero3", name) for name in ("sgd", "lars", "lamb"))],
 )
-def test_rank_states_in_files_are_those_in_memory(comm: Communicator, folder: Path, case: str, optimizer: str) -> None:
+def test_rank_states_in_files_are_those_in_memory(comm, folder, case, optimizer):
     keys, what = CASES[case][0] | {"optimizer.name": optimizer}, CASES[case][1]
     memory, files = _trainer(comm, folder, keys), _trainer(comm, folder, keys | _away(folder, what))
     assert files.ledger.peak["optimizer"] == 0
@@ -65,7 +65,7 @@ def test_rank_states_in_files_are_those_in_memory(comm: Communicator, folder: Pa
         assert _state(_trainer(comm, folder, keys | further, saved)) == _state(memory)
 
 
-def test_rank_a_directory_that_is_missing_is_named(comm: Communicator, folder: Path) -> None:
+def test_rank_a_directory_that_is_missing_is_named(comm, folder):
     missing = folder / "missing"
     keys = {"parallel.strategy": "zero2", "zero.offload_optimizer": "file", "zero.offload_directory": missing}
     with pytest.raises(StorageError, match=f"{missing} cannot be written .* bytes are needed there for the optimizer"):

@@ -61,7 +61,7 @@ def _extremes(size: int) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("mode", ["float32", "float64"])
-def test_rank_lock_step_equals_one_process(comm: Communicator, folder: Path, mode: str) -> None:
+def test_rank_lock_step_equals_one_process(comm, folder, mode):
     alone = _losses(_trainer(solo(), folder, precision__mode=mode))
     assert alone[-1] < alone[0] - 0.5, "the model learns"
     for servers, placement in _places(comm.size) if mode == "float64" else _extremes(comm.size):
@@ -70,7 +70,7 @@ def test_rank_lock_step_equals_one_process(comm: Communicator, folder: Path, mod
 
 
 @pytest.mark.parametrize(("name", "mode"), [("adamw", "float32"), ("lamb", "float64")])
-def test_rank_every_transport_equals_allreduce(comm: Communicator, folder: Path, name: str, mode: str) -> None:
+def test_rank_every_transport_equals_allreduce(comm, folder, name, mode):
     """After all steps, with clipping and two micro-batches: allreduce up to rounding, and each other bit for bit."""
     keys = {"precision__mode": mode, "optimizer__name": name, "parallel__microbatches": 2}
     replicas = _trainer(comm, folder, **keys)
@@ -86,7 +86,7 @@ def test_rank_every_transport_equals_allreduce(comm: Communicator, folder: Path,
     assert len(same) == 1
 
 
-def test_rank_logical_shards_have_the_bits_of_allreduce(comm: Communicator, folder: Path) -> None:
+def test_rank_logical_shards_have_the_bits_of_allreduce(comm, folder):
     """After some steps of one process, whoever works and serves, by every transport."""
     keys = {"run__logical_shards": 6, "run__global_batch": 12, "run__steps": FEW}
 
@@ -105,7 +105,7 @@ def test_rank_logical_shards_have_the_bits_of_allreduce(comm: Communicator, fold
             together.close()
 
 
-def test_rank_a_lost_server_is_rebuilt(comm: Communicator, folder: Path) -> None:
+def test_rank_a_lost_server_is_rebuilt(comm, folder):
     if comm.size < 2:
         return
     keys = {"parameter_server__mirrored": "true", "run__steps": FEW}
@@ -127,7 +127,7 @@ def test_rank_a_lost_server_is_rebuilt(comm: Communicator, folder: Path) -> None
 
 
 @pytest.mark.parametrize(("name", "transport"), [("adamw", "messages"), ("lamb", "shared"), ("adamw", "rma")])
-def test_rank_lock_step_resumes_bit_equal(comm: Communicator, folder: Path, name: str, transport: str) -> None:
+def test_rank_lock_step_resumes_bit_equal(comm, folder, name, transport):
     keys = {"optimizer__name": name, "run__steps": FEW, "parameter_server__transport": transport}
     for servers, placement in _extremes(comm.size):
         whole = _served(comm, folder, servers, placement, **keys)
@@ -147,9 +147,7 @@ def test_rank_lock_step_resumes_bit_equal(comm: Communicator, folder: Path, name
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
-def test_rank_checkpoints_go_to_other_architectures_and_back(
-    comm: Communicator, folder: Path, consistency: str
-) -> None:
+def test_rank_checkpoints_go_to_other_architectures_and_back(comm, folder, consistency):
     keys = {"precision__mode": "float64", "parameter_server__consistency": consistency}
     for servers, placement in _extremes(comm.size):
         replicas = _trainer(comm, folder, precision__mode="float64")
@@ -169,7 +167,7 @@ def test_rank_checkpoints_go_to_other_architectures_and_back(
         )
 
 
-def test_rank_bytes_of_lock_step(comm: Communicator, folder: Path) -> None:
+def test_rank_bytes_of_lock_step(comm, folder):
     """A dedicated worker pushes Psi and pulls Psi: it sends Psi. Where all serve, a rank sends 2 Psi (p - 1) / p."""
     for servers, placement in _places(comm.size):
         # Message algorithms, so that what the ranks agree on is counted too.
@@ -187,7 +185,7 @@ def test_rank_bytes_of_lock_step(comm: Communicator, folder: Path) -> None:
             np.testing.assert_allclose(sent, 2 * psi * (p - 1) / p, rtol=0.01, atol=agreed)
 
 
-def test_rank_impossible_places_are_refused_on_all_ranks(comm: Communicator, folder: Path) -> None:
+def test_rank_impossible_places_are_refused_on_all_ranks(comm, folder):
     with pytest.raises(ConfigurationError, match=rf"world {comm.size} - parameter_server.servers {comm.size} = 0"):
         _served(comm, folder, comm.size, "dedicated")
 
@@ -220,7 +218,7 @@ class Free:
         exchange.refresh()
 
 
-def test_rank_asp_learns_and_restores_its_bits(comm: Communicator, folder: Path) -> None:
+def test_rank_asp_learns_and_restores_its_bits(comm, folder):
     for servers, placement in _places(comm.size):
         free = Free(_served(comm, folder, servers, placement, parameter_server__consistency="asp"))
         free.run(STEPS)
@@ -247,7 +245,7 @@ def _loop(comm: Communicator, out: Path, trainer: Trainer) -> RunOutcome:
 
 
 @pytest.mark.parametrize("name", ["ssp", "backup"])
-def test_rank_bounded_and_backed_up_runs_save_and_go_on(comm: Communicator, folder: Path, name: str) -> None:
+def test_rank_bounded_and_backed_up_runs_save_and_go_on(comm, folder, name):
     """Meetings in the middle of a run, and a start from what they saved, with other servers."""
     keys = {"energy__sources": "none", "checkpoint__every_steps": 5, "optimizer__name": "lamb"}
     if name == "ssp":
@@ -276,7 +274,7 @@ def test_rank_bounded_and_backed_up_runs_save_and_go_on(comm: Communicator, fold
             assert (rows["tokens"] > 0).all() and (rows["tokens"] <= 7 * 16).all()
 
 
-def test_rank_a_bound_of_nothing_is_lock_step(comm: Communicator, folder: Path) -> None:
+def test_rank_a_bound_of_nothing_is_lock_step(comm, folder):
     for servers, placement in _extremes(comm.size):
         keys = {"optimizer__name": "lamb", "run__steps": FEW}
         losses = _losses(_served(comm, folder, servers, placement, **keys), FEW)
@@ -286,6 +284,6 @@ def test_rank_a_bound_of_nothing_is_lock_step(comm: Communicator, folder: Path) 
         )
 
 
-def test_rank_as_many_backups_as_workers_are_refused(comm: Communicator, folder: Path) -> None:
+def test_rank_as_many_backups_as_workers_are_refused(comm, folder):
     with pytest.raises(ConfigurationError, match=rf"backup_workers = {comm.size}, but there are {comm.size} workers"):
         _served(comm, folder, 1, "colocated", parameter_server__backup_workers=comm.size)

@@ -1,13 +1,11 @@
 """Stages that are cut by what their units take on these ranks: the same cut on all, the same run, also resumed."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from harness.trainings import alone, losses, trainer_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 4
@@ -24,7 +22,7 @@ KEYS: dict[str, object] = {
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_rank_stages_cut_by_measurement(comm: Communicator, folder: Path, tensor: int) -> None:
+def test_rank_stages_cut_by_measurement(comm, folder, tensor):
     if comm.size != 2 * tensor:
         pytest.skip(f"2 stages of {tensor} for {2 * tensor} ranks")
     keys = KEYS | {"data.path": folder / "text.txt"}
@@ -42,7 +40,7 @@ def test_rank_stages_cut_by_measurement(comm: Communicator, folder: Path, tensor
     np.testing.assert_allclose(goes_on, expected.losses[2:], rtol=1e-12)
 
 
-def test_rank_stages_cut_by_hand_and_by_memory(comm: Communicator, folder: Path) -> None:
+def test_rank_stages_cut_by_hand_and_by_memory(comm, folder):
     if comm.size != 3:
         pytest.skip("for 3 ranks")
     keys = KEYS | {"data.path": folder / "text.txt", "parallel.pipeline": 3}

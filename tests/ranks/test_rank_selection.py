@@ -37,7 +37,7 @@ def _selected(comm: Communicator, kind: str) -> autotune.Tuning:
     return found
 
 
-def test_rank_choices_are_agreed_and_kept(comm: Communicator, cache: Path) -> None:
+def test_rank_choices_are_agreed_and_kept(comm, cache):
     first, second = (_selected(comm, autotune.ALLREDUCE_KIND) for _ in range(2))
     everyone = comm.allgather_object((first.text, first.rows, second.text, second.rows))
     assert all(one == everyone[0] for one in everyone)
@@ -52,7 +52,7 @@ def test_rank_choices_are_agreed_and_kept(comm: Communicator, cache: Path) -> No
         assert len(list(cache.iterdir())) == 1
 
 
-def test_rank_auto_has_the_bits_of_what_it_names(comm: Communicator, cache: Path, rng: np.random.Generator) -> None:
+def test_rank_auto_has_the_bits_of_what_it_names(comm, cache, rng):
     choice = _selected(comm, autotune.ALLREDUCE_KIND).choice
     for nbytes in (4, 64, 1000, 1024, 4096, 10000, MAX_BYTES, 4 * MAX_BYTES):
         inputs = rng.standard_normal((comm.size, nbytes // 4)).astype(np.float32)
@@ -63,7 +63,7 @@ def test_rank_auto_has_the_bits_of_what_it_names(comm: Communicator, cache: Path
         np.testing.assert_allclose(auto, inputs.astype(np.float64).sum(axis=0), rtol=1e-4, atol=1e-5)
 
 
-def test_rank_sharding_is_agreed(comm: Communicator, cache: Path) -> None:
+def test_rank_sharding_is_agreed(comm, cache):
     found = _selected(comm, autotune.SHARDED_KIND)
     assert found.text in collectives.SHARDED
     assert set(comm.allgather_object(found.text)) == {found.text}

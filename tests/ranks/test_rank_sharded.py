@@ -7,7 +7,6 @@ import pytest
 
 from hpcdist.arrays.dtypes import FLOATS
 from hpcdist.collectives import SHARDED
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 
 COUNTS = (0, 1, 3, 1000, 100_003)
@@ -15,9 +14,7 @@ COUNTS = (0, 1, 3, 1000, 100_003)
 
 @pytest.mark.parametrize("ranks_per_node", [None, 1, 2, 3])
 @pytest.mark.parametrize("algorithm", SHARDED)
-def test_rank_shares_reach_their_owners_and_come_back(
-    comm: Communicator, algorithm: str, ranks_per_node: int | None, rng: np.random.Generator
-) -> None:
+def test_rank_shares_reach_their_owners_and_come_back(comm, algorithm, ranks_per_node, rng):
     if algorithm == "node_shared":  # needs all ranks on one node
         ranks_per_node = None
     comm.declared_node = None if ranks_per_node is None else comm.rank // ranks_per_node
@@ -44,7 +41,7 @@ def test_rank_shares_reach_their_owners_and_come_back(
 
 
 @pytest.mark.parametrize("algorithm", SHARDED)
-def test_rank_maximum_and_16_bits(comm: Communicator, algorithm: str, rng: np.random.Generator) -> None:
+def test_rank_maximum_and_16_bits(comm, algorithm, rng):
     comm.declared_node = None if algorithm == "node_shared" else comm.rank // 2
     sharding = SHARDED[algorithm]
     inputs = rng.standard_normal((comm.size, 999)).astype(np.float32)
@@ -61,7 +58,7 @@ def test_rank_maximum_and_16_bits(comm: Communicator, algorithm: str, rng: np.ra
         assert all((half[share.slice] == rank + 1).all() for rank, share in enumerate(shares))
 
 
-def test_rank_each_half_of_the_ring_sends_p_minus_one_over_p(comm: Communicator) -> None:
+def test_rank_each_half_of_the_ring_sends_p_minus_one_over_p(comm):
     buffer = np.ones(16 * comm.size, np.float32)
     shares = SHARDED["ring"].shares(comm, buffer.size, 4)
     for call in (SHARDED["ring"].reduce_scatter, SHARDED["ring"].all_gather):

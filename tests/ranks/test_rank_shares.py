@@ -43,7 +43,7 @@ def _losses(comm: Communicator, settings: dict[str, object], *, uneven: bool) ->
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_rank_without_a_sample_takes_part_all_the_same(comm: Communicator, tmp_path: Path, name: str) -> None:
+def test_rank_without_a_sample_takes_part_all_the_same(comm, tmp_path, name):
     declared = comm.dup()
     declared.declared_node = comm.rank // 2  # type: ignore[attr-defined]  # of 3 ranks: a node of 2, and one of 1
     settings = {"data.path": _text(comm, tmp_path), "precision.mode": "float64", **LAYOUTS[name]}

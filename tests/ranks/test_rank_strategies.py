@@ -85,7 +85,7 @@ def _keys(name: str, comm: Communicator) -> dict[str, object]:
 
 @pytest.mark.parametrize("mode", ["float32", "float64"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_rank_layouts_equal_one_process(comm: Communicator, folder: Path, name: str, mode: str) -> None:
+def test_rank_layouts_equal_one_process(comm, folder, name, mode):
     keys = _keys(name, comm) | {"precision.mode": mode}
     single, together = _alone(folder, keys), _trainer(comm, folder, keys)
     assert single.losses[-1] < single.losses[0] - 0.5, "the model learns"
@@ -105,9 +105,7 @@ def test_rank_layouts_equal_one_process(comm: Communicator, folder: Path, name: 
         ("1f1b with zero1", "lars", "float64"),
     ],
 )
-def test_rank_layer_wise_rates_and_clipping_are_exact(
-    comm: Communicator, folder: Path, name: str, optimizer: str, mode: str
-) -> None:
+def test_rank_layer_wise_rates_and_clipping_are_exact(comm, folder, name, optimizer, mode):
     keys = _keys(name, comm) | {"optimizer.name": optimizer, "optimizer.clip_norm": 0.3, "precision.mode": mode}
     single, together = _alone(folder, keys), _trainer(comm, folder, keys)
     np.testing.assert_allclose(losses(together, STEPS), single.losses, rtol=10 * TOLERANCE[mode])
@@ -115,7 +113,7 @@ def test_rank_layer_wise_rates_and_clipping_are_exact(
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_rank_resume_is_bit_equal_in_every_layout(comm: Communicator, folder: Path, name: str) -> None:
+def test_rank_resume_is_bit_equal_in_every_layout(comm, folder, name):
     keys = _keys(name, comm)
     whole = _trainer(comm, folder, keys)
     expected_losses = losses(whole, 12)
@@ -128,7 +126,7 @@ def test_rank_resume_is_bit_equal_in_every_layout(comm: Communicator, folder: Pa
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if "tied" not in name and name != "1f1b with zero1"])
-def test_rank_a_checkpoint_goes_from_any_layout_to_any_other(comm: Communicator, folder: Path, name: str) -> None:
+def test_rank_a_checkpoint_goes_from_any_layout_to_any_other(comm, folder, name):
     keys = _keys(name, comm) | {"precision.mode": "float64"}
     together = _trainer(comm, folder, keys)
     first = losses(together, 6)
@@ -145,7 +143,7 @@ def test_rank_a_checkpoint_goes_from_any_layout_to_any_other(comm: Communicator,
 @pytest.mark.parametrize(
     ("name", "volumes"), [("allreduce", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3), ("zero2 accumulating", 4)]
 )
-def test_rank_bytes_are_those_of_the_closed_form(comm: Communicator, folder: Path, name: str, volumes: int) -> None:
+def test_rank_bytes_are_those_of_the_closed_form(comm, folder, name, volumes):
     keys = _keys(name, comm) | {"model.hidden": 64, "model.layers": 3}
     trainer = _trainer(comm, folder, keys)
     losses(trainer, 1)  # communicators are split and scratch memory taken
@@ -160,7 +158,7 @@ def test_rank_bytes_are_those_of_the_closed_form(comm: Communicator, folder: Pat
     assert sent == pytest.approx(expected, rel=0.01, abs=1024), f"{sent / max(psi, 1):.4f} Psi"
 
 
-def test_rank_stage_3_of_a_tied_model_holds_the_table_once(comm: Communicator, folder: Path) -> None:
+def test_rank_stage_3_of_a_tied_model_holds_the_table_once(comm, folder):
     keys = {"parallel.strategy": "zero3", "model.tied": "true", "model.vocabulary": 4096, "model.layers": 4}
     trainer = _trainer(comm, folder, keys)
     losses(trainer, 2)
@@ -171,7 +169,7 @@ def test_rank_stage_3_of_a_tied_model_holds_the_table_once(comm: Communicator, f
         assert trainer.ledger.peak[kind] <= share + table + max(others), kind
 
 
-def test_rank_stage_3_holds_a_share_and_no_more_than_it_needs(comm: Communicator, folder: Path) -> None:
+def test_rank_stage_3_holds_a_share_and_no_more_than_it_needs(comm, folder):
     peaks = {}
     for strategy in ("allreduce", "zero1", "zero2", "zero3"):
         trainer = _trainer(comm, folder, {"parallel.strategy": strategy, "model.layers": 6})
@@ -190,7 +188,7 @@ def test_rank_stage_3_holds_a_share_and_no_more_than_it_needs(comm: Communicator
     assert peaks["zero1"]["parameters"] == peaks["zero2"]["parameters"] == psi
 
 
-def test_rank_hierarchical_serves_every_layout(comm: Communicator, folder: Path) -> None:
+def test_rank_hierarchical_serves_every_layout(comm, folder):
     declared = comm.dup()
     declared.declared_node = comm.rank // 2  # as communication.ranks_per_node = 2 does at the start of a job
     servers = {"parallel.strategy": "parameter_server", "parameter_server.placement": "colocated"}
@@ -206,7 +204,7 @@ def test_rank_hierarchical_serves_every_layout(comm: Communicator, folder: Path)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_rank_only_the_stage_that_overflows_isblamed(comm: Communicator, folder: Path, schedule: str) -> None:
+def test_rank_only_the_stage_that_overflows_isblamed(comm, folder, schedule):
     if comm.size == 1:
         pytest.skip("a pipeline of one has nobody else to blame")
     keys = {"parallel.pipeline": comm.size, "parallel.schedule": schedule, "parallel.microbatches": 3}
@@ -218,7 +216,7 @@ def test_rank_only_the_stage_that_overflows_isblamed(comm: Communicator, folder:
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero2", "zero3"])
-def test_rank_only_the_owner_of_a_nan_isblamed(comm: Communicator, folder: Path, strategy: str) -> None:
+def test_rank_only_the_owner_of_a_nan_isblamed(comm, folder, strategy):
     culprit = comm.size - 1
     trainer = _trainer(comm, folder, {"parallel.strategy": strategy})
     if comm.rank == culprit:
@@ -227,7 +225,7 @@ def test_rank_only_the_owner_of_a_nan_isblamed(comm: Communicator, folder: Path,
     assert blamed(trainer) == [culprit]
 
 
-def test_rank_what_cannot_be_laid_out_is_refused(comm: Communicator, folder: Path) -> None:
+def test_rank_what_cannot_be_laid_out_is_refused(comm, folder):
     with pytest.raises(ConfigurationError, match=r"parallel.data \d+ x parallel.pipeline 5 x .* = .*, but the world"):
         _trainer(comm, folder, {"parallel.pipeline": 5, "parallel.data": 2})
     if comm.size > 2:

@@ -1,12 +1,9 @@
 """A gpt over tensor ranks is the run of one process, over real messages and a node's shared memory."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from harness.trainings import alone, difference, losses, trainer_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.training.run.loop import mean_validation_loss
 
 STEPS = 8
@@ -36,9 +33,7 @@ CASES: dict[tuple[int, int, int], list[dict[str, object]]] = {
 
 
 @pytest.mark.parametrize(("degrees", "changed"), [(degrees, keys) for degrees in CASES for keys in CASES[degrees]])
-def test_rank_tensor_training_is_that_of_one_process(
-    comm: Communicator, folder: Path, degrees: tuple[int, int, int], changed: dict[str, object]
-) -> None:
+def test_rank_tensor_training_is_that_of_one_process(comm, folder, degrees, changed):
     data, pipeline, tensor = degrees
     if comm.size != data * pipeline * tensor:
         pytest.skip(f"{data} x {pipeline} x {tensor} is for {data * pipeline * tensor} ranks")

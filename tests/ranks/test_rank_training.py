@@ -14,13 +14,7 @@ from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 50
-KEYS = {
-    "model.hidden": 32,
-    "data.context": 16,
-    "run.steps": STEPS,
-    "run.global_batch": 7,
-    "optimizer.warmup_steps": 5,
-}
+KEYS = {"model.hidden": 32, "data.context": 16, "run.steps": STEPS, "run.global_batch": 7, "optimizer.warmup_steps": 5}
 
 
 def _trainer(comm: Communicator, folder: Path, resume: Path | None = None, **keys: object) -> Trainer:
@@ -33,7 +27,7 @@ def _losses(trainer: Trainer, last: int = STEPS) -> list[float]:
 
 @pytest.mark.parametrize("mode", ["float32", "float64"])
 @pytest.mark.parametrize("algorithm", sorted(collectives.ALLREDUCE))
-def test_rank_losses_equal_one_process(comm: Communicator, folder: Path, algorithm: str, mode: str) -> None:
+def test_rank_losses_equal_one_process(comm, folder, algorithm, mode):
     alone = _losses(_trainer(solo(), folder, precision__mode=mode))
     together = _losses(_trainer(comm, folder, precision__mode=mode, communication__algorithm=algorithm))
     assert alone[-1] < alone[0] - 0.5, "the model learns"
@@ -41,7 +35,7 @@ def test_rank_losses_equal_one_process(comm: Communicator, folder: Path, algorit
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
-def test_rank_accumulation_and_optimizers_equal_one_process(comm: Communicator, folder: Path, name: str) -> None:
+def test_rank_accumulation_and_optimizers_equal_one_process(comm, folder, name):
     keys = {"precision__mode": "float64", "optimizer__name": name, "model__tied": "true"}
     alone = _trainer(solo(), folder, **keys)
     together = _trainer(comm, folder, parallel__microbatches=3, communication__algorithm="ring", **keys)
@@ -51,7 +45,7 @@ def test_rank_accumulation_and_optimizers_equal_one_process(comm: Communicator, 
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
-def test_rank_resume_is_bit_equal(comm: Communicator, folder: Path, name: str) -> None:
+def test_rank_resume_is_bit_equal(comm, folder, name):
     keys = {"optimizer__name": name, "communication__algorithm": "ring"}
     whole = _trainer(comm, folder, **keys)
     expected = _losses(whole)
@@ -67,7 +61,7 @@ def test_rank_resume_is_bit_equal(comm: Communicator, folder: Path, name: str) -
     )
 
 
-def test_rank_declared_nodes_reach_the_data_axis(comm: Communicator, folder: Path) -> None:
+def test_rank_declared_nodes_reach_the_data_axis(comm, folder):
     declared = comm.dup()
     declared.declared_node = comm.rank // 2  # as communication.ranks_per_node = 2 does at the start of a job
     together = _trainer(declared, folder, precision__mode="float64", communication__algorithm="hierarchical")
@@ -75,7 +69,7 @@ def test_rank_declared_nodes_reach_the_data_axis(comm: Communicator, folder: Pat
     np.testing.assert_allclose(_losses(together), _losses(_trainer(solo(), folder, precision__mode="float64")), 1e-12)
 
 
-def test_rank_checkpoint_goes_to_another_number_of_ranks(comm: Communicator, folder: Path) -> None:
+def test_rank_checkpoint_goes_to_another_number_of_ranks(comm, folder):
     together = _trainer(comm, folder, precision__mode="float64")
     first = _losses(together, STEPS // 2)
     saved = CheckpointSaver(together, folder / "checkpoints").save(STEPS // 2)
@@ -86,7 +80,7 @@ def test_rank_checkpoint_goes_to_another_number_of_ranks(comm: Communicator, fol
     np.testing.assert_allclose(first + _losses(alone), reference, rtol=1e-12)
 
 
-def test_rank_validation_loss_does_not_depend_on_the_ranks(comm: Communicator, folder: Path) -> None:
+def test_rank_validation_loss_does_not_depend_on_the_ranks(comm, folder):
     alone = mean_validation_loss(_trainer(solo(), folder, precision__mode="float64"))
     together = mean_validation_loss(_trainer(comm, folder, precision__mode="float64"))
     assert np.isfinite(alone)

@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 
-from hpcdist.comm.communicator import Communicator
-
 
 @pytest.mark.parametrize("kib", [1, 700])
-def test_rank_put_tell_get(comm: Communicator, kib: int, rng: np.random.Generator) -> None:
+def test_rank_put_tell_get(comm, kib, rng):
     values = rng.standard_normal((comm.size, comm.size, kib << 7))
     row = values[0, 0].nbytes
     window = comm.window(comm.size * row if comm.rank != 1 else comm.size * row + 24)

@@ -117,10 +117,7 @@ def write_clocks(
     )
     readings = [
         ClockReading(
-            place,
-            first.own_ns(t),
-            host.own_ns(t) - first.own_ns(t) + (error() if place else 0),
-            rtt_ns if place else 0,
+            place, first.own_ns(t), host.own_ns(t) - first.own_ns(t) + (error() if place else 0), rtt_ns if place else 0
         )
         for t in times
         for place, host in enumerate(hosts)

@@ -3,7 +3,7 @@
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -299,7 +299,7 @@ RULES = (
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_tree_keeps_the_rule(rule: Callable[[Tree], Iterator[str]]) -> None:
+def test_the_tree_keeps_the_rule(rule):
     assert list(rule(TREE)) == []
 
 
@@ -383,9 +383,7 @@ PLANTED: dict[str, tuple[Mapping[str, str], list[str]]] = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_planted_fault_is_seen(
-    rule: Callable[[Tree], Iterator[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_fault_is_seen(rule, tmp_path, monkeypatch):
     files, expected = PLANTED[rule.__name__]
     monkeypatch.setitem(globals(), "SMALL", {})
     root = tmp_path / "hpcdist"
@@ -395,7 +393,7 @@ def test_a_planted_fault_is_seen(
     assert sorted(rule(Tree(root))) == sorted(line.format(root=root) for line in expected)
 
 
-def test_every_package_has_a_floor() -> None:
+def test_every_package_has_a_floor():
     packages = {path.relative_to(TREE.root).parts[0].removesuffix(".py") for path in TREE.paths}
     assert packages - {"__init__", "__main__"} == set(FLOORS), "give the new package a floor in the design, then here"
 
@@ -408,12 +406,12 @@ def loaded_after(statement: str, watched: tuple[str, ...]) -> list[str]:
     return done.stdout.split()
 
 
-def test_importing_every_module_starts_nothing() -> None:
+def test_importing_every_module_starts_nothing():
     statement = "\n".join(f"import {name}" for name in TREE.modules if not name.endswith("__main__"))
     assert loaded_after(statement, LAZY) == []
 
 
-def test_importing_hpcdist_loads_nothing() -> None:
+def test_importing_hpcdist_loads_nothing():
     assert loaded_after("import hpcdist", ("numpy", "click", "msgspec", "h5py", *LAZY)) == []
 
 
@@ -424,6 +422,6 @@ CONFIGS = [name for name in TREE.modules if name.endswith(".config") and ".cli."
     "module",
     [*CONFIGS, "hpcdist.training.recipe.recipe", "hpcdist.comm.launch.environment", "hpcdist.comm.launch.mpirun"],
 )
-def test_what_a_login_node_imports_is_light(module: str) -> None:
+def test_what_a_login_node_imports_is_light(module):
     """A recipe is read, and a job described, where MPI_Init would abort."""
     assert loaded_after(f"import {module}", ("h5py", *LAZY)) == []

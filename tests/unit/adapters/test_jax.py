@@ -147,7 +147,7 @@ def test_one_copy_in_and_one_out_for_each_tensor_and_pass(rng):
 def test_parameters_may_be_freed_and_come_back_elsewhere(rng):
     """As ZeRO-3 does between the passes: nothing of a layer's parameters is kept, however the function uses them."""
 
-    def cast(params: Any, x: Any) -> Any:  # results that follow from params alone are not kept either
+    def cast(params, x):  # results that follow from params alone are not kept either
         mixed = jnp.tanh(params["left"] @ params["right"])
         return x + jnp.tanh(x @ mixed.astype(jnp.bfloat16).astype(jnp.float32)) @ params["right"]
 
@@ -278,10 +278,10 @@ def test_random_numbers_follow_the_sample(rng, x64):
     model = adapter.wrap([dropping, dropping], params, lambda y, t: (y - t) ** 2, example=(x, x))
     bound = Bound(model)
 
-    def outputs(x: Array, draw: Draw | None) -> np.ndarray:
+    def outputs(x, draw):
         return np.concatenate([forward(bound, part, draw, first) for first, part in ((0, x[:2]), (2, x[2:]))])
 
-    def forward(bound: Bound, x: Array, draw: Draw | None, first: int) -> np.ndarray:
+    def forward(bound, x, draw, first):
         moved = draw and Draw(draw.seed, draw.step, draw.first_sample + first)
         y = model.forward(bound.parameters, x, bound.arena, 7, moved).copy()
         for stage in model.stages:
@@ -457,7 +457,7 @@ def test_a_model_on_another_device_than_the_recipe(monkeypatch):
     class Leaf:
         shape, dtype = (3, 3), np.dtype(np.float32)
 
-        def devices(self) -> set[Any]:
+        def devices(self):
             return {Elsewhere()}
 
     leaf = Leaf()
@@ -471,7 +471,7 @@ def test_a_model_on_another_device_than_the_recipe(monkeypatch):
 
 
 def test_without_jax_the_extra_is_named(monkeypatch):
-    def missing(name: str) -> None:
+    def missing(name):
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(parameters.importlib, "import_module", missing)

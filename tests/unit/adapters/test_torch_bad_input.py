@@ -1,7 +1,6 @@
 """Modules that cannot be trained are refused with the name of what is wrong, before or in the first step."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -238,7 +237,7 @@ def test_torch_may_be_missing(monkeypatch):
 
 
 @pytest.mark.parametrize(("said", "is_one"), [("mean", "sum"), ("sum", "mean")])
-def test_a_loss_of_the_other_reduction_is_refused(said: str, is_one: str, rng: np.random.Generator) -> None:
+def test_a_loss_of_the_other_reduction_is_refused(said, is_one, rng):
     model = wrap(nn.Linear(3, 4), nn.CrossEntropyLoss(reduction=is_one), reduction=said)
     outputs = rng.standard_normal((6, 4)).astype(np.float32)
     targets = rng.integers(0, 4, 6)
@@ -251,7 +250,7 @@ def test_a_loss_of_the_other_reduction_is_refused(said: str, is_one: str, rng: n
     assert total == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_forward_of_the_users_own_where_parameters_are_not_whole(rng: np.random.Generator) -> None:
+def test_a_forward_of_the_users_own_where_parameters_are_not_whole(rng):
     modules = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
     model, x = wrap(modules, nn.CrossEntropyLoss()), rng.standard_normal((6, 4)).astype(np.float32)
     for stage in model.stages:
@@ -267,7 +266,7 @@ def test_a_forward_of_the_users_own_where_parameters_are_not_whole(rng: np.rando
     np.testing.assert_allclose(modules(torch.from_numpy(x)).detach().numpy(), np.repeat(expected, 3, axis=1), rtol=1e-5)
 
 
-def test_a_script_evaluates_as_the_modules_do(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_script_evaluates_as_the_modules_do(tmp_path, rng):
     modules = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
     x, y = rng.standard_normal((6, 4)).astype(np.float32), rng.integers(0, 3, 6)
     keys = {"run.steps": 2, "run.global_batch": 6, "optimizer.warmup_steps": 0}

@@ -2,7 +2,6 @@
 
 import copy
 import fnmatch
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -141,7 +140,7 @@ def test_what_has_no_counterpart_is_refused(make, told):
         recipe_of(make(module.weight, module.bias))[DEFAULTS](model)
 
 
-def test_a_model_that_is_none_of_pytorch_names_its_optimizer_itself(tmp_path: Path):
+def test_a_model_that_is_none_of_pytorch_names_its_optimizer_itself(tmp_path):
     keys = recipe_of(torch.optim.AdamW(nn.Linear(2, 2).parameters()))
     built = models.build(ModelConfig(kind="mlp", layers=1, hidden=4), features=5, classes=3)
     with pytest.raises(ConfigurationError, match="recipe_of is for modules"):

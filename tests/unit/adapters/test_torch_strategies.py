@@ -35,8 +35,7 @@ def trained(ranks, layout, rng, bound=BOUND, **options):
     models = [wrapped(gpt(seed, **options), batches[0][0]) for _ in range(ranks)]
     twins = [gpt(seed, **options) for _ in range(ranks)]
     run_threads(
-        ranks,
-        lambda comm: compare(Training(comm, models[comm.rank], layout), lambda: twins[comm.rank], batches, bound),
+        ranks, lambda comm: compare(Training(comm, models[comm.rank], layout), lambda: twins[comm.rank], batches, bound)
     )
 
 

@@ -29,18 +29,14 @@ def read_only(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
     monkeypatch.setattr(jit.tempfile, "TemporaryFile", refuse)
 
 
-def test_a_directory_that_can_be_written_is_taken_in_silence(
-    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_that_can_be_written_is_taken_in_silence(tmp_path, temporary, monkeypatch, capfd):
     assert jit._prepare_cache() and os.environ["NUMBA_CACHE_DIR"] == str(temporary)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "chosen"))
     assert jit._prepare_cache() and Path(os.environ["NUMBA_CACHE_DIR"]).parent == tmp_path / "chosen"
     assert capfd.readouterr().err == ""
 
 
-def test_one_that_cannot_is_told_once_for_a_node_and_what_it_has_is_copied(
-    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_that_cannot_is_told_once_for_a_node_and_what_it_has_is_copied(tmp_path, temporary, monkeypatch, capfd):
     chosen = tmp_path / "chosen"
     (chosen / temporary.name / "gpt_0").mkdir(parents=True)
     (chosen / temporary.name / "gpt_0" / "kernel.nbi").write_bytes(b"code")
@@ -55,15 +51,13 @@ def test_one_that_cannot_is_told_once_for_a_node_and_what_it_has_is_copied(
     assert temporary.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_without_any_that_can_be_written_nothing_is_kept_and_that_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_without_any_that_can_be_written_nothing_is_kept_and_that_is_told(tmp_path, monkeypatch, capfd):
     read_only(monkeypatch, Path("/"))
     assert not jit._prepare_cache()
     assert "each process compiles its kernels anew" in capfd.readouterr().err
 
 
-def test_a_directory_of_others_is_refused(tmp_path: Path, temporary: Path) -> None:
+def test_a_directory_of_others_is_refused(tmp_path, temporary):
     temporary.parent.mkdir()
     temporary.parent.chmod(0o777)
     with pytest.raises(MissingCapabilityError, match="not a private directory"):

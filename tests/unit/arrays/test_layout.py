@@ -21,7 +21,7 @@ def example() -> Layout:
     )
 
 
-def test_segments_are_aligned_disjoint_and_ordered() -> None:
+def test_segments_are_aligned_disjoint_and_ordered():
     layout = example()
     assert all(segment.range.start % ALIGN_ELEMENTS == 0 for segment in layout.segments)
     assert layout.parameters == 35 + 21 + 0 + 33 + 1
@@ -30,13 +30,13 @@ def test_segments_are_aligned_disjoint_and_ordered() -> None:
     assert len(set(taken)) == len(taken) == layout.parameters
 
 
-def test_units_tile_the_space() -> None:
+def test_units_tile_the_space():
     units = example().units
     assert list(units) == [0, 1, 2]
     assert [(u.start, u.stop) for u in units.values()] == [(0, 96), (96, 160), (160, 192)]
 
 
-def test_within_finds_what_a_range_touches_for_every_range() -> None:
+def test_within_finds_what_a_range_touches_for_every_range():
     layout = example()
     for start in range(0, layout.size, 5):
         for stop in range(start, layout.size + 1, 7):
@@ -49,12 +49,12 @@ def test_within_finds_what_a_range_touches_for_every_range() -> None:
             assert found == expected
 
 
-def test_two_tensors_of_one_name_are_refused() -> None:
+def test_two_tensors_of_one_name_are_refused():
     with pytest.raises(ValueError, match="two tensors are called 1.w"):
         Layout.of([TensorSpec(1, "w", (2,)), TensorSpec(1, "w", (3,))])
 
 
-def test_shards_of_a_store_are_the_whole(rng: np.random.Generator) -> None:
+def test_shards_of_a_store_are_the_whole(rng):
     layout = example()
     full = FlatStore(layout, np.float32)
     full.array[...] = rng.standard_normal(layout.size)
@@ -65,7 +65,7 @@ def test_shards_of_a_store_are_the_whole(rng: np.random.Generator) -> None:
         assert np.array_equal(np.concatenate([shard.array for shard in shards]), full.array)
 
 
-def test_a_store_of_several_parts_finds_each(rng: np.random.Generator) -> None:
+def test_a_store_of_several_parts_finds_each(rng):
     layout = example()
     full = FlatStore(layout, np.float64)
     full.array[...] = rng.standard_normal(layout.size)
@@ -89,7 +89,7 @@ def test_a_store_of_several_parts_finds_each(rng: np.random.Generator) -> None:
         some.range(Range(ranges[1].start, ranges[2].stop))
 
 
-def test_views_share_memory_and_start_zero() -> None:
+def test_views_share_memory_and_start_zero():
     store = FlatStore(example(), np.float64)
     assert not store.array.any()
     store.view("0.positions")[...] = 3.0
@@ -98,7 +98,7 @@ def test_views_share_memory_and_start_zero() -> None:
     assert not store.array.any()
 
 
-def test_ledger_counts_until_the_array_is_gone() -> None:
+def test_ledger_counts_until_the_array_is_gone():
     ledger = Ledger()
     store = FlatStore(example(), np.float32, category="gradients", ledger=ledger)
     other = ledger.track(np.zeros(10, np.float64), "activations")

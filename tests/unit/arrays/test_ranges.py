@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hpcdist.arrays.ranges import Range, align_up, cut, split
 
 
-def test_split_tiles_in_aligned_balanced_parts_for_all_small_cases() -> None:
+def test_split_tiles_in_aligned_balanced_parts_for_all_small_cases():
     for itemsize in (1, 2, 4, 8):
         block = 64 // itemsize
         for size in [*range(70), 1000, 1023]:
@@ -21,20 +21,20 @@ def test_split_tiles_in_aligned_balanced_parts_for_all_small_cases() -> None:
                 assert blocks == sorted(blocks, reverse=True), "the first parts are the longer ones"
 
 
-def test_split_with_fewer_blocks_than_parts_leaves_the_last_empty() -> None:
+def test_split_with_fewer_blocks_than_parts_leaves_the_last_empty():
     assert [r.size for r in split(20, 4, 4)] == [16, 4, 0, 0]
     assert [r.size for r in split(0, 3, 4)] == [0, 0, 0]
 
 
 @given(st.integers(0, 10**12), st.integers(1, 4096), st.sampled_from([1, 2, 4, 8]))
-def test_split_holds_beyond_32_bits(size: int, parts: int, itemsize: int) -> None:
+def test_split_holds_beyond_32_bits(size, parts, itemsize):
     ranges = split(size, parts, itemsize)
     assert sum(r.size for r in ranges) == size
     assert max(r.size for r in ranges) - min(r.size for r in ranges) < 2 * max(1, 64 // itemsize)
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50), st.integers(0, 50))
-def test_intersection_is_that_of_sets(a: int, n: int, b: int, m: int) -> None:
+def test_intersection_is_that_of_sets(a, n, b, m):
     one, other = Range(a, a + n), Range(b, b + m)
     assert set(range(one.start, one.stop)) & set(range(other.start, other.stop)) == set(
         range(one.intersect(other).start, one.intersect(other).stop)
@@ -42,11 +42,11 @@ def test_intersection_is_that_of_sets(a: int, n: int, b: int, m: int) -> None:
 
 
 @given(st.integers(0, 200), st.integers(0, 200), st.integers(1, 50))
-def test_cut_covers_in_order(start: int, size: int, longest: int) -> None:
+def test_cut_covers_in_order(start, size, longest):
     parts = list(cut(Range(start, start + size), longest))
     assert [i for part in parts for i in range(part.start, part.stop)] == list(range(start, start + size))
     assert all(0 < part.size <= longest for part in parts)
 
 
-def test_align_up() -> None:
+def test_align_up():
     assert [align_up(n, 32) for n in (0, 1, 32, 33)] == [0, 32, 32, 64]

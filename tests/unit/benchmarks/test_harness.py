@@ -1,7 +1,6 @@
 """The harness of the studies: it alternates, tells ratios with intervals, writes, and sees a regression."""
 
 from argparse import Namespace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,11 +28,11 @@ def study(slow: float = 1.0, **more: Any) -> ModuleType:
     return module
 
 
-def test_contenders_alternate_in_new_orders_and_the_first_rounds_do_not_count() -> None:
+def test_contenders_alternate_in_new_orders_and_the_first_rounds_do_not_count():
     calls: list[str] = []
     begun: list[int] = []
 
-    def call(name: str) -> int:
+    def call(name):
         calls.append(name)
         return len(calls)
 
@@ -45,7 +44,7 @@ def test_contenders_alternate_in_new_orders_and_the_first_rounds_do_not_count() 
     assert min(min(own) for own in values.values()) == 7
 
 
-def test_an_interval_holds_the_median_and_narrows_with_more_samples() -> None:
+def test_an_interval_holds_the_median_and_narrows_with_more_samples():
     rng = np.random.default_rng(0)
     widths = []
     for count in (10, 1000):
@@ -55,7 +54,7 @@ def test_an_interval_holds_the_median_and_narrows_with_more_samples() -> None:
     assert widths[1] < widths[0] / 3
 
 
-def test_results_are_printed_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_printed_written_and_read(tmp_path, capsys):
     file = tmp_path / "study.h5"
     assert harness.run(study(), "study", ["-o", str(file), "--anonymous"]) == 0
     assert "x base" in (said := capsys.readouterr().out) and "2.000 to 2.000" in said
@@ -66,9 +65,7 @@ def test_results_are_printed_written_and_read(tmp_path: Path, capsys: pytest.Cap
     assert "exists" in capsys.readouterr().err
 
 
-def test_a_check_sees_a_regression(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_check_sees_a_regression(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     assert harness.run(study(), "study", ["-o", str(tmp_path / "study.h5")]) == 0
     more = {"COMMITTED": "study.h5", "SMALL": {"rounds": 2}, "WORSE": 1.2}
@@ -77,18 +74,18 @@ def test_a_check_sees_a_regression(
         assert ("WORSE than 1.2" in capsys.readouterr().out) == bool(code)
 
 
-def test_a_check_without_a_committed_result_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_check_without_a_committed_result_is_refused_with_the_reason(capsys):
     with pytest.raises(SystemExit):
         harness.run(study(NO_CHECK="it takes a night"), "study", ["--check"])
     assert "--check: it takes a night" in capsys.readouterr().err
 
 
-def test_a_missed_goal_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missed_goal_ends_with_1(capsys):
     assert harness.run(study(failures=lambda results: ["it is slow"]), "study", []) == 1
     assert "missed: it is slow" in capsys.readouterr().err
 
 
-def test_every_study_is_listed_and_has_what_the_harness_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_study_is_listed_and_has_what_the_harness_asks_for(capsys):
     assert studies.main([]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(studies.STUDIES)
     with pytest.raises(SystemExit, match="'none': choose a study from architectures"):
@@ -96,7 +93,7 @@ def test_every_study_is_listed_and_has_what_the_harness_asks_for(capsys: pytest.
 
 
 @pytest.mark.parametrize("name", studies.STUDIES)
-def test_the_ratios_of_every_committed_result_can_be_told(name: str) -> None:
+def test_the_ratios_of_every_committed_result_can_be_told(name):
     found = harness.Study.of(pytest.importorskip(f"benchmarks.{studies.STUDIES[name]}"))
     if found.committed:
         ratios = found.ratios(harness.committed(found))

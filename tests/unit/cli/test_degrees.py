@@ -11,15 +11,12 @@ from hpcdist.training.recipe.requirements import degrees_equation
     ("overrides", "words"),
     [
         (["parallel.strategy=zero3", "zero.parameters=3"], "zero.parameters 3 does not divide"),
-        (
-            ["parallel.strategy=gossip", "decentralised.graph=edges", "decentralised.edges=0-1, 1-4"],
-            "1-4 names rank 4",
-        ),
+        (["parallel.strategy=gossip", "decentralised.graph=edges", "decentralised.edges=0-1, 1-4"], "1-4 names rank 4"),
         (["parallel.strategy=gossip", "decentralised.graph=edges", "decentralised.edges=0-1, 2-3"], "not connected"),
         (["chaos.slow_ranks=[4]"], "there is no rank 4"),
     ],
 )
-def test_what_does_not_fit_the_ranks_is_refused(overrides: list[str], words: str) -> None:
+def test_what_does_not_fit_the_ranks_is_refused(overrides, words):
     recipe = recipes.load(None, overrides, {}).recipe
     with pytest.raises(ConfigurationError, match=words):
         degrees_equation(recipe, 4)
@@ -32,5 +29,5 @@ def test_what_does_not_fit_the_ranks_is_refused(overrides: list[str], words: str
         ["parallel.strategy=gossip", "decentralised.graph=edges", "decentralised.edges=0-1, 1-2, 2-3"],
     ],
 )
-def test_what_fits_is_told(overrides: list[str]) -> None:
+def test_what_fits_is_told(overrides):
     assert degrees_equation(recipes.load(None, overrides, {}).recipe, 4).startswith("4 = data 4 x")

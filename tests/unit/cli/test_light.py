@@ -83,7 +83,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS)
 def test_our_errors_are_one_message_and_their_exit_code(error, monkeypatch, capsys):
-    def fail(**_: object) -> None:
+    def fail(**_):
         raise error("got this, expected that")
 
     monkeypatch.setattr(main.group, "main", fail)
@@ -97,7 +97,7 @@ def test_our_errors_are_one_message_and_their_exit_code(error, monkeypatch, caps
     ("raised", "code"), [(click.Abort(), 130), (KeyboardInterrupt(), 130), (click.UsageError("no"), 2)]
 )
 def test_other_ways_to_end(raised, code, monkeypatch):
-    def fail(**_: object) -> None:
+    def fail(**_):
         raise raised
 
     monkeypatch.setattr(main.group, "main", fail)

@@ -64,9 +64,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (["--python", "python3"], ["--set", "parallel.data=4"], 78, "but the world has 3 ranks"),
     ],
 )
-def test_a_training_that_cannot_run_starts_no_rank(
-    before: list[str], after: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_training_that_cannot_run_starts_no_rank(before, after, code, message, capsys):
     code, _, err = called(capsys, "run", "-n", "3", *before, "train", *after)
     assert code == code and message in err
 
@@ -82,12 +80,12 @@ def test_a_training_that_cannot_run_starts_no_rank(
         (["--python", "python3"], ["no/such/recipe.toml"]),
     ],
 )
-def test_what_only_ranks_can_know_is_left_to_them(before: list[str], after: list[str]) -> None:
+def test_what_only_ranks_can_know_is_left_to_them(before, after):
     with pytest.raises(StartedError):
         main.main(["run", "-n", "3", *before, "train", *after])
 
 
-def test_the_check_loads_nothing_that_starts_threads(tmp_path: Path) -> None:
+def test_the_check_loads_nothing_that_starts_threads(tmp_path):
     program = (
         "import sys\nfrom hpcdist.cli import run\n"
         "run.check_training(['train'], 2, None, 0, elsewhere=False)\n"
@@ -98,9 +96,7 @@ def test_the_check_loads_nothing_that_starts_threads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["train", "no/such/recipe.toml"], ["tune", "--frob"]])
-def test_an_error_before_the_start_is_left_for_the_launcher_to_show_last(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_before_the_start_is_left_for_the_launcher_to_show_last(arguments, tmp_path, monkeypatch, capsys):
     for name, value in (("SIZE", "2"), ("RANK", "0")):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     monkeypatch.setenv("HPCDIST_FAILURE_DIR", str(tmp_path))
@@ -126,9 +122,7 @@ def test_an_error_before_the_start_is_left_for_the_launcher_to_show_last(
         (["--out", "/tmp/it", "--resume", "auto", "--", "env"], ["HPCDIST_RUN_DIR=/tmp/it", "HPCDIST_RESUME=auto"]),
     ],
 )
-def test_a_program_is_started_as_it_is(
-    arguments: list[str], words: list[str] | str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_is_started_as_it_is(arguments, words, capsys):
     with pytest.raises(SystemExit) as leaving:
         main.main(["run", "-n", "3", "--dry-run", *arguments])
     assert leaving.value.code == 0
@@ -149,15 +143,13 @@ def test_a_program_is_started_as_it_is(
         (["submit"], "'submit' is no program, nor a command to run on ranks"),
     ],
 )
-def test_what_a_program_cannot_have_is_refused_by_name(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_program_cannot_have_is_refused_by_name(arguments, message, capsys):
     code, _, err = called(capsys, "run", "-n", "3", *arguments)
     assert code == 2 and message in err
 
 
 @pytest.mark.parametrize(("kind", "code"), [("foreign", 5), ("own", 128 + signal.SIGUSR1)])
-def test_a_program_that_announces_nothing_gets_the_signals_itself(kind: str, code: int, tmp_path: Path) -> None:
+def test_a_program_that_announces_nothing_gets_the_signals_itself(kind, code, tmp_path):
     process = subprocess.Popen([sys.executable, "-c", SUPERVISED, str(tmp_path), kind])
     try:
         until = time.monotonic() + LIMIT_S
@@ -172,7 +164,7 @@ def test_a_program_that_announces_nothing_gets_the_signals_itself(kind: str, cod
 
 
 @pytest.mark.parametrize("cause", ["rank-2.txt", "run/recorder/rank-00002.failed"])
-def test_the_first_failure_is_shown_last(cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_failure_is_shown_last(cause, tmp_path, capsys):
     (tmp_path / "run/recorder").mkdir(parents=True)
     texts = {"rank-0.txt": (30, "an echo"), cause: (20, "the cause"), "run/recorder/rank-00001.failed": (9, "old")}
     for name, (time_ns, text) in texts.items():

@@ -28,13 +28,13 @@ def reduced_on(size: int, algorithm: str, inputs: list[np.ndarray], op: str = "s
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
-def test_allreduce_is_exact_on_small_integers(algorithm: str, size: int, rng: np.random.Generator) -> None:
+def test_allreduce_is_exact_on_small_integers(algorithm, size, rng):
     dtypes = {**FLOATS, "int8": INTEGERS["int8"], "int64": INTEGERS["int64"], "uint16": INTEGERS["uint16"]}
     cases = [(dtype, count, op) for dtype in dtypes.values() for count in COUNTS for op in ("sum", "max")]
     cases.append((np.dtype(np.int32), 77, "min"))
     inputs = [[rng.integers(0, 16, count).astype(dtype) for _ in range(size)] for dtype, count, _ in cases]
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         for (dtype, count, op), brought in zip(cases, inputs, strict=True):
             buffer = brought[comm.rank].copy()
             collectives.allreduce(comm, buffer, algorithm, op)
@@ -48,9 +48,7 @@ def test_allreduce_is_exact_on_small_integers(algorithm: str, size: int, rng: np
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
-def test_allreduce_gives_all_ranks_the_same_bits(
-    algorithm: str, size: int, dtype: np.dtype, rng: np.random.Generator
-) -> None:
+def test_allreduce_gives_all_ranks_the_same_bits(algorithm, size, dtype, rng):
     inputs = [(rng.standard_normal(1001) * 10.0 ** rng.integers(-3, 3, 1001)).astype(dtype) for _ in range(size)]
     results = reduced_on(size, algorithm, inputs)
     assert len({result.tobytes() for result in results}) == 1
@@ -67,7 +65,7 @@ def test_allreduce_gives_all_ranks_the_same_bits(
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
 @pytest.mark.parametrize("op", NUMPY)
-def test_allreduce_agrees_on_signed_zeros_and_nan(algorithm: str, size: int, op: str, rng: np.random.Generator) -> None:
+def test_allreduce_agrees_on_signed_zeros_and_nan(algorithm, size, op, rng):
     """Payloads of NaN and signs of zeros depend on the order of the operands: it must not differ between ranks."""
     special = np.array([0.0, -0.0, 1.0, np.nan, np.inf, -np.inf], np.float32)
     payloads = np.array([0x7FC00001, 0xFFC00002], np.uint32).view(np.float32)
@@ -78,10 +76,10 @@ def test_allreduce_agrees_on_signed_zeros_and_nan(algorithm: str, size: int, op:
 
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
-def test_allreduce_is_reproducible_and_independent_of_calls_before(algorithm: str, rng: np.random.Generator) -> None:
+def test_allreduce_is_reproducible_and_independent_of_calls_before(algorithm, rng):
     inputs = [rng.standard_normal(700).astype(np.float32) for _ in range(5)]
 
-    def body(comm: Communicator) -> list[bytes]:
+    def body(comm):
         results = []
         for count in (700, 100, 700):
             buffer = inputs[comm.rank][:count].copy()
@@ -93,13 +91,13 @@ def test_allreduce_is_reproducible_and_independent_of_calls_before(algorithm: st
     assert first == again == reduced_on(5, algorithm, inputs)[3].tobytes()
 
 
-def test_every_algorithm_that_a_recipe_may_name_is_here() -> None:
+def test_every_algorithm_that_a_recipe_may_name_is_here():
     assert set(ALGORITHMS) == {"auto", *ALLREDUCE, *ON_GPUS}  # "auto" is resolved where the run is set up
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_unknown_algorithm_is_refused_with_the_choices(size: int) -> None:
-    def body(comm: Communicator) -> None:
+def test_an_unknown_algorithm_is_refused_with_the_choices(size):
+    def body(comm):
         collectives.allreduce(comm, np.zeros(4), "tree")
 
     with pytest.raises(UsageError, match=r"'tree' is unknown; choose one of native, ring, ring_bidirectional"):
@@ -108,14 +106,14 @@ def test_an_unknown_algorithm_is_refused_with_the_choices(size: int) -> None:
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_an_unknown_op_is_refused_with_the_choices(algorithm: str, dtype: type) -> None:
+def test_an_unknown_op_is_refused_with_the_choices(algorithm, dtype):
     with pytest.raises(ValueError, match=r"'mean' is unknown; choose one of sum, max, min") as caught:
         collectives.allreduce(solo(), np.zeros(4, dtype), algorithm, "mean")
     assert isinstance(caught.value, HpcdistError)
 
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
-def test_buffers_that_cannot_be_reduced_in_place_are_refused(algorithm: str) -> None:
+def test_buffers_that_cannot_be_reduced_in_place_are_refused(algorithm):
     """On one rank as on many: a script that runs alone must not fail for the first time in a job."""
     read_only = np.zeros(4)
     read_only.flags.writeable = False
@@ -132,6 +130,6 @@ def test_buffers_that_cannot_be_reduced_in_place_are_refused(algorithm: str) -> 
 
 
 @pytest.mark.parametrize("algorithm", sorted(set(ALLREDUCE) - set(SUM_16_BITS)))
-def test_16_bit_floats_are_refused_by_algorithms_that_send_partial_sums(algorithm: str) -> None:
+def test_16_bit_floats_are_refused_by_algorithms_that_send_partial_sums(algorithm):
     with pytest.raises(BufferHandoverError, match="rounded at every partial sum"):
         ALLREDUCE[algorithm](solo(), np.zeros(4, np.float16))

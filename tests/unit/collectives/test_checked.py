@@ -33,7 +33,7 @@ def different(comm: Communicator, usual, odd):
 
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
-def test_different_sizes_are_found_on_every_rank_whatever_the_algorithm(algorithm: str) -> None:
+def test_different_sizes_are_found_on_every_rank_whatever_the_algorithm(algorithm):
     texts = failures(4, lambda comm: collectives.allreduce(comm, np.zeros(different(comm, 10, 12)), algorithm))
     assert len(set(texts)) == 1
     assert f"ranks 0, 2-3: {algorithm} allreduce (sum) of 10 float64, at " in texts[0]
@@ -117,14 +117,14 @@ OWN = {
 
 
 @pytest.mark.parametrize("what", OWN)
-def test_collectives_of_the_communicator_itself_are_compared(what: str) -> None:
+def test_collectives_of_the_communicator_itself_are_compared(what):
     call, words = OWN[what]
     for text in failures(2, call):
         assert all(word in text for word in words), text
 
 
 @on_threads(2)
-def test_equal_collectives_of_the_communicator_itself_pass(comm: Communicator) -> None:
+def test_equal_collectives_of_the_communicator_itself_pass(comm):
     comm.checked = True
     values = np.full(4, comm.rank + 1.0)
     comm.barrier()
@@ -138,14 +138,14 @@ def test_equal_collectives_of_the_communicator_itself_pass(comm: Communicator) -
 
 @pytest.mark.parametrize("what", CASES)
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_the_ranks_must_agree_on(what: str, size: int) -> None:
+def test_what_the_ranks_must_agree_on(what, size):
     call, (usual, odd) = CASES[what]
     for text in failures(size, call):
         assert usual in text and odd in text
 
 
-def test_an_all_to_all_that_one_rank_refuses_ends_on_all() -> None:
-    def body(comm: Communicator) -> str:
+def test_an_all_to_all_that_one_rank_refuses_ends_on_all():
+    def body(comm):
         comm.checked = True
         with pytest.raises(UsageError if comm.rank == 1 else CommunicationError) as caught:
             all_to_all(comm, "pairwise", extra=different(comm, 0, 1))
@@ -156,10 +156,10 @@ def test_an_all_to_all_that_one_rank_refuses_ends_on_all() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["native", "pairwise"])
-def test_parts_of_an_all_to_all_must_fit_their_other_end(algorithm: str) -> None:
+def test_parts_of_an_all_to_all_must_fit_their_other_end(algorithm):
     """Rank q sends q + r + 1 elements to rank r: nobody's sizes are another's, and all is well; then one is not."""
 
-    def body(comm: Communicator, more: int) -> None:
+    def body(comm, more):
         comm.checked = True
         sizes = [comm.rank + other + 1 for other in range(comm.size)]
         expected = [size + (more if (comm.rank, other) == (2, 0) else 0) for other, size in enumerate(sizes)]
@@ -172,7 +172,7 @@ def test_parts_of_an_all_to_all_must_fit_their_other_end(algorithm: str) -> None
         for other, part in enumerate(ranges[1]):
             assert (receive[part.slice] == other).all()
 
-    def failing(comm: Communicator) -> None:
+    def failing(comm):
         with pytest.raises(CommunicationError, match="rank 0 sends 3 elements to rank 2, which expects 4"):
             body(comm, 1)
 
@@ -180,8 +180,8 @@ def test_parts_of_an_all_to_all_must_fit_their_other_end(algorithm: str) -> None
     run_threads(3, failing)
 
 
-def test_different_collectives_at_different_places_are_found() -> None:
-    def call(comm: Communicator) -> None:
+def test_different_collectives_at_different_places_are_found():
+    def call(comm):
         buffer, shares = np.zeros(8), SHARDED["ring"].shares(comm, 8, 8)
         if comm.rank == 0:
             collectives.allreduce(comm, buffer, "ring")
@@ -194,8 +194,8 @@ def test_different_collectives_at_different_places_are_found() -> None:
     assert "rank 0: ring allreduce (sum) of 8 float64" in text and "ranks 1-2: ring all_gather of 8 float64" in text
 
 
-def test_shares_that_differ_are_found() -> None:
-    def call(comm: Communicator) -> None:
+def test_shares_that_differ_are_found():
+    def call(comm):
         cut = different(comm, 4, 2)
         SHARDED["native"].reduce_scatter(comm, np.zeros(8), [Range(0, cut), Range(cut, 8)])
 
@@ -204,7 +204,7 @@ def test_shares_that_differ_are_found() -> None:
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
 @on_threads(3)
-def test_equal_calls_from_different_places_are_no_error(comm: Communicator, algorithm: str) -> None:
+def test_equal_calls_from_different_places_are_no_error(comm, algorithm):
     comm.checked = True
     buffer = np.full(5, 2.0**comm.rank, np.float32)
     if comm.rank:
@@ -226,10 +226,10 @@ def test_equal_calls_from_different_places_are_no_error(comm: Communicator, algo
         (UsageError, lambda comm: (np.zeros(8), "rong", "sum")),
     ],
 )
-def test_a_rank_whose_call_is_refused_tells_the_others(error: type[HpcdistError], bring) -> None:
+def test_a_rank_whose_call_is_refused_tells_the_others(error, bring):
     """Its own error stays; the others, who would wait for ever, learn of it."""
 
-    def body(comm: Communicator) -> str:
+    def body(comm):
         comm.checked = True
         with pytest.raises(HpcdistError) as caught:
             collectives.allreduce(comm, *(bring(comm) if comm.rank == 1 else (np.zeros(8), "ring", "sum")))
@@ -242,15 +242,15 @@ def test_a_rank_whose_call_is_refused_tells_the_others(error: type[HpcdistError]
 
 
 @on_threads(2)
-def test_integers_that_one_rank_would_scale_are_refused_on_all(comm: Communicator) -> None:
+def test_integers_that_one_rank_would_scale_are_refused_on_all(comm):
     comm.checked = True
     buffer = np.zeros(3, np.int64)
     with pytest.raises(UsageError if comm.rank else CommunicationError, match="cannot be multiplied by 0.5"):
         collectives.allreduce(comm, buffer, "ring", scale=different(comm, 1.0, 0.5))
 
 
-def test_off_it_sends_nothing_and_on_it_sends_one_record() -> None:
-    def body(comm: Communicator) -> list[dict[str, int]]:
+def test_off_it_sends_nothing_and_on_it_sends_one_record():
+    def body(comm):
         calls = []
         for comm.checked in (False, True, False):
             with count_traffic(comm) as traffic:
@@ -262,6 +262,6 @@ def test_off_it_sends_nothing_and_on_it_sends_one_record() -> None:
     assert off == again and on == {**off, "all_gather": 1}
 
 
-def test_a_long_call_site_keeps_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_call_site_keeps_its_end(monkeypatch):
     monkeypatch.setattr(checks, "call_site", lambda: "/" + "x" * 5000 + "/train.py:7")
     assert "x/train.py:7" in failures(2, lambda comm: collectives.allreduce(comm, np.zeros(different(comm, 1, 2))))[0]

@@ -23,7 +23,7 @@ def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_every_pattern_is_widened_as_numpy_does(dtype: np.dtype) -> None:
+def test_every_pattern_is_widened_as_numpy_does(dtype):
     source, found = PATTERNS.view(dtype), np.empty(1 << 16, np.float32)
     half_precision.widen_on_host(source, found)
     expected = source.astype(np.float32)
@@ -32,7 +32,7 @@ def test_every_pattern_is_widened_as_numpy_does(dtype: np.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_every_pattern_survives_the_way_there_and_back(dtype: np.dtype) -> None:
+def test_every_pattern_survives_the_way_there_and_back(dtype):
     wide, found = np.empty(1 << 16, np.float32), np.empty(1 << 16, dtype)
     half_precision.widen_on_host(PATTERNS.view(dtype), wide)
     half_precision.round_on_host(found, wide)
@@ -40,7 +40,7 @@ def test_every_pattern_survives_the_way_there_and_back(dtype: np.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_what_lies_half_way_or_a_bit_beside_it_is_rounded_as_numpy_does(dtype: np.dtype) -> None:
+def test_what_lies_half_way_or_a_bit_beside_it_is_rounded_as_numpy_does(dtype):
     finite = np.unique(PATTERNS.view(dtype).astype(np.float32))
     finite = finite[np.isfinite(finite)]
     middle = ((finite[1:].astype(np.float64) + finite[:-1]) / 2).astype(np.float32)  # exact: one bit more
@@ -58,7 +58,7 @@ def test_what_lies_half_way_or_a_bit_beside_it_is_rounded_as_numpy_does(dtype: n
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_float32s_of_any_bits_are_rounded_as_numpy_does(dtype: np.dtype, rng: np.random.Generator) -> None:
+def test_float32s_of_any_bits_are_rounded_as_numpy_does(dtype, rng):
     source = rng.integers(0, 1 << 32, 1_000_000, np.uint32).view(np.float32)
     found = np.empty(source.size, dtype)
     half_precision.round_on_host(found, source)
@@ -67,7 +67,7 @@ def test_float32s_of_any_bits_are_rounded_as_numpy_does(dtype: np.dtype, rng: np
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_a_nan_whose_payload_does_not_fit_stays_one(dtype: np.dtype) -> None:
+def test_a_nan_whose_payload_does_not_fit_stays_one(dtype):
     source = np.array([0x7F80_0001, 0xFF80_0001, 0x7FFF_FFFF, 0xFFFF_FFFF], np.uint32).view(np.float32)
     found = np.empty(4, dtype)
     half_precision.round_on_host(found, source)

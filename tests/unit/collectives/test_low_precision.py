@@ -6,7 +6,6 @@ import pytest
 
 from harness.threads import on_threads
 from hpcdist import collectives
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 
@@ -16,12 +15,12 @@ OTHERS = sorted(set(collectives.ALLREDUCE) - {"all_to_all"})
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("algorithm", collectives.ALLREDUCE)
-def test_16_bit_sums_are_rounded_once(algorithm: str, dtype: type, rng: np.random.Generator) -> None:
+def test_16_bit_sums_are_rounded_once(algorithm, dtype, rng):
     """Partial sums in 16 bits would leave a fifth of the elements and more different from the rounded true sum."""
     inputs = rng.standard_normal((4, 20_000)).astype(dtype)
     exact = inputs.astype(np.float64).sum(axis=0).astype(dtype)
 
-    def body(comm: Communicator) -> float:
+    def body(comm):
         buffer = inputs[comm.rank].copy()
         collectives.allreduce(comm, buffer, algorithm)
         return float(np.mean(buffer != exact))
@@ -31,14 +30,12 @@ def test_16_bit_sums_are_rounded_once(algorithm: str, dtype: type, rng: np.rando
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("algorithm", collectives.ALLREDUCE)
-def test_16_bit_sums_are_those_of_float64_to_one_ulp_and_mostly_exact(
-    algorithm: str, size: int, rng: np.random.Generator
-) -> None:
+def test_16_bit_sums_are_those_of_float64_to_one_ulp_and_mostly_exact(algorithm, size, rng):
     """Of the elements 999 in 1000 are the once-rounded sum in float64, scaled or not; the others are next to it."""
     cases = [(np.dtype(dtype), scale) for dtype in HALVES for scale in (1.0, 1 / 3)]
     inputs = [rng.standard_normal((size, 10_000)).astype(dtype) for dtype, _ in cases]
 
-    def body(comm: Communicator) -> list[np.ndarray]:
+    def body(comm):
         buffers = [brought[comm.rank].copy() for brought in inputs]
         for buffer, (_, scale) in zip(buffers, cases, strict=True):
             collectives.allreduce(comm, buffer, algorithm, scale=scale)
@@ -59,7 +56,7 @@ def ordered(halves: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", HALVES)
 @on_threads(4)
-def test_a_widened_ring_sends_float32_and_says_so(comm: Communicator, dtype: type) -> None:
+def test_a_widened_ring_sends_float32_and_says_so(comm, dtype):
     buffer = np.ones(256, dtype)
     with count_traffic(comm) as traffic:
         collectives.allreduce(comm, buffer, "ring")
@@ -69,7 +66,7 @@ def test_a_widened_ring_sends_float32_and_says_so(comm: Communicator, dtype: typ
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("algorithm", collectives.ALLREDUCE)
 @on_threads(2)
-def test_a_sum_beyond_the_range_of_float16_is_infinite_without_a_warning(comm: Communicator, algorithm: str) -> None:
+def test_a_sum_beyond_the_range_of_float16_is_infinite_without_a_warning(comm, algorithm):
     buffer = np.array([60_000, -60_000, 30_000], np.float16)
     collectives.allreduce(comm, buffer, algorithm)
     assert buffer.tolist() == [np.inf, -np.inf, 60_000]
@@ -77,7 +74,7 @@ def test_a_sum_beyond_the_range_of_float16_is_infinite_without_a_warning(comm: C
 
 @pytest.mark.parametrize("algorithm", OTHERS)
 @on_threads(4)
-def test_partial_sums_may_leave_the_range_of_float16(comm: Communicator, algorithm: str) -> None:
+def test_partial_sums_may_leave_the_range_of_float16(comm, algorithm):
     buffer = np.full(40, [60_000, 60_000, -60_000, -60_000][comm.rank], np.float16)
     collectives.allreduce(comm, buffer, algorithm)
     assert not buffer.any()

@@ -7,7 +7,6 @@ from harness.threads import on_threads
 from hpcdist.arrays.dtypes import FLOATS
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range
 from hpcdist.collectives import SHARDED
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.events import NULL_SINK
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
@@ -34,14 +33,12 @@ def nodes_for(algorithm: str, ranks_per_node: int | None) -> int | None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("ranks_per_node", NODES)
 @pytest.mark.parametrize("algorithm", SHARDED)
-def test_shares_reach_their_owners_and_come_back(
-    algorithm: str, ranks_per_node: int | None, size: int, rng: np.random.Generator
-) -> None:
+def test_shares_reach_their_owners_and_come_back(algorithm, ranks_per_node, size, rng):
     sharding = SHARDED[algorithm]
     dtypes = (np.float32, np.float64, np.int64)
     cases = [(op, (10 * rng.standard_normal((size, n))).astype(d)) for op in NUMPY for d in dtypes for n in COUNTS]
 
-    def body(comm: Communicator) -> list[list[Range]]:
+    def body(comm):
         seen = []
         for op, inputs in cases:
             buffer = inputs[comm.rank].copy()
@@ -71,10 +68,10 @@ def test_shares_reach_their_owners_and_come_back(
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("algorithm", SHARDED)
-def test_all_gather_carries_16_bit_floats(algorithm: str, size: int) -> None:
+def test_all_gather_carries_16_bit_floats(algorithm, size):
     for dtype in (FLOATS["float16"], FLOATS["bfloat16"]):
 
-        def body(comm: Communicator, dtype: np.dtype = dtype) -> None:
+        def body(comm, dtype=dtype):
             buffer = np.zeros(500, dtype)
             shares = SHARDED[algorithm].shares(comm, 500, 2)
             buffer[shares[comm.rank].slice] = comm.rank + 1
@@ -87,9 +84,7 @@ def test_all_gather_carries_16_bit_floats(algorithm: str, size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("algorithm", SHARDED)
-def test_16_bit_floats_are_summed_in_rank_order_in_float32_and_rounded_once(
-    algorithm: str, size: int, rng: np.random.Generator
-) -> None:
+def test_16_bit_floats_are_summed_in_rank_order_in_float32_and_rounded_once(algorithm, size, rng):
     for dtype in (FLOATS["float16"], FLOATS["bfloat16"]):
         inputs = rng.standard_normal((size, 777)).astype(dtype)
         total = inputs[0].astype(np.float32)
@@ -97,7 +92,7 @@ def test_16_bit_floats_are_summed_in_rank_order_in_float32_and_rounded_once(
             total += row.astype(np.float32)
         expected = total.astype(dtype)
 
-        def body(comm: Communicator, inputs: np.ndarray = inputs, expected: np.ndarray = expected) -> None:
+        def body(comm, inputs=inputs, expected=expected):
             buffer = inputs[comm.rank].copy()
             shares = SHARDED[algorithm].shares(comm, buffer.size, 2)
             SHARDED[algorithm].reduce_scatter(comm, buffer, shares)
@@ -109,7 +104,7 @@ def test_16_bit_floats_are_summed_in_rank_order_in_float32_and_rounded_once(
 
 @pytest.mark.parametrize("size", [2, 4])
 @on_threads("size")
-def test_16_bit_halves_of_the_ring_send_half_the_bytes(comm: Communicator, size: int) -> None:
+def test_16_bit_halves_of_the_ring_send_half_the_bytes(comm, size):
     buffer = np.ones(32 * size, FLOATS["bfloat16"])
     shares = SHARDED["ring"].shares(comm, buffer.size, 2)
     for call in (SHARDED["ring"].reduce_scatter, SHARDED["ring"].all_gather):
@@ -120,11 +115,11 @@ def test_16_bit_halves_of_the_ring_send_half_the_bytes(comm: Communicator, size:
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("algorithm", SHARDED)
-def test_what_is_refused(algorithm: str, size: int) -> None:
+def test_what_is_refused(algorithm, size):
     sharding = SHARDED[algorithm]
 
-    def attempt(buffer: np.ndarray, op: str) -> None:
-        def body(comm: Communicator) -> None:
+    def attempt(buffer, op):
+        def body(comm):
             sharding.reduce_scatter(comm, buffer, sharding.shares(comm, buffer.size, buffer.itemsize), op)
 
         run_threads(size, body)
@@ -139,7 +134,7 @@ def test_what_is_refused(algorithm: str, size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @on_threads("size")
-def test_each_half_of_the_ring_sends_p_minus_one_over_p(comm: Communicator, size: int) -> None:
+def test_each_half_of_the_ring_sends_p_minus_one_over_p(comm, size):
     buffer = np.full(16 * size, 1.0, np.float32)
     shares = SHARDED["ring"].shares(comm, buffer.size, 4)
     for call in (SHARDED["ring"].reduce_scatter, SHARDED["ring"].all_gather):
@@ -151,8 +146,8 @@ def test_each_half_of_the_ring_sends_p_minus_one_over_p(comm: Communicator, size
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 4), (4, 2), (3, 2), (1, 4), (4, 1)])
-def test_hierarchical_sends_one_part_in_m_between_nodes(nodes: int, per_node: int) -> None:
-    def body(comm: Communicator) -> None:
+def test_hierarchical_sends_one_part_in_m_between_nodes(nodes, per_node):
+    def body(comm):
         sharding = SHARDED["hierarchical"]
         buffer = np.full(16 * comm.size, 1.0, np.float32)
         shares = sharding.shares(comm, buffer.size, 4)
@@ -191,8 +186,8 @@ class _ByName:
 
 
 @pytest.mark.parametrize("algorithm", SHARDED)
-def test_one_event_stands_over_the_messages(algorithm: str) -> None:
-    def body(comm: Communicator) -> None:
+def test_one_event_stands_over_the_messages(algorithm):
+    def body(comm):
         sharding = SHARDED[algorithm]
         shares = sharding.shares(comm, 100, 8)
         comm.events = looking_on = _ByName()
@@ -207,7 +202,7 @@ def test_one_event_stands_over_the_messages(algorithm: str) -> None:
 
 
 @on_threads(4, ranks_per_node=2)
-def test_shared_memory_ends_with_the_node(comm: Communicator) -> None:
+def test_shared_memory_ends_with_the_node(comm):
     shares = SHARDED["node_shared"].shares(comm, 100, 8)
     comm.events = looking_on = _ByName()
     for call in (SHARDED["node_shared"].reduce_scatter, SHARDED["node_shared"].all_gather):
@@ -218,7 +213,7 @@ def test_shared_memory_ends_with_the_node(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("algorithm", SHARDED)
 @on_threads(1)
-def test_one_rank_sends_nothing(comm: Communicator, algorithm: str) -> None:
+def test_one_rank_sends_nothing(comm, algorithm):
     shares = SHARDED[algorithm].shares(comm, 7, 8)
     assert shares == [Range(0, 7)]
     buffer = np.arange(7.0)
@@ -229,10 +224,10 @@ def test_one_rank_sends_nothing(comm: Communicator, algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("node_of", [[0, 1, 0, 1, 0, 1], [0, 1, 1, 0], [0, 1, 2, 2, 1, 0]])
-def test_hierarchical_over_ranks_that_do_not_fill_node_by_node(node_of: list[int], rng: np.random.Generator) -> None:
+def test_hierarchical_over_ranks_that_do_not_fill_node_by_node(node_of, rng):
     inputs = rng.integers(0, 100, (len(node_of), 777)).astype(np.float64)
 
-    def body(comm: Communicator) -> list[Range]:
+    def body(comm):
         comm.declared_node = node_of[comm.rank]  # before the first question for it
         sharding = SHARDED["hierarchical"]
         buffer = inputs[comm.rank].copy()
@@ -249,7 +244,7 @@ def test_hierarchical_over_ranks_that_do_not_fill_node_by_node(node_of: list[int
 
 
 @on_threads(4, ranks_per_node=2)
-def test_hierarchical_refuses_shares_of_another_algorithm(comm: Communicator) -> None:
+def test_hierarchical_refuses_shares_of_another_algorithm(comm):
     """Shares in rank order do not join to one chunk for each rank of a node: all ranks say so, and none waits."""
     shares = SHARDED["ring"].shares(comm, 100, 8)
     for call in (SHARDED["hierarchical"].reduce_scatter, SHARDED["hierarchical"].all_gather):

@@ -31,13 +31,13 @@ def kinds(gpu: ModuleType) -> list[str]:
     return [event.kind for event in gpu.LOG.events]
 
 
-def test_staged_sending_waits_for_one_copy(gpu: ModuleType) -> None:
+def test_staged_sending_waits_for_one_copy(gpu):
     message = Handover(device_pointers=False).outgoing(on_device(gpu, np.arange(4.0)))
     assert isinstance(message, np.ndarray) and message.tolist() == [1.0, 2.0, 3.0, 4.0]
     assert cuda_double.is_pinned(message) and kinds(gpu) == [gpu.D2H, gpu.SYNCHRONISE]
 
 
-def test_staged_receiving_waits_for_nothing(gpu: ModuleType) -> None:
+def test_staged_receiving_waits_for_nothing(gpu):
     target = on_device(gpu, np.zeros(3, np.float16))
     message, finish = Handover(device_pointers=False).incoming(target)
     message.view(np.float16)[...] = [1, 2, 3]
@@ -49,7 +49,7 @@ def test_staged_receiving_waits_for_nothing(gpu: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("operation", ["", *COLLECTIVES])
-def test_a_reduction_brings_the_data_and_takes_the_result(gpu: ModuleType, operation: str) -> None:
+def test_a_reduction_brings_the_data_and_takes_the_result(gpu, operation):
     target = on_device(gpu, np.arange(3.0))
     message, finish = Handover(device_pointers=(MESSAGES,)).both(target, operation)
     message += 1
@@ -60,7 +60,7 @@ def test_a_reduction_brings_the_data_and_takes_the_result(gpu: ModuleType, opera
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_device_pointers_are_passed_on_for_what_was_seen_to_work(gpu: ModuleType, operation: str) -> None:
+def test_device_pointers_are_passed_on_for_what_was_seen_to_work(gpu, operation):
     array = on_device(gpu, np.arange(4.0))
     handover = Handover(device_pointers=(operation,))
     assert gpu.LOG.kernels_pending()
@@ -72,12 +72,12 @@ def test_device_pointers_are_passed_on_for_what_was_seen_to_work(gpu: ModuleType
     assert handover.device_pointers is (operation == MESSAGES)
 
 
-def test_what_has_no_name_is_staged_even_if_everything_takes_pointers(gpu: ModuleType) -> None:
+def test_what_has_no_name_is_staged_even_if_everything_takes_pointers(gpu):
     message, _ = Handover(device_pointers=True).both(on_device(gpu, np.arange(4.0)))
     assert isinstance(message, np.ndarray)
 
 
-def test_the_wait_is_for_what_was_produced_and_not_for_the_device(gpu: ModuleType) -> None:
+def test_the_wait_is_for_what_was_produced_and_not_for_the_device(gpu):
     array = on_device(gpu, np.arange(4.0))
     event = device.record()
     array += 1.0  # launched after the event
@@ -85,7 +85,7 @@ def test_the_wait_is_for_what_was_produced_and_not_for_the_device(gpu: ModuleTyp
     assert gpu.LOG.kernels_pending()
 
 
-def test_host_buffers_are_not_copied() -> None:
+def test_host_buffers_are_not_copied():
     array = np.arange(4.0)
     handover = Handover(device_pointers=False)
     assert handover.outgoing(array) is array
@@ -94,7 +94,7 @@ def test_host_buffers_are_not_copied() -> None:
     assert np.shares_memory(handover.outgoing(half), half) and handover.outgoing(half).dtype == np.uint16
 
 
-def test_staging_memory_comes_back_at_the_same_address(gpu: ModuleType) -> None:
+def test_staging_memory_comes_back_at_the_same_address(gpu):
     empty_the_pool()
     handover = Handover(device_pointers=False)
     addresses = set()
@@ -108,7 +108,7 @@ def test_staging_memory_comes_back_at_the_same_address(gpu: ModuleType) -> None:
     assert len(addresses) <= 4  # two blocks, seen from two offsets
 
 
-def test_a_block_is_kept_while_its_copy_to_the_device_is_under_way(gpu: ModuleType) -> None:
+def test_a_block_is_kept_while_its_copy_to_the_device_is_under_way(gpu):
     empty_the_pool()
     target = on_device(gpu, np.zeros(1000))
     message, finish = Handover(device_pointers=False).incoming(target)
@@ -120,7 +120,7 @@ def test_a_block_is_kept_while_its_copy_to_the_device_is_under_way(gpu: ModuleTy
     assert (target.get() == 7).all()
 
 
-def test_the_ledger_counts_what_is_taken(gpu: ModuleType) -> None:
+def test_the_ledger_counts_what_is_taken(gpu):
     empty_the_pool()
     ledger = Ledger()
     staging.account(ledger)
@@ -137,7 +137,7 @@ def test_the_ledger_counts_what_is_taken(gpu: ModuleType) -> None:
         staging.account(None)
 
 
-def test_pageable_memory_is_the_last_resort(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pageable_memory_is_the_last_resort(gpu, monkeypatch):
     empty_the_pool()
     monkeypatch.setitem(cuda_double.LIMIT, "pinned", 0)
     message, finish = Handover(device_pointers=False).both(target := on_device(gpu, np.arange(3.0)), "allreduce")

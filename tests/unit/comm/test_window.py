@@ -3,17 +3,16 @@
 import numpy as np
 import pytest
 
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import MissingCapabilityError, UsageError
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_every_rank_puts_into_all_and_gets_from_all(size: int, rng: np.random.Generator) -> None:
+def test_every_rank_puts_into_all_and_gets_from_all(size, rng):
     values = rng.standard_normal((size, size, 5)).astype("float32")
 
-    def body(comm: Communicator) -> np.ndarray:
+    def body(comm):
         window = comm.window(comm.size * 20 if comm.rank % 2 == 0 else comm.size * 24)
         with count_traffic(comm) as traffic:
             for peer in range(size):
@@ -37,7 +36,7 @@ def test_every_rank_puts_into_all_and_gets_from_all(size: int, rng: np.random.Ge
         np.testing.assert_array_equal(back, values[rank])
 
 
-def test_threads_move_nothing_before_the_flush() -> None:
+def test_threads_move_nothing_before_the_flush():
     window = solo().window(8)
     value, back = np.array([1.5]), np.zeros(1)
     window.put(value, 0, 0)
@@ -51,14 +50,14 @@ def test_threads_move_nothing_before_the_flush() -> None:
 
 
 @pytest.mark.parametrize(("peer", "at", "size"), [(0, 8, 1), (0, -8, 1), (0, 0, 2), (1, 0, 1), (-1, 0, 1)])
-def test_what_does_not_fit_is_refused(peer: int, at: int, size: int) -> None:
+def test_what_does_not_fit_is_refused(peer, at, size):
     window = solo().window(8)
     for move in (window.put, window.get):
         with pytest.raises(UsageError, match="stay inside"):
             move(np.zeros(size), peer, at)
 
 
-def test_only_plain_arrays_travel() -> None:
+def test_only_plain_arrays_travel():
     window = solo().window(64)
     with pytest.raises(UsageError, match="1-D contiguous"):
         window.put(np.zeros((2, 2)), 0, 0)
@@ -78,11 +77,11 @@ class BrokenMpi:
             raise BrokenMpi.Exception("MPI_ERR_WIN")
 
 
-def test_a_library_without_windows_is_told() -> None:
+def test_a_library_without_windows_is_told():
     from hpcdist.comm import window
 
     class Alone:
-        def allgather(self, value: object) -> list[object]:
+        def allgather(self, value):
             return [value]
 
     with pytest.raises(MissingCapabilityError, match="rank 0: no window can be made: MPI_ERR_WIN"):

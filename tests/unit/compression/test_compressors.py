@@ -1,7 +1,5 @@
 """What every compressor of fixed size keeps to: its bytes, awkward values, the same bits on a GPU, its refusals."""
 
-from types import ModuleType
-
 import numpy as np
 import pytest
 
@@ -93,7 +91,7 @@ def test_the_stream_of_a_key_is_none_of_dropout():
 
 @every
 @pytest.mark.parametrize("name", VALUES)
-def test_a_gpu_gives_the_same_bits(gpu: ModuleType, compressor: Compressor, name: str) -> None:
+def test_a_gpu_gives_the_same_bits(gpu, compressor, name):
     given = VALUES[name]
     want = encoded(compressor, given)
     start = np.linspace(-1, 1, given.size, dtype=np.float32)

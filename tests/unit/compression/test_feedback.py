@@ -1,7 +1,5 @@
 """Error feedback: nothing is lost over the steps, a skipped step did not happen, other numbers of ranks."""
 
-from types import ModuleType
-
 import numpy as np
 import pytest
 
@@ -114,7 +112,7 @@ def test_without_room_for_it_a_step_cannot_be_rolled_back():
 
 
 @every
-def test_a_gpu_keeps_the_same_residuals(gpu: ModuleType, compressor) -> None:
+def test_a_gpu_keeps_the_same_residuals(gpu, compressor):
     host, device = ErrorFeedback(LAYOUT), ErrorFeedback(LAYOUT, on="gpu")
     where = LAYOUT.segments[0].range
     for step in range(3):

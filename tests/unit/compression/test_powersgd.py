@@ -1,7 +1,5 @@
 """PowerSGD: exact for matrices of low rank, the best approximation after some steps, and linear in its two rounds."""
 
-from types import ModuleType
-
 import numpy as np
 import pytest
 
@@ -52,13 +50,13 @@ def distance(one: np.ndarray, other: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4, 7])
-def test_low_rank_is_recovered_in_one_step(rank: int, rng: np.random.Generator) -> None:
+def test_low_rank_is_recovered_in_one_step(rank, rng):
     for true_rank in {1, (rank + 1) // 2, rank}:
         matrix = of_rank(rng, true_rank)
         assert distance(exchanged([made(rank)], [matrix]), matrix) < 1e-5
 
 
-def test_one_step_beats_a_random_projection_and_many_reach_the_best(rng: np.random.Generator) -> None:
+def test_one_step_beats_a_random_projection_and_many_reach_the_best(rng):
     rank = 4
     spectrum = 0.8 ** np.arange(ROWS)
     matrix = with_spectrum(rng, spectrum)
@@ -71,7 +69,7 @@ def test_one_step_beats_a_random_projection_and_many_reach_the_best(rng: np.rand
     assert best * (1 - 1e-5) <= errors[-1] <= best * (1 + 1e-4)
 
 
-def test_its_rounds_are_linear(rng: np.random.Generator) -> None:
+def test_its_rounds_are_linear(rng):
     matrices = [of_rank(rng, 30) for _ in range(5)]
     mean = np.mean(matrices, axis=0, dtype=np.float64).astype(np.float32)
     many, one = [made(3) for _ in matrices], made(3)
@@ -81,7 +79,7 @@ def test_its_rounds_are_linear(rng: np.random.Generator) -> None:
         assert state.query.tobytes() == many[0].query.tobytes()
 
 
-def test_error_feedback_loses_nothing_of_the_mean(rng: np.random.Generator) -> None:
+def test_error_feedback_loses_nothing_of_the_mean(rng):
     ranks, steps = 3, 200
     gradients = [of_rank(rng, 20) for _ in range(ranks)]
     mean = np.mean(gradients, axis=0, dtype=np.float64)
@@ -96,7 +94,7 @@ def test_error_feedback_loses_nothing_of_the_mean(rng: np.random.Generator) -> N
     assert distance(taken, steps * mean) < 0.2  # without feedback 10 of 20 directions would never be seen
 
 
-def test_a_lost_rank_comes_back(rng: np.random.Generator) -> None:
+def test_a_lost_rank_comes_back(rng):
     state = made(4)
     for before in (np.zeros((ROWS, COLUMNS), np.float32), np.ones((ROWS, COLUMNS), np.float32), of_rank(rng, 1)):
         assert np.abs(exchanged([state], [before]) - before).max() < 1e-4
@@ -107,13 +105,13 @@ def test_a_lost_rank_comes_back(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
-def test_no_scale_is_squared(scale: float, rng: np.random.Generator) -> None:
+def test_no_scale_is_squared(scale, rng):
     state, matrix = made(2), of_rank(rng, 2) * np.float32(scale)
     for _ in range(3):
         assert distance(exchanged([state], [matrix]), matrix) < 1e-5
 
 
-def test_columns_become_orthonormal_or_zero(rng: np.random.Generator) -> None:
+def test_columns_become_orthonormal_or_zero(rng):
     columns = rng.standard_normal((200, 5)).astype(np.float32)
     columns[:, 2] = -4 * columns[:, 0]  # dependent, without rounding
     columns[:, 4] = columns[:, 1] + 1e-4 * columns[:, 4]  # nearly
@@ -125,13 +123,13 @@ def test_columns_become_orthonormal_or_zero(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(kept @ (kept.T @ span), span, atol=1e-5)
 
 
-def test_a_tensor_is_cut_into_the_matrix_of_which_the_least_travels() -> None:
+def test_a_tensor_is_cut_into_the_matrix_of_which_the_least_travels():
     cut = {(3, 96, 96): (288, 96), (64, 16, 3, 3): (64, 144), (96, 8, 96): (96, 768), (7,): (7, 1), (): (1, 1)}
     assert {shape: powersgd.matrix_shape(shape) for shape in cut} == cut
     assert powersgd.rank_of((3, 96, 96), 4) == 4
 
 
-def test_bytes_are_those_of_the_formula() -> None:
+def test_bytes_are_those_of_the_formula():
     shapes = [(64, 48), (512, 3, 3, 3), (2000,), (10, 8), (), (1, 500), (500, 1)]
     rank = 4
     sent = [4 * (64 + 48), 4 * (512 + 27), 2000, 80, 1, 500, 500]  # 10 x 8: its factors of rank 4 have 72 elements
@@ -144,7 +142,7 @@ def test_bytes_are_those_of_the_formula() -> None:
     assert powersgd.round_elements((64, 48), 4) == (256, 192)
 
 
-def test_seeds_agree_and_differ() -> None:
+def test_seeds_agree_and_differ():
     assert made(3).query.tobytes() == made(3).query.tobytes() != made(3, seed=8).query.tobytes()
     assert (
         PowerSgd((9, 5), 2, seed=7, tensor=4).query.tobytes() != PowerSgd((9, 5), 2, seed=7, tensor=3).query.tobytes()
@@ -152,7 +150,7 @@ def test_seeds_agree_and_differ() -> None:
     assert set(made(2).arrays()) == {"query"}
 
 
-def test_bad_input_is_refused() -> None:
+def test_bad_input_is_refused():
     with pytest.raises(UsageError, match="rank 0 of PowerSGD"):
         powersgd.rank_of((4, 4), 0)
     for rank in (0, 6):
@@ -164,7 +162,7 @@ def test_bad_input_is_refused() -> None:
             state.project(wrong, p)
 
 
-def test_on_a_gpu_the_same_numbers_without_a_wait(gpu: ModuleType, rng: np.random.Generator) -> None:
+def test_on_a_gpu_the_same_numbers_without_a_wait(gpu, rng):
     host, there = made(3), PowerSgd((ROWS, COLUMNS), 3, seed=7, tensor=3, on="gpu")
     for matrix in (of_rank(rng, 20), np.ones((ROWS, COLUMNS), np.float32), of_rank(rng, 20)):
         moved = backend.place(matrix.reshape(-1), "gpu")

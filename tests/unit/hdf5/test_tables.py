@@ -1,7 +1,5 @@
 """Declared tables: rows by column, one value for all rows, texts cut to their column, and steps that are made again."""
 
-from pathlib import Path
-
 import numpy as np
 
 from hpcdist.hdf5 import files
@@ -16,7 +14,7 @@ COLUMNS = (
 )
 
 
-def test_rows_by_column_and_steps_that_are_made_again(tmp_path: Path) -> None:
+def test_rows_by_column_and_steps_that_are_made_again(tmp_path):
     table = MetricsTable("group/rows", COLUMNS, second="rank", remade=True)
     with files.edit(tmp_path / "a.h5", "test", 1) as file:
         assert table.read(file) == {}
@@ -31,7 +29,7 @@ def test_rows_by_column_and_steps_that_are_made_again(tmp_path: Path) -> None:
         assert file["group/rows/rank"][...].tolist() == [0, 1, 2]
 
 
-def test_a_text_is_cut_at_a_whole_character_and_other_tables_keep_their_rows(tmp_path: Path) -> None:
+def test_a_text_is_cut_at_a_whole_character_and_other_tables_keep_their_rows(tmp_path):
     table = MetricsTable("rows", COLUMNS[:3])
     with files.edit(tmp_path / "a.h5", "test", 1) as file:
         table.append(file, step=[5, 6], session=0, word=["abcdü", "abcü"])

@@ -1,7 +1,6 @@
 """The [model] section refuses what cannot be built."""
 
 from dataclasses import FrozenInstanceError
-from typing import Any
 
 import pytest
 
@@ -50,19 +49,19 @@ from hpcdist.models.config import ModelConfig
         ({"kind": "mlp", "feed_forward": 9}, "model.feed_forward = 9 has no effect"),
     ],
 )
-def test_refusals(changes: dict[str, Any], message: str) -> None:
+def test_refusals(changes, message):
     with pytest.raises(ConfigurationError, match=message):
         ModelConfig(**changes)
 
 
-def test_dropout_of_more_probabilities_than_can_be_counted_is_refused() -> None:
+def test_dropout_of_more_probabilities_than_can_be_counted_is_refused():
     config = ModelConfig(heads=16, hidden=128, dropout=0.1)
     with pytest.raises(ConfigurationError, match="model.heads = 16 and data.context = 32768"):
         models.build(config, context=32768)
     assert models.build(config, context=32764).tokens_per_sample == 32764
 
 
-def test_hidden_of_an_mlp_needs_no_heads() -> None:
+def test_hidden_of_an_mlp_needs_no_heads():
     assert ModelConfig(kind="mlp", hidden=7).hidden == 7
 
 
@@ -76,7 +75,7 @@ def test_hidden_of_an_mlp_needs_no_heads() -> None:
         ({"activation": "relu", "feed_forward": 7, "kv_heads": 1}, 7, 32),
     ],
 )
-def test_widths_of_a_block(changes: dict[str, Any], inner: int, kv_width: int) -> None:
+def test_widths_of_a_block(changes, inner, kv_width):
     config = ModelConfig(**changes)
     assert (config.inner, config.kv_width) == (inner, kv_width)
     shapes = {spec.name: spec.shape for spec in models.build(config, context=2).stages[1].tensors()}
@@ -85,12 +84,12 @@ def test_widths_of_a_block(changes: dict[str, Any], inner: int, kv_width: int) -
     assert shapes["kv.weight" if grouped else "qkv.weight"] == (2 if grouped else 3, kv_width, config.hidden)
 
 
-def test_the_mask_is_the_last_token_or_a_chosen_one() -> None:
+def test_the_mask_is_the_last_token_or_a_chosen_one():
     assert ModelConfig(kind="encoder", vocabulary=300).mask == 299
     assert ModelConfig(kind="encoder", vocabulary=300, mask_token=0).mask == 0
 
 
-def test_defaults_are_the_tensors_of_before() -> None:
+def test_defaults_are_the_tensors_of_before():
     # A checkpoint of a gpt finds its tensors by these names and shapes, and its random numbers by their order.
     names = [spec.name for spec in models.build(ModelConfig(), context=2).stages[1].tensors()]
     assert names == [
@@ -99,14 +98,14 @@ def test_defaults_are_the_tensors_of_before() -> None:
     ]
 
 
-def test_frozen_and_keyword_only() -> None:
+def test_frozen_and_keyword_only():
     with pytest.raises(FrozenInstanceError):
         ModelConfig().layers = 2  # type: ignore[misc]
     with pytest.raises(TypeError):
         ModelConfig("gpt")  # type: ignore[misc]
 
 
-def test_build_refuses_missing_inputs_and_other_precisions() -> None:
+def test_build_refuses_missing_inputs_and_other_precisions():
     with pytest.raises(ConfigurationError, match="data.context is 0"):
         models.build(ModelConfig())
     with pytest.raises(ConfigurationError, match="0 features and 3 classes"):

@@ -66,7 +66,7 @@ class Trained:
 
 
 @pytest.mark.parametrize("name", [*GPTS, *OTHERS])
-def test_parameters_are_those_of_the_layout(name: str) -> None:
+def test_parameters_are_those_of_the_layout(name):
     keys, inputs = (GPTS | OTHERS)[name]
     config = config_of(keys)
     model, found = models.build(config, **inputs), counts(config, **inputs)
@@ -76,9 +76,7 @@ def test_parameters_are_those_of_the_layout(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*GPTS, *OTHERS])
-def test_operations_are_those_of_the_products(
-    name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operations_are_those_of_the_products(name, rng, monkeypatch):
     """Linears: every product that is made. Attention, whose products skip what is masked only by blocks, is apart."""
     keys, inputs = (GPTS | OTHERS)[name]
     config = config_of(keys)
@@ -86,14 +84,14 @@ def test_operations_are_those_of_the_products(
     made: list[int] = []
     multiply, inside = np.matmul, [False]
 
-    def matmul(a: Any, b: Any, **given: Any) -> Any:
+    def matmul(a, b, **given):
         product = multiply(a, b, **given)
         if not inside[0]:
             made.append(2 * product.size * a.shape[-1])
         return product
 
-    def apart(call: Any) -> Any:
-        def called(*given: Any, **named: Any) -> Any:
+    def apart(call):
+        def called(*given, **named):
             inside[0] = True
             try:
                 return call(*given, **named)
@@ -114,7 +112,7 @@ def test_operations_are_those_of_the_products(
 
 
 @pytest.mark.parametrize(("context", "causal"), [(1, True), (37, True), (37, False)])
-def test_attention_looks_at_pairs(context: int, causal: bool) -> None:
+def test_attention_looks_at_pairs(context, causal):
     seen = sum(1 for query in range(context) for key in range(context) if key <= query or not causal)
     assert attention_pairs(context, causal=causal) == seen
     config = config_of({"kind": "gpt" if causal else "encoder"})
@@ -124,7 +122,7 @@ def test_attention_looks_at_pairs(context: int, causal: bool) -> None:
     assert block.backward == 2 * block.linear + 2 * block.attention
 
 
-def test_a_step_is_about_six_operations_a_parameter_and_token() -> None:
+def test_a_step_is_about_six_operations_a_parameter_and_token():
     found = counts(ModelConfig(layers=12, hidden=768, heads=12, vocabulary=50_000), context=64)
     matrices = found.parameters - 50_000 * 768 - 64 * 768  # without the tables
     assert found.flops / 64 == pytest.approx(6 * matrices, rel=0.01)
@@ -153,7 +151,7 @@ LARGE: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", LARGE)
-def test_memory_is_that_of_the_ledger(name: str, recompute: bool, rng: np.random.Generator) -> None:
+def test_memory_is_that_of_the_ledger(name, recompute, rng):
     keys, inputs, samples = LARGE[name]
     config = config_of(keys)
     model = models.build(config, **inputs)
@@ -162,7 +160,7 @@ def test_memory_is_that_of_the_ledger(name: str, recompute: bool, rng: np.random
     assert trained.activation_bytes == pytest.approx(expected, rel=BOUND)
 
 
-def test_recomputation_takes_the_memory_of_one_block_and_the_outputs() -> None:
+def test_recomputation_takes_the_memory_of_one_block_and_the_outputs():
     whole = counts(config_of({"layers": 24}), context=128)
     assert whole.activation_bytes(8, recompute=True) < 0.2 * whole.activation_bytes(8)
     assert whole.activation_bytes(8, itemsize=2) * 2 == whole.activation_bytes(8)

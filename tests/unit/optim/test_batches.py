@@ -1,14 +1,12 @@
 """Batches that grow: which samples a step takes, its rate, and runs that go on in the middle of a stage."""
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from harness.trainings import alone, difference, losses, recipe_of, trainer_of
 from harness.trainings import state as state_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim import rates
@@ -43,7 +41,7 @@ def counted(batches: BatchSchedule, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize("warmup", [(), (4, 4), (12, 4, 36, 8), (1, 1, 3, 2, 6, 3), (1000, 10, 3000, 11 * 4 + 6)])
-def test_steps_and_samples_are_two_counts_of_the_same(warmup: tuple[int, ...]) -> None:
+def test_steps_and_samples_are_two_counts_of_the_same(warmup):
     batches = staged_batches(64, warmup)
     steps = 150
     before = counted(batches, steps)
@@ -56,7 +54,7 @@ def test_steps_and_samples_are_two_counts_of_the_same(warmup: tuple[int, ...]) -
     assert batches.samples_before(10**6) == before[-1] + 64 * (10**6 - steps)
 
 
-def test_known_steps() -> None:
+def test_known_steps():
     batches = staged_batches(12, WARMUP)
     assert [batches.size(step) for step in range(8)] == [4, 4, 4, 8, 8, 8, 12, 12]
     assert [batches.samples_before(step) for step in range(8)] == [0, 4, 8, 12, 20, 28, 36, 48]
@@ -64,7 +62,7 @@ def test_known_steps() -> None:
 
 
 @pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
-def test_the_rate_follows_the_batch_of_each_update_and_the_warm_up_its_samples(rule: rates.Scaling) -> None:
+def test_the_rate_follows_the_batch_of_each_update_and_the_warm_up_its_samples(rule):
     options = {} if rule == "none" else {"base_batch": 6}
     config = OptimizerConfig(learning_rate=0.6, scaling=rule, warmup_samples=30, decay="constant", **options)
     found = rates.resolve_rate(config, staged_batches(12, WARMUP))
@@ -80,13 +78,11 @@ def test_the_rate_follows_the_batch_of_each_update_and_the_warm_up_its_samples(r
 
 
 @pytest.mark.parametrize(("ranks", "warmup"), [(1, WARMUP), (3, WARMUP), (2, ()), (4, (8, 4, 24, 8))])
-def test_every_sample_comes_once_in_the_same_order_whatever_the_stages(
-    ranks: int, warmup: tuple[int, ...], shared_text: Path
-) -> None:
+def test_every_sample_comes_once_in_the_same_order_whatever_the_stages(ranks, warmup, shared_text):
     recipe = recipe_of({**RUN, "data.path": shared_text, "run.batch_warmup": list(warmup)})
     steps = 8
 
-    def body(comm: Communicator) -> list[np.ndarray]:
+    def body(comm):
         source = open_source(recipe.data, recipe.model, comm)
         first, second = (Prefetcher(source, recipe, comm, *part) for part in ((0, 5), (5, steps)))  # resumed after 5
         with first, second:
@@ -111,7 +107,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_exchange_makes_the_same_steps(layout: str, shared_text: Path) -> None:
+def test_every_exchange_makes_the_same_steps(layout, shared_text):
     ranks, keys = LAYOUTS[layout]
     settings = {**RUN, "data.path": shared_text}
     if "communication.delayed" in keys:  # another run, the same on all ranks
@@ -122,7 +118,7 @@ def test_every_exchange_makes_the_same_steps(layout: str, shared_text: Path) -> 
         reference = alone(settings, 9)
         expected, weights = reference.losses, reference.state
 
-    def body(comm: Communicator) -> tuple[list[float], float]:
+    def body(comm):
         trainer = trainer_of(comm, {**settings, **keys})
         return losses(trainer, 9), difference(trainer, weights)
 
@@ -132,7 +128,7 @@ def test_every_exchange_makes_the_same_steps(layout: str, shared_text: Path) -> 
 
 
 @pytest.mark.parametrize("stop", [2, 3, 5, 7])
-def test_a_run_goes_on_in_any_stage_bit_for_bit(stop: int, shared_text: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_any_stage_bit_for_bit(stop, shared_text, tmp_path):
     settings = {**RUN, "data.path": shared_text, "communication.algorithm": "auto"}
     whole = trainer_of(solo(), settings)
     expected = losses(whole, 9)
@@ -168,7 +164,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("keys", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_does_not_go_is_refused(keys: dict[str, object], message: str) -> None:
+def test_what_does_not_go_is_refused(keys, message):
     with pytest.raises(ConfigurationError) as caught:
         recipes.load(None, [f"{key}={value}" for key, value in {**RUN, **keys}.items()], {})
     assert message in str(caught.value)

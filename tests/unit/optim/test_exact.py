@@ -31,7 +31,7 @@ def random(rng: np.random.Generator, dtype: type, size: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_sum_is_rounded_once_whatever_the_order_and_the_cuts(dtype: type, rng: np.random.Generator) -> None:
+def test_the_sum_is_rounded_once_whatever_the_order_and_the_cuts(dtype, rng):
     for _ in range(300):
         values = random(rng, dtype, int(rng.integers(0, 200)))
         squares = values.astype(np.float64) ** 2
@@ -48,7 +48,7 @@ def test_the_sum_is_rounded_once_whatever_the_order_and_the_cuts(dtype: type, rn
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_long_sums_do_not_overflow_a_digit(dtype: type) -> None:
+def test_long_sums_do_not_overflow_a_digit(dtype):
     value = dtype(1) - np.finfo(dtype).epsneg  # all bits of the mantissa
     digits = digits_of(np.full(300_000, value))
     assert (digits >= 0).all() and (digits < 1 << 32).all()
@@ -70,13 +70,13 @@ def test_long_sums_do_not_overflow_a_digit(dtype: type) -> None:
         ([1e200], math.inf),
     ],
 )
-def test_the_ends_of_the_range(values: list[float], expected: float) -> None:
+def test_the_ends_of_the_range(values, expected):
     np.testing.assert_equal(float(exact.rounded(digits_of(np.array(values)))), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_one_bad_element_of_many_is_found(dtype: type, bad: float, rng: np.random.Generator) -> None:
+def test_one_bad_element_of_many_is_found(dtype, bad, rng):
     values = rng.standard_normal(70_001).astype(dtype)
     values[66_000] = bad
     digits = digits_of(values)
@@ -84,12 +84,12 @@ def test_one_bad_element_of_many_is_found(dtype: type, bad: float, rng: np.rando
     assert digits[exact.NAN] + digits[exact.INFINITE] == 1
 
 
-def test_16_bits_are_refused() -> None:
+def test_16_bits_are_refused():
     with pytest.raises(UsageError, match="float16: widen it"):
         exact.add_squares(np.ones(3, np.float16), exact.zeros())
 
 
-def test_padding_is_left_out(rng: np.random.Generator) -> None:
+def test_padding_is_left_out(rng):
     layout = Layout.of([TensorSpec(0, "a", (5,)), TensorSpec(0, "b", (7,))])
     store = FlatStore(layout, np.dtype(np.float32))
     store.array[...] = np.nan
@@ -103,12 +103,12 @@ def test_padding_is_left_out(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["adamw", "lamb", "lars", "sgd"])
-def test_an_update_in_pieces_has_the_bits_of_the_whole(dtype: type, name: str, rng: np.random.Generator) -> None:
+def test_an_update_in_pieces_has_the_bits_of_the_whole(dtype, name, rng):
     layout = Layout.of([TensorSpec(0, "a", (37, 11)), TensorSpec(0, "b", (53,), adapted=False)])
     config = OptimizerConfig(name=name, weight_decay=0.1)
     start, gradients = rng.standard_normal(layout.size), rng.standard_normal((3, layout.size))
 
-    def weights(cuts: list[int]) -> bytes:
+    def weights(cuts):
         rule = optimizer.build(config, layout, Range(0, layout.size), np.dtype(dtype), total_steps=9)
         rule.sum_exactly()
         master, gradient = FlatStore(layout, np.dtype(dtype)), FlatStore(layout, np.dtype(dtype))
@@ -130,6 +130,6 @@ def test_an_update_in_pieces_has_the_bits_of_the_whole(dtype: type, name: str, r
         assert weights(cuts) == expected, f"cut at {cuts}"
 
 
-def test_it_is_the_rounded_sum_but_for_rounding(rng: np.random.Generator) -> None:
+def test_it_is_the_rounded_sum_but_for_rounding(rng):
     values = rng.standard_normal(10_000).astype(np.float32)
     assert float(exact.rounded(digits_of(values))) == pytest.approx(kernels.sum_of_squares(values), rel=1e-12)

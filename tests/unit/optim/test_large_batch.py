@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from harness.trainings import alone, difference, losses, trainer_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.training.build.trainer import Trainer
 
@@ -51,12 +50,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_exchange_makes_the_same_steps(layout: str, options: str, shared_text: Path) -> None:
+def test_every_exchange_makes_the_same_steps(layout, options, shared_text):
     ranks, keys = LAYOUTS[layout]
     settings = {**SMALL, "data.path": shared_text, **OPTIONS[options]}
     expected = alone(settings, STEPS)
 
-    def body(comm: Communicator) -> tuple[list[float], float]:
+    def body(comm):
         trainer = trainer_of(comm, {**settings, **keys})
         return losses(trainer, STEPS), difference(trainer, expected.state)
 
@@ -74,7 +73,7 @@ def trained(shared_text: Path, **keys: object) -> tuple[Trainer, list[float]]:
     return trainer, losses(trainer, STEPS)
 
 
-def test_a_scaled_rate_is_that_of_a_recipe_that_says_it_itself(shared_text: Path) -> None:
+def test_a_scaled_rate_is_that_of_a_recipe_that_says_it_itself(shared_text):
     scaled, found = trained(
         shared_text,
         optimizer__learning_rate=2e-3,

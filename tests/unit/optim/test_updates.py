@@ -48,12 +48,7 @@ CONFIGS = {
     "adamw-uncorrected": dict(name="adamw", learning_rate=0.01, weight_decay=0.1, bias_correction=False),
     "lamb-uncorrected": dict(name="lamb", learning_rate=0.02, weight_decay=0.1, epsilon=1e-6, bias_correction=False),
     "lamb-bounded": dict(  # the ratios of the three tensors lie below, between and above
-        name="lamb",
-        learning_rate=0.02,
-        weight_decay=0.1,
-        epsilon=1e-6,
-        trust_ratio_min=0.9,
-        trust_ratio_max=1.1,
+        name="lamb", learning_rate=0.02, weight_decay=0.1, epsilon=1e-6, trust_ratio_min=0.9, trust_ratio_max=1.1
     ),
     "adamw-groups": dict(name="adamw", learning_rate=0.01, weight_decay=0.1, groups=GROUPS),
     "sgd-groups": dict(name="sgd", learning_rate=0.05, momentum=0.9, weight_decay=0.01, groups=GROUPS),
@@ -386,8 +381,7 @@ def _optax_transform(optax, name, config, mask):
             optax.scale_by_learning_rate(rate),
         )
     return optax.chain(
-        optax.add_decayed_weights(config.weight_decay, mask),
-        optax.sgd(rate, config.momentum or None, config.nesterov),
+        optax.add_decayed_weights(config.weight_decay, mask), optax.sgd(rate, config.momentum or None, config.nesterov)
     )
 
 
@@ -552,7 +546,7 @@ def test_a_normalized_gradient_has_one_norm_whatever_its_scale(rng):
     [OptimizerConfig(), OptimizerConfig(name="sgd"), OptimizerConfig(name="sgd", momentum=0.0)],
     ids=["adamw", "sgd", "plain"],
 )
-def test_a_step_may_be_made_before_the_weights_change(config: OptimizerConfig, rng: np.random.Generator) -> None:
+def test_a_step_may_be_made_before_the_weights_change(config, rng):
     """What is added to the weights between the two phases is added to the result, and changes no step."""
     layout = Layout.of([TensorSpec(0, "weight", (40, 3)), TensorSpec(0, "bias", (7,), False)])
     whole, found = Range(0, layout.size), []

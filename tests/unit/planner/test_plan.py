@@ -25,7 +25,7 @@ LAYOUT = ParallelLayout(
 
 
 @pytest.mark.parametrize("simulate", [False, True])
-def test_a_plan_is_that_of_its_parts(simulate: bool) -> None:
+def test_a_plan_is_that_of_its_parts(simulate):
     layout = replace(LAYOUT, data=4)
     found = plan(GPT3, layout, SELENE, 96, 1000, simulate=simulate)
     took, did = timing(GPT3, layout, SELENE, 96, simulate=simulate), step_flops(GPT3, layout, 96)
@@ -42,7 +42,7 @@ def test_a_plan_is_that_of_its_parts(simulate: bool) -> None:
     assert found.exact_mfu == pytest.approx(did.exact_flops / took.step_s / (256 * 312e12))
 
 
-def test_devices_do_not_reach_more_than_their_kernels_do() -> None:
+def test_devices_do_not_reach_more_than_their_kernels_do():
     """With a long context the pairs that are looked at are half of the square: power follows what is executed."""
     shape = replace(transformer.named("llama-3-8b"), context=2**20)
     layout = ParallelLayout(data=1, context=64, recompute="full", precision="bfloat16")
@@ -55,7 +55,7 @@ def test_devices_do_not_reach_more_than_their_kernels_do() -> None:
     assert found.energy == energy(found.timing, layout, SELENE, reached)
 
 
-def test_servers_do_not_compute() -> None:
+def test_servers_do_not_compute():
     layout = ParallelLayout(data=8, strategy="parameter_server", servers=2, precision="bfloat16")
     found = plan(describe(transformer.named("bert-large"), "bert-large"), layout, SELENE, 64, 10)
     assert found.peak_flops == pytest.approx(8 * 312e12)
@@ -65,19 +65,19 @@ def test_servers_do_not_compute() -> None:
     ("precision", "slots", "each"),
     [("bfloat16", 2, 12), ("float16", 1, 8), ("float32", 2, 12), ("float32", 0, 4), ("float64", 2, 24)],
 )
-def test_a_checkpoint_has_the_master_and_the_state_of_the_optimizer(precision: str, slots: int, each: int) -> None:
+def test_a_checkpoint_has_the_master_and_the_state_of_the_optimizer(precision, slots, each):
     layout = replace(LAYOUT, precision=precision, optimizer_slots=slots)
     assert checkpoint_bytes(GPT3, layout) == each * GPT3.parameters
 
 
-def test_a_precision_that_the_device_does_not_have() -> None:
+def test_a_precision_that_the_device_does_not_have():
     volta = toml_file.read("v100-dgx2")
     with pytest.raises(ConfigurationError, match=r"no peak for bfloat16; choose a precision of .*float16"):
         peak_of(volta, LAYOUT)
     assert peak_of(volta, replace(LAYOUT, activations="float32")) == volta.device.peak_flops["float32"]
 
 
-def test_what_nothing_has_proven_is_said() -> None:
+def test_what_nothing_has_proven_is_said():
     ours = plan(GPT3, replace(LAYOUT, implementation="hpcdist", recompute="none"), SELENE, 1536, 10)
     assert any("no training of this toolkit on A100-SXM4-80GB" in flag for flag in ours.flags)
     shares = {kind: replace(curve, shares=(0.95,) * len(curve.shares)) for kind, curve in SELENE.device.matmul.items()}
@@ -95,7 +95,7 @@ def test_what_nothing_has_proven_is_said() -> None:
     assert not any("no training" in flag for flag in calibrated.flags)
 
 
-def test_what_an_answer_hangs_on_is_said() -> None:
+def test_what_an_answer_hangs_on_is_said():
     layout = ParallelLayout(data=512, strategy="zero3", microbatch=1, sequence_parallel=False, overlap=1.0)
     found = plan(GPT3, layout, SELENE, 1024, 10)
     none = plan(GPT3, replace(layout, overlap=0.0), SELENE, 1024, 10)
@@ -104,7 +104,7 @@ def test_what_an_answer_hangs_on_is_said() -> None:
     assert none.timing.hidden_s == 0 and not any("hide behind" in flag for flag in none.flags)
     assert found.step_s + found.timing.hidden_s == pytest.approx(none.step_s, rel=0.02)
 
-    def flags(share: float) -> str:
+    def flags(share):
         device = replace(SELENE.device, memory_bytes=found.memory.bytes / share)
         return " ".join(plan(GPT3, layout, replace(SELENE, device=device), 1024, 10).flags)
 
@@ -112,7 +112,7 @@ def test_what_an_answer_hangs_on_is_said() -> None:
     assert "full:" not in flags(0.9) and "full:" not in flags(1.1)
 
 
-def test_the_buckets_of_its_time_are_in_its_memory() -> None:
+def test_the_buckets_of_its_time_are_in_its_memory():
     """Long ones hide latencies of a large ring; float32 sums of 16-bit gradients take twice their bytes, and more."""
     layout = ParallelLayout(data=4096, microbatch=8, algorithm="ring")
     bert = describe(transformer.named("bert-large"), "bert-large")

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +30,7 @@ def shell(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("ends", [FULL, CLOSED], ids=["full", "closed"])
-def test_a_training_goes_on_without_its_output(ends: str, tmp_path: Path) -> None:
+def test_a_training_goes_on_without_its_output(ends, tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE)
     done = shell(f'"$0" -m hpcdist train "$1/recipe.toml" --out "$1/run" {ends}', str(tmp_path))
     assert done.returncode == 0
@@ -41,18 +40,18 @@ def test_a_training_goes_on_without_its_output(ends: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "ends", [FULL, CLOSED, "2>&1 | head -1; exit ${PIPESTATUS[0]}"], ids=["full", "closed", "gone"]
 )
-def test_a_launcher_goes_on_without_its_output(ends: str, tmp_path: Path) -> None:
+def test_a_launcher_goes_on_without_its_output(ends, tmp_path):
     assert shell(f'"$0" -c "$1" "$2" {ends}', SUPERVISED, str(tmp_path)).returncode == 0
 
 
-def test_the_output_of_a_launcher_arrives_whole_and_in_order(tmp_path: Path) -> None:
+def test_the_output_of_a_launcher_arrives_whole_and_in_order(tmp_path):
     done = shell('"$0" -c "$1" "$2" 2>&1', SUPERVISED, str(tmp_path))
     assert done.stdout.splitlines() == [f"{word} {number}" for number in range(1, 2001) for word in ("line", "error")]
     apart = shell('"$0" -c "$1" "$2"', SUPERVISED, str(tmp_path))
     assert apart.stderr.splitlines() == [f"error {number}" for number in range(1, 2001)]
 
 
-def test_a_log_has_no_nul_bytes_of_a_launcher(tmp_path: Path) -> None:
+def test_a_log_has_no_nul_bytes_of_a_launcher(tmp_path):
     program = SUPERVISED.replace("set -e; ", r"printf '\\0one\\0\\n' >&2; printf 'two\\0\\n'; exit; ")
     log, out, errors = tmp_path / "log", tmp_path / "out", tmp_path / "errors"
     assert shell('"$0" -c "$1" "$2" >"$3" 2>&1', program, str(tmp_path), str(log)).returncode == 0
@@ -64,14 +63,14 @@ def test_a_log_has_no_nul_bytes_of_a_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", [">/dev/full", ">&-"])
 @pytest.mark.parametrize("command", ["plan clusters", "--help"])
-def test_a_command_whose_product_cannot_be_written_says_so(command: str, end: str) -> None:
+def test_a_command_whose_product_cannot_be_written_says_so(command, end):
     done = shell(f'"$0" -m hpcdist {command} {end}')
     assert done.returncode == 74
     assert done.stderr.startswith("Error: standard output cannot be written: ")
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_files_do_not_take_the_place_of_closed_descriptors(tmp_path: Path) -> None:
+def test_files_do_not_take_the_place_of_closed_descriptors(tmp_path):
     program = "import sys\nfrom hpcdist.comm.launch import standard_streams\nstandard_streams.tolerate()\n"
     program += (
         "file = open(sys.argv[1], 'w')\nprint('lost')\nprint('lost', file=sys.stderr)\nsys.exit(file.fileno() < 3)"

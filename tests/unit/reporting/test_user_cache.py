@@ -163,9 +163,7 @@ READERS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_any_damage_has_a_documented_end_and_stops_no_run(
-    name: str, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_any_damage_has_a_documented_end_and_stops_no_run(name, whole, tmp_path, capfd):
     random_of = random.Random(f"{name} 1")
     structured = {".json": forged, ".jsonl": forged, ".h5": forged_hdf5}.get(Path(name).suffix, flipped)
     for number in range(9):
@@ -179,7 +177,7 @@ def test_any_damage_has_a_documented_end_and_stops_no_run(
     capfd.readouterr()
 
 
-def test_what_is_no_file_at_all_stops_no_run(whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_file_at_all_stops_no_run(whole, tmp_path, capfd):
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     names = ("usage.json", "starts.json", "metrics.h5", "jobs.jsonl")
@@ -192,7 +190,7 @@ def test_what_is_no_file_at_all_stops_no_run(whole: Path, tmp_path: Path, capfd:
         assert (run / f"{name}.damaged-1").is_dir() and f"{name}.damaged-1" in told
 
 
-def test_any_damage_of_a_measurement_only_costs_another() -> None:
+def test_any_damage_of_a_measurement_only_costs_another():
     random_of = random.Random(1)
     keep_tuning(Tuning("ring"), TUNED_FOR)
     path = tuning_path(TUNED_FOR)

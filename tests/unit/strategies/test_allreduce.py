@@ -9,7 +9,6 @@ from harness.rank_run import GPT, RankRun, gpt, text
 from hpcdist import collectives
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.allreduce import AllreduceExchange, buckets_of_layers
 
@@ -22,7 +21,7 @@ def losses(size: int, data: np.ndarray, ranks_per_node: int | None = None, **key
 
 
 @pytest.mark.parametrize("algorithm", sorted(collectives.ALLREDUCE))
-def test_every_algorithm_and_size_trains_as_one_process(algorithm: str, rng: np.random.Generator) -> None:
+def test_every_algorithm_and_size_trains_as_one_process(algorithm, rng):
     data = text(rng, STEPS, SAMPLES)
     (alone,) = losses(1, data, algorithm="native")
     for size in (2, 3, 4):
@@ -30,22 +29,22 @@ def test_every_algorithm_and_size_trains_as_one_process(algorithm: str, rng: np.
             np.testing.assert_allclose(together, alone, rtol=1e-12)
 
 
-def test_training_lowers_the_loss_of_a_repeated_batch(rng: np.random.Generator) -> None:
+def test_training_lowers_the_loss_of_a_repeated_batch(rng):
     first, *_, last = losses(2, np.repeat(text(rng, 1, SAMPLES), STEPS, axis=0), dtype="float32")[0]
     assert last < first - 0.05
 
 
-def test_a_rank_without_samples_contributes_nothing(rng: np.random.Generator) -> None:
+def test_a_rank_without_samples_contributes_nothing(rng):
     data = text(rng, STEPS, SAMPLES)
     (alone,) = losses(1, data, algorithm="native")
     crowd = losses(4, data, microbatches=3)[3]  # 1-2 samples, 3 parts
     np.testing.assert_allclose(crowd, alone, rtol=1e-12)
 
 
-def test_nan_names_step_rank_and_tensor_and_updates_nothing(rng: np.random.Generator) -> None:
+def test_nan_names_step_rank_and_tensor_and_updates_nothing(rng):
     data = text(rng, STEPS, SAMPLES)
 
-    def body(comm: Communicator) -> str:
+    def body(comm):
         run = Run(comm, dtype="float32")
         if comm.rank == 1:
             run.exchange.parameters.view(run.model.layout.segments[4].key)[...] = np.nan
@@ -57,10 +56,10 @@ def test_nan_names_step_rank_and_tensor_and_updates_nothing(rng: np.random.Gener
         assert "rank 0:" not in why and "rank 2:" not in why
 
 
-def test_wishes_are_summed_over_the_ranks(rng: np.random.Generator) -> None:
+def test_wishes_are_summed_over_the_ranks(rng):
     data = text(rng, STEPS, SAMPLES)
 
-    def body(comm: Communicator) -> list[float]:
+    def body(comm):
         run, stop_requests = Run(comm, dtype="float32"), np.array([0.0, float(comm.rank == 2)])
         return run.executor.run(run.operations, run.batches(data[0]), SAMPLES, 0, stop_requests).stop_requests.tolist()
 
@@ -68,7 +67,7 @@ def test_wishes_are_summed_over_the_ranks(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 256, 1000, 10**9])
-def test_buckets_tile_the_space_from_the_end(bucket_bytes: int) -> None:
+def test_buckets_tile_the_space_from_the_end(bucket_bytes):
     layout = Layout.of([TensorSpec(layer, "w", (size,)) for layer, size in enumerate((100, 1, 300, 32))])
     found = buckets_of_layers(layout, 4, bucket_bytes)
     ordered = sorted(found)
@@ -77,7 +76,7 @@ def test_buckets_tile_the_space_from_the_end(bucket_bytes: int) -> None:
     assert found[0].stop == layout.size, "the last layers come first"
 
 
-def test_buckets_of_a_part_tile_it() -> None:
+def test_buckets_of_a_part_tile_it():
     layout = Layout.of([TensorSpec(layer, "w", (size,)) for layer, size in enumerate((100, 1, 300, 32))])
     part = Range(layout.units[1].start, layout.units[2].stop)
     for bucket_bytes in (1, 256, 10**9):

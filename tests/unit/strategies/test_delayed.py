@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.delayed import DelayedExchange
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.verify.proof import verify
-from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -155,14 +153,12 @@ def distance(found: np.ndarray, right: np.ndarray) -> float:
     ("size", "flushes"),
     [(size, flushes) for size in range(1, 9) for flushes in ((), (3,), (1, 2, 5)) if not flushes or size in (3, 8)],
 )
-def test_the_rule_is_that_of_the_reference(
-    overlap: str, size: int, flushes: tuple[int, ...], rng: np.random.Generator
-) -> None:
+def test_the_rule_is_that_of_the_reference(overlap, size, flushes, rng):
     """Eight ranks on seven samples: one of them has none."""
     data = text(rng, STEPS, SAMPLES)
     losses, weights = ByHand(SGD).train(data, flushes)
 
-    def body(comm: Communicator) -> tuple[list[float], np.ndarray]:
+    def body(comm):
         with Run(comm, overlap, SGD) as run:
             return run.train(data, flushes)
 
@@ -173,13 +169,11 @@ def test_the_rule_is_that_of_the_reference(
 
 @pytest.mark.parametrize("config", [MOMENTUM, ADAMW, LAMB], ids=lambda config: config.name)
 @pytest.mark.parametrize("flushes", [(), (4,)])
-def test_any_optimizer_is_that_of_one_rank(
-    config: OptimizerConfig, flushes: tuple[int, ...], rng: np.random.Generator
-) -> None:
+def test_any_optimizer_is_that_of_one_rank(config, flushes, rng):
     data = text(rng, STEPS, SAMPLES)
     losses, weights = ByTheOptimizer(config).train(data, flushes)
 
-    def body(comm: Communicator, **keys: int) -> tuple[list[float], np.ndarray]:
+    def body(comm, **keys):
         with Run(comm, "thread", config, **keys) as run:  # type: ignore[arg-type]
             return run.train(data, flushes)
 
@@ -192,11 +186,11 @@ def test_any_optimizer_is_that_of_one_rank(
     assert distance(np.concatenate([staged[0][1], staged[2][1]]), weights) < 1e-9
 
 
-def test_without_a_flush_the_last_gradient_is_left(rng: np.random.Generator) -> None:
+def test_without_a_flush_the_last_gradient_is_left(rng):
     """The first step changes nothing; a flush behind every step is no delay at all."""
     data = text(rng, STEPS, SAMPLES)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         with Run(comm, "thread", SGD) as run:
             initial = run.exchange.parameters.array.copy()
             run.step(data[0])
@@ -215,12 +209,10 @@ def test_without_a_flush_the_last_gradient_is_left(rng: np.random.Generator) -> 
 
 @pytest.mark.parametrize("algorithm", ["ring", "node_shared", "native"])
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_bits_are_reproducible_and_those_of_the_other_kind(
-    algorithm: str, microbatches: int, rng: np.random.Generator
-) -> None:
+def test_bits_are_reproducible_and_those_of_the_other_kind(algorithm, microbatches, rng):
     data = text(rng, STEPS, SAMPLES)
 
-    def body(comm: Communicator, overlap: str) -> tuple[list[float], bytes]:
+    def body(comm, overlap):
         with Run(comm, overlap, algorithm=algorithm, microbatches=microbatches) as run:
             losses, weights = run.train(data, (3,))
             return losses, weights.tobytes()
@@ -233,15 +225,15 @@ def test_bits_are_reproducible_and_those_of_the_other_kind(
 
 @pytest.mark.parametrize("overlap", KINDS)
 @pytest.mark.parametrize("pipeline", [1, 2])
-def test_the_list_is_proven_and_broken_ones_are_refused(overlap: str, pipeline: int) -> None:
-    def body(comm: Communicator) -> Run:
+def test_the_list_is_proven_and_broken_ones_are_refused(overlap, pipeline):
+    def body(comm):
         with Run(comm, overlap, pipeline=pipeline, microbatches=2) as run:
             return run
 
     runs = run_threads(2 * pipeline, body)
     lists = [run.operations for run in runs]
 
-    def prove() -> None:
+    def prove():
         units = dict(enumerate(runs[0].model.layout.units.values()))
         verify(lists, grid=runs[0].grid, units=units, microbatches=2, needs=runs[0].model.needs)
 
@@ -264,10 +256,10 @@ def test_the_list_is_proven_and_broken_ones_are_refused(overlap: str, pipeline: 
 
 
 @pytest.mark.parametrize("overlap", KINDS)
-def test_a_value_that_is_not_finite_ends_the_run_on_all_ranks(overlap: str, rng: np.random.Generator) -> None:
+def test_a_value_that_is_not_finite_ends_the_run_on_all_ranks(overlap, rng):
     data = text(rng, STEPS, SAMPLES)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         with Run(comm, overlap) as run:
             run.step(data[0])
             if comm.rank == 1:
@@ -277,7 +269,7 @@ def test_a_value_that_is_not_finite_ends_the_run_on_all_ranks(overlap: str, rng:
 
     run_threads(3, body)
 
-    def late(comm: Communicator) -> None:
+    def late(comm):
         with Run(comm, overlap) as run:
             run.step(data[0])
             for bucket in run.exchange._buckets:
@@ -296,16 +288,10 @@ def test_a_value_that_is_not_finite_ends_the_run_on_all_ranks(overlap: str, rng:
 @pytest.mark.parametrize("overlap", KINDS)
 @pytest.mark.parametrize(
     "layout",
-    [
-        {},
-        {"parallel.pipeline": 2},
-        {"parallel.pipeline": 2, "parallel.schedule": "interleaved", "parallel.chunks": 2},
-    ],
+    [{}, {"parallel.pipeline": 2}, {"parallel.pipeline": 2, "parallel.schedule": "interleaved", "parallel.chunks": 2}],
     ids=["data", "pipeline", "chunks"],
 )
-def test_where_a_run_saves_changes_no_bit_of_it(
-    overlap: str, layout: dict[str, object], tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_where_a_run_saves_changes_no_bit_of_it(overlap, layout, tmp_path, rng):
     """The gradient that is pending is among the pieces; an exchange that would drop it is refused."""
     settings = {
         "data.path": write_text(tmp_path / "text.txt", rng),
@@ -319,12 +305,12 @@ def test_where_a_run_saves_changes_no_bit_of_it(
     }
     alone, settings = dict(settings), settings | layout
 
-    def body(comm: Communicator, settings: dict[str, object], *, saves: bool) -> tuple[list[float], bytes]:
+    def body(comm, settings, *, saves):
         trainer = assembled(comm, settings)
         with trainer.batches(5) as batches:
             parts = [trainer.cut(trainer.place(batch)) for batch in batches]
 
-        def train(trainer: Trainer, first: int, last: int) -> list[float]:
+        def train(trainer, first, last):
             return [trainer.step(step + 1, parts[step], np.zeros(3)).loss for step in range(first, last)]
 
         losses = train(trainer, 0, 3)
@@ -356,5 +342,5 @@ def test_where_a_run_saves_changes_no_bit_of_it(
         (["communication.overlap=thread", "precision.mode=bfloat16"], r"precision.mode = 'bfloat16' is not built"),
     ],
 )
-def test_recipes_that_cannot_be_had_are_refused(settings: list[str], match: str) -> None:
+def test_recipes_that_cannot_be_had_are_refused(settings, match):
     refused(["communication.delayed=true", *settings], match)

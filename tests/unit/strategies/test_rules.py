@@ -8,7 +8,7 @@ from hpcdist.energy.config import RULES as ENERGY
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import RULES as MODEL
 from hpcdist.optim.config import RULES as OPTIMIZER
-from hpcdist.reporting.rules import Rule, check, refusals, rule
+from hpcdist.reporting.rules import check, refusals, rule
 from hpcdist.strategies import rules
 from hpcdist.strategies.compressed.config import RULES as COMPRESSION
 from hpcdist.strategies.config import RULES as PARALLEL
@@ -30,17 +30,17 @@ OPTIONS = {"data rank": 2, "feed-forward column": 512, "--survive": "shrink", "-
 VALUES = rules.derived({**recipes.defaults(), **OPTIONS})
 
 
-def test_every_rule_names_keys_that_there_are() -> None:
+def test_every_rule_names_keys_that_there_are():
     unknown = {key for each in ALL for key in (*each.conditions, *each.given) if key not in VALUES}
     assert unknown == set(), "such a rule would be passed over"
 
 
-def test_defaults_go_together() -> None:
+def test_defaults_go_together():
     assert list(refusals(ALL, VALUES)) == []
 
 
 @pytest.mark.parametrize("each", ALL, ids=lambda each: " with ".join(each.conditions))
-def test_every_rule_says_what_to_change(each: Rule) -> None:
+def test_every_rule_says_what_to_change(each):
     assert each.cure or any(condition.cure for key, condition in each.conditions.items() if "." in key)
 
 
@@ -63,7 +63,7 @@ def test_every_rule_says_what_to_change(each: Rule) -> None:
         ("a.x with --go=on with rank?", {"a.x": 1, "--go": "on", "rank": 2}, "a.x = 1 with --go on and 2 ranks; set"),
     ],
 )
-def test_terms(terms: str, values: dict[str, object], message: str | None) -> None:
+def test_terms(terms, values, message):
     if message is None:
         check([rule(terms)], values)
     else:

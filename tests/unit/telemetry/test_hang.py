@@ -76,12 +76,12 @@ def first(report: HangReport) -> tuple[str, tuple[int, ...], str]:
     return finding.kind, finding.ranks, finding.event.site if finding.event is not None else ""
 
 
-def test_all_finished() -> None:
+def test_all_finished():
     stories = [Story(rank).does("barrier", 1, 2).notes_("finished", 3) for rank in range(3)]
     assert told(*stories).findings == ()
 
 
-def test_a_healthy_run_that_goes_on() -> None:
+def test_a_healthy_run_that_goes_on():
     # Rank 1 computes; the others have waited for a moment only.
     waiting = [Story(rank).does("allreduce", 1, 2).does("allreduce", 3).beats(4) for rank in (0, 2)]
     report = told(*waiting, Story(1).does("allreduce", 1, 2).beats(4), now_s=5)
@@ -90,21 +90,21 @@ def test_a_healthy_run_that_goes_on() -> None:
     assert first(told(*later, Story(1).does("allreduce", 1, 2).beats(29), now_s=30))[:2] == ("absent", (1,))
 
 
-def test_skipped_collective_is_a_different_operation() -> None:
+def test_skipped_collective_is_a_different_operation():
     stories = [Story(rank).does("barrier", 1, 2).does("allreduce", 3, line=5) for rank in (0, 2)]
     skipper = Story(1).does("barrier", 1, 2).does("barrier", 3, line=6)
     assert first(told(*stories, skipper)) == ("skipped", (1,), "train.py:5 (step)")
 
 
 @pytest.mark.parametrize("skipper", [0, 1])
-def test_of_two_ranks_the_one_further_down_skipped(skipper: int) -> None:
+def test_of_two_ranks_the_one_further_down_skipped(skipper):
     a = Story(skipper, world=2).does("barrier", 1, line=9)
     b = Story(1 - skipper, world=2).does("allreduce", 1, line=5)
     assert first(told(a, b)) == ("skipped", (skipper,), "train.py:5 (step)")
 
 
 @pytest.mark.parametrize("skipper", [0, 1])
-def test_of_two_ranks_the_one_that_broke_the_habit(skipper: int) -> None:
+def test_of_two_ranks_the_one_that_broke_the_habit(skipper):
     # A loop over lines 20 (called function) and 5: rank `skipper` leaves out 20, so that line numbers say nothing.
     stories = [Story(rank, world=2) for rank in range(2)]
     for story in stories:
@@ -116,7 +116,7 @@ def test_of_two_ranks_the_one_that_broke_the_habit(skipper: int) -> None:
     assert first(told(*stories))[:2] == ("skipped", (skipper,))
 
 
-def test_skipped_last_collective_and_finished() -> None:
+def test_skipped_last_collective_and_finished():
     waiting = [Story(rank).does("barrier", 1, 2).does("allreduce", 3, line=5).notes_("deadline", 60) for rank in (0, 2)]
     skipper = Story(1).does("barrier", 1, 2).notes_("finished", 3, "end of the program")
     report = told(*waiting, skipper)
@@ -136,7 +136,7 @@ def test_skipped_last_collective_and_finished() -> None:
         ("allgather_object", dict(line=7), False),
     ],
 )
-def test_mismatched_arguments(op: str, other: dict[str, int], wrong: bool) -> None:
+def test_mismatched_arguments(op, other, wrong):
     stories = [Story(rank).does(op, 1, 2, **({} if rank != 2 else other)).notes_("finished", 3) for rank in range(3)]
     report = told(*stories)
     assert bool(report.findings) == wrong
@@ -144,13 +144,13 @@ def test_mismatched_arguments(op: str, other: dict[str, int], wrong: bool) -> No
         assert first(report)[:2] == ("mismatch", (2,))
 
 
-def test_the_first_mismatch_in_time_over_all_communicators() -> None:
+def test_the_first_mismatch_in_time_over_all_communicators():
     stories = [Story(rank).does("barrier", 1, 2, comm="a").does("allreduce", 5, comm="b") for rank in range(3)]
     stories[2] = Story(2).does("allreduce", 4, comm="a").does("barrier", 5, comm="b")
     assert told(*stories).findings[0].event == stories[0].events[0]
 
 
-def test_raised_comes_before_its_echo() -> None:
+def test_raised_comes_before_its_echo():
     origin = Story(1).does("barrier", 1, 2).notes_("raised", 3.5, "ValueError: bad at train.py:7 (step)")
     echo = Story(0).does("barrier", 1, 2).does("allreduce", 3).notes_("raised", 3.0, "CommunicationError: peer is gone")
     killed = Story(2).does("barrier", 1, 2).does("allreduce", 3).beats(3.4)
@@ -160,19 +160,19 @@ def test_raised_comes_before_its_echo() -> None:
     assert {rank.rank: rank.state for rank in report.ranks} == {0: "raised", 1: "raised", 2: "ended"}
 
 
-def test_killed_is_the_one_the_others_wait_for() -> None:
+def test_killed_is_the_one_the_others_wait_for():
     waiting = [Story(rank).does("barrier", 1, 2).does("allreduce", 3, line=5).beats(4) for rank in (0, 2)]
     report = told(*waiting, Story(1).does("barrier", 1, 2).beats(3.9))
     assert first(report) == ("killed", (1,), "train.py:5 (step)")
     assert len(report.findings) == 1
 
 
-def test_killed_all_together() -> None:
+def test_killed_all_together():
     report = told(*(Story(rank).does("allreduce", 1, 2).beats(4) for rank in range(3)))
     assert first(report)[:2] == ("killed", (0, 1, 2)) and len(report.findings) == 1
 
 
-def test_stopped_fell_silent_long_before_the_others() -> None:
+def test_stopped_fell_silent_long_before_the_others():
     waiting = [Story(rank).does("allreduce", 3, line=5).beats(303).notes_("deadline", 303, "waited") for rank in (0, 2)]
     assert first(told(*waiting, Story(1).beats(3))) == ("stopped", (1,), "train.py:5 (step)")
     # The same when the end of the job woke it up again, so that it ran on for a moment.
@@ -181,14 +181,14 @@ def test_stopped_fell_silent_long_before_the_others() -> None:
     assert first(told(*waiting, woken)) == ("stopped", (1,), "train.py:5 (step)")
 
 
-def test_absent_was_alive_when_the_deadline_passed() -> None:
+def test_absent_was_alive_when_the_deadline_passed():
     waiting = [Story(rank).does("allreduce", 3, line=5).beats(303).notes_("deadline", 303) for rank in (0, 2)]
     report = told(*waiting, Story(1).does("send", 1, 2, line=3, peer=0).beats(303.2))
     assert first(report) == ("absent", (1,), "train.py:5 (step)")
     assert "after send #1 on world" in report.findings[0].text and "rank-00001.stacks" in report.findings[0].text
 
 
-def test_the_chain_of_waits_is_followed_to_its_end() -> None:
+def test_the_chain_of_waits_is_followed_to_its_end():
     # 0 waits for 1 in a collective, 1 waits for a message of 2, 2 computes for ever.
     stories = [
         Story(0).does("barrier", 1, line=5).notes_("deadline", 300),
@@ -198,7 +198,7 @@ def test_the_chain_of_waits_is_followed_to_its_end() -> None:
     assert first(told(*stories))[1:] == ((2,), "train.py:7 (step)")
 
 
-def test_deadlock_of_messages() -> None:
+def test_deadlock_of_messages():
     stories = [Story(rank).does("recv", 1, line=rank, peer=(rank + 1) % 3).notes_("deadline", 300) for rank in range(3)]
     report = told(*stories)
     assert first(report)[:2] == ("deadlock", (0, 1, 2))
@@ -206,7 +206,7 @@ def test_deadlock_of_messages() -> None:
 
 
 @pytest.mark.parametrize("state", ["stopped", "silent", "killed"])
-def test_a_rank_that_was_stopped_within_an_exchange_is_no_deadlock(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_was_stopped_within_an_exchange_is_no_deadlock(state, monkeypatch):
     stories = [Story(rank, 2, pid=1).does("recv", 1, line=rank, peer=1 - rank).beats(90) for rank in range(2)]
     letters = {0: "S", 1: {"stopped": "T", "silent": None, "killed": ""}[state]}
     if state == "silent":
@@ -217,12 +217,12 @@ def test_a_rank_that_was_stopped_within_an_exchange_is_no_deadlock(state: str, m
     assert report.findings[0].ranks == (1,)
 
 
-def test_a_deadlock_whose_ranks_were_all_killed_is_still_one() -> None:
+def test_a_deadlock_whose_ranks_were_all_killed_is_still_one():
     stories = [Story(rank, 2).does("recv", 1, line=rank, peer=1 - rank).beats(90) for rank in range(2)]
     assert "deadlock" in [finding.kind for finding in told(*stories).findings]
 
 
-def test_peers_of_an_axis_are_its_members_in_order() -> None:
+def test_peers_of_an_axis_are_its_members_in_order():
     # On axis "tp" ranks 1 and 2 are members 0 and 1.
     stories = [
         Story(0).notes_("finished", 5),
@@ -232,7 +232,7 @@ def test_peers_of_an_axis_are_its_members_in_order() -> None:
     assert first(told(*stories)) == ("absent", (2,), "train.py:4 (step)")
 
 
-def test_what_the_ring_has_lost_accuses_nobody() -> None:
+def test_what_the_ring_has_lost_accuses_nobody():
     busy = Story(1).beats(300)
     for number in range(64):
         busy.does("send", 1 + number / 100, 2 + number / 100, peer=0)
@@ -244,12 +244,12 @@ def test_what_the_ring_has_lost_accuses_nobody() -> None:
     assert all(finding.ranks != (1,) for finding in told(*stories).findings)
 
 
-def test_missing_record() -> None:
+def test_missing_record():
     stories = [Story(rank).does("barrier", 1).notes_("deadline", 300) for rank in (0, 2)]
     assert first(told(*stories))[:2] == ("missing", (1,))
 
 
-def test_process_that_is_gone_while_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_is_gone_while_the_others_run(monkeypatch):
     monkeypatch.setattr(RankRecord, "process_state", lambda self: {0: "S", 1: "", 2: "T"}[self.rank])
     stories = [Story(rank, pid=1).does("barrier", 1, 2).does("allreduce", 3, line=5).beats(90) for rank in (0,)]
     stories += [Story(rank, pid=1).does("barrier", 1, 2).beats(4) for rank in (1, 2)]
@@ -277,14 +277,14 @@ def hung(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_command_names_the_rank_and_exits_with_1(hung: Path) -> None:
+def test_command_names_the_rank_and_exits_with_1(hung):
     result = CliRunner().invoke(command, [str(hung)])
     assert result.exit_code == 1, result.output
     assert result.output.startswith("SKIPPED: rank 1 made barrier #1 on world, at ")
     assert "test_hang.py:" in result.output and "where rank 0 made allreduce #1 on world, 10 x float32" in result.output
 
 
-def test_command_as_json(hung: Path) -> None:
+def test_command_as_json(hung):
     result = CliRunner().invoke(command, [str(hung / "recorder"), "--json"])
     value = json.loads(result.output)
     assert result.exit_code == 1 and value["wrong"] is True and value["world"] == 2
@@ -292,7 +292,7 @@ def test_command_as_json(hung: Path) -> None:
     assert value["findings"][0]["event"]["op"] == "allreduce"
 
 
-def test_command_when_nothing_is_wrong(tmp_path: Path) -> None:
+def test_command_when_nothing_is_wrong(tmp_path):
     recorder = write(tmp_path / "recorder", 0, 1)
     recorder.end(recorder.begin("world", "barrier", "uint8", 0, 0, -1, 0))
     result = CliRunner().invoke(command, [str(tmp_path)])
@@ -300,13 +300,13 @@ def test_command_when_nothing_is_wrong(tmp_path: Path) -> None:
     recorder.close()
 
 
-def test_records_of_an_earlier_larger_run_are_ignored(tmp_path: Path) -> None:
+def test_records_of_an_earlier_larger_run_are_ignored(tmp_path):
     for rank, world in ((0, 3), (1, 3), (2, 3), (0, 2), (1, 2)):
         write(tmp_path, rank, world).close()
     assert [record.rank for record in load(tmp_path)] == [0, 1]
 
 
-def test_bad_directories(tmp_path: Path) -> None:
+def test_bad_directories(tmp_path):
     with pytest.raises(UsageError, match="holds no records"):
         load(tmp_path)
     (tmp_path / "rank-00000.rec").write_text("something else")
@@ -317,7 +317,7 @@ def test_bad_directories(tmp_path: Path) -> None:
         CliRunner().invoke(command, [str(tmp_path)], catch_exceptions=False)
 
 
-def test_a_truncated_file_hides_no_other_rank(tmp_path: Path) -> None:
+def test_a_truncated_file_hides_no_other_rank(tmp_path):
     for rank in range(3):
         write(tmp_path, rank, 3).close()
     path = tmp_path / "rank-00001.rec"
@@ -328,5 +328,5 @@ def test_a_truncated_file_hides_no_other_rank(tmp_path: Path) -> None:
     assert [line.split()[0] for line in result.output.splitlines()[-2:]] == ["0", "2"]
 
 
-def test_finding_without_an_operation_is_a_finding() -> None:
+def test_finding_without_an_operation_is_a_finding():
     assert Finding("missing", (1,), "no record").event is None

@@ -73,11 +73,11 @@ def train(text: Path, layout: str = "one process", **keys: object) -> tuple[Path
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_number_of_ranks_gets_the_parameters_of_any_layout(layout: str, text: Path) -> None:
+def test_any_number_of_ranks_gets_the_parameters_of_any_layout(layout, text):
     run, loss, tensors = train(text, layout)
     recipe = recipes.load_stored(run / "recipe.toml")
 
-    def body(comm: Communicator) -> float:
+    def body(comm):
         trained = load(comm, run, recipe)
         assert trained.steps == STEPS
         assert {segment.key for segment in trained.model.layout.segments} == set(tensors)
@@ -94,18 +94,18 @@ def test_any_number_of_ranks_gets_the_parameters_of_any_layout(layout: str, text
         assert losses[0] == pytest.approx(loss, rel=1e-6)
 
 
-def test_each_rank_reads_its_share_only(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_reads_its_share_only(text, monkeypatch):
     run, _, tensors = train(text)
     recipe = recipes.load_stored(run / "recipe.toml")
     read: dict[int, int] = {}
     restore = inference.restore_together
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         with count_traffic(comm) as traffic:
             load(comm, run, recipe)
         assert traffic.calls["all_gather"] == 1
 
-    def counting(comm: Communicator, path: Path, wanted: list) -> object:
+    def counting(comm, path, wanted):
         read[comm.rank] = sum(piece.flat.size for piece in wanted)
         return restore(comm, path, wanted)
 
@@ -115,7 +115,7 @@ def test_each_rank_reads_its_share_only(text: Path, monkeypatch: pytest.MonkeyPa
     assert sum(read.values()) == total and max(read.values()) < total / 3
 
 
-def test_sample_does_not_open_the_data(text: Path) -> None:
+def test_sample_does_not_open_the_data(text):
     run, _, _ = train(text)
     text.unlink()
     written = "".join(sample(run, "ab", 12, temperature=0.7, top_k=5, seed=3))
@@ -126,7 +126,7 @@ def test_sample_does_not_open_the_data(text: Path) -> None:
     assert bytes([*b"ab", *drawn, *b"\n"]).decode("utf-8", "replace") == written
 
 
-def test_an_mlp_knows_its_inputs_without_the_data(text: Path) -> None:
+def test_an_mlp_knows_its_inputs_without_the_data(text):
     run, loss, _ = train(text, **{"model.kind": "mlp"})
     hidden = text.rename(text.with_suffix(".hidden"))
     trained = load(solo(), run, recipes.load_stored(run / "recipe.toml"))
@@ -137,12 +137,12 @@ def test_an_mlp_knows_its_inputs_without_the_data(text: Path) -> None:
         next(sample(run, "ab", 1, temperature=1, top_k=0, seed=0))
 
 
-def test_other_data_is_refused_on_every_rank(text: Path) -> None:
+def test_other_data_is_refused_on_every_rank(text):
     run, _, _ = train(text)
     text.write_text(text.read_text()[:-9] + "abcdefghi")
     recipe = recipes.load_stored(run / "recipe.toml")
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         with pytest.raises(DataError, match="other data"):
             load(comm, run, recipe).validation_loss()
 
@@ -153,7 +153,7 @@ def folders(run: Path) -> list[str]:
     return sorted(path.name for path in run.iterdir() if path.is_dir())
 
 
-def test_a_look_leaves_nothing_behind(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_leaves_nothing_behind(text, monkeypatch):
     run, _, _ = train(text)
     (run / "recorder").mkdir()
     with InspectionSession(run) as look:
@@ -172,10 +172,10 @@ def test_a_look_leaves_nothing_behind(text: Path, monkeypatch: pytest.MonkeyPatc
     assert folders(run) == ["checkpoints", "recorder"]
 
 
-def test_the_records_of_a_look_that_fails_stay(text: Path) -> None:
+def test_the_records_of_a_look_that_fails_stay(text):
     run, _, _ = train(text)
 
-    def interrupted(look: InspectionSession) -> None:
+    def interrupted(look):
         with look:
             look.load()
             raise CommunicationError("a message was lost")
@@ -189,11 +189,11 @@ def test_the_records_of_a_look_that_fails_stay(text: Path) -> None:
     assert len(kept) == 1 and (run / kept[0] / "recorder" / "rank-00000.rec").exists()
 
 
-def test_a_run_of_somebody_else_can_be_looked_at(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_somebody_else_can_be_looked_at(text, tmp_path, monkeypatch):
     run, _, _ = train(text)
     make, made = inference.tempfile.mkdtemp, []
 
-    def read_only(prefix: str, **where: Path) -> str:
+    def read_only(prefix, **where):
         if where:
             raise PermissionError(13, "Permission denied", str(where["dir"]))
         made.append(make(prefix=prefix, dir=tmp_path))
@@ -206,7 +206,7 @@ def test_a_run_of_somebody_else_can_be_looked_at(text: Path, tmp_path: Path, mon
     assert not Path(made[0]).exists()
 
 
-def test_a_run_without_a_checkpoint_is_refused(text: Path) -> None:
+def test_a_run_without_a_checkpoint_is_refused(text):
     run, _, _ = train(text)
     (run / "checkpoints" / f"step-{STEPS}" / "manifest.json").unlink()
     with pytest.raises(StorageError, match="no valid checkpoint"), InspectionSession(run) as look:
@@ -214,7 +214,7 @@ def test_a_run_without_a_checkpoint_is_refused(text: Path) -> None:
     assert folders(run) == ["checkpoints"]
 
 
-def test_only_the_first_rank_of_a_job_writes(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_rank_of_a_job_writes(text, monkeypatch):
     run, _, _ = train(text)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")

@@ -15,22 +15,22 @@ def successor(tokens: np.ndarray) -> np.ndarray:
 PROMPT = np.array([3], np.uint8)
 
 
-def test_greedy_takes_the_likeliest() -> None:
+def test_greedy_takes_the_likeliest():
     assert list(generate(successor, PROMPT, 8, 4, temperature=0.0, top_k=0, seed=0)) == [4, 5, 6, 7, 8, 9, 0, 1]
 
 
-def test_top_1_is_greedy_at_any_temperature() -> None:
+def test_top_1_is_greedy_at_any_temperature():
     assert list(generate(successor, PROMPT, 5, 4, temperature=5.0, top_k=1, seed=0)) == [4, 5, 6, 7, 8]
 
 
-def test_the_seed_decides() -> None:
-    def text(seed: int) -> list[int]:
+def test_the_seed_decides():
+    def text(seed):
         return list(generate(successor, PROMPT, 50, 4, temperature=1.0, top_k=0, seed=seed))
 
     assert text(1) == text(1) != text(2)
 
 
-def test_draws_follow_the_softmax(rng: np.random.Generator) -> None:
+def test_draws_follow_the_softmax(rng):
     fixed = rng.standard_normal(6)
     draws = list(
         generate(lambda _: fixed[None, None], PROMPT, 20000, 4, temperature=0.7, top_k=0, seed=int(rng.integers(1e9)))
@@ -39,10 +39,10 @@ def test_draws_follow_the_softmax(rng: np.random.Generator) -> None:
     assert np.abs(np.bincount(draws, minlength=6) / len(draws) - expected).max() < 0.02
 
 
-def test_the_model_sees_no_more_than_its_context() -> None:
+def test_the_model_sees_no_more_than_its_context():
     seen = []
 
-    def watch(tokens: np.ndarray) -> np.ndarray:
+    def watch(tokens):
         seen.append(tokens.shape[1])
         return successor(tokens)
 

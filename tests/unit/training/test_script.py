@@ -199,7 +199,7 @@ def test_signals_go_back_to_the_script(tmp_path, rng):
 
 
 def test_a_script_that_fails_leaves_nothing_behind(tmp_path, rng):
-    def fails() -> None:
+    def fails():
         with Training(_model(), KEYS, out=tmp_path / "run") as training:
             training.step(*_batches(rng, 1)[0])
             raise KeyError("of the script")

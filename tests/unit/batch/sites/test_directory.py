@@ -29,7 +29,7 @@ def begun(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_start_that_was_killed_before_it_kept_its_recipe(tmp_path: Path) -> None:
+def test_a_start_that_was_killed_before_it_kept_its_recipe(tmp_path):
     for name in ("lock", "lock.now.7.7", "recipe.toml.tmp", ".recipe.toml.0123456789abcdef.new"):
         (tmp_path / name).touch()
     assert prepare(tmp_path).resume_from is None
@@ -40,7 +40,7 @@ def test_a_start_that_was_killed_before_it_kept_its_recipe(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", submission.TEMPLATES)
-def test_what_a_submission_leaves_is_no_other_run(tmp_path: Path, kind: str) -> None:
+def test_what_a_submission_leaves_is_no_other_run(tmp_path, kind):
     ledger.record(tmp_path, ledger.SUBMITTED, job="1")
     (tmp_path / "stop").touch()
     job = BatchJob(nodes=1, python="python", recipe="", run_dir=tmp_path)
@@ -53,7 +53,7 @@ def test_what_a_submission_leaves_is_no_other_run(tmp_path: Path, kind: str) -> 
     assert prepare(tmp_path).resume_from is None
 
 
-def test_the_same_recipe_goes_on(begun: Path) -> None:
+def test_the_same_recipe_goes_on(begun):
     assert prepare(begun, "run.steps=10").changed == ""
     with pytest.raises(UsageError, match="add --resume auto"):
         prepare(begun, "run.steps=10", resume="never")
@@ -71,7 +71,7 @@ def test_the_same_recipe_goes_on(begun: Path) -> None:
         "precision.mode=float64",
     ],
 )
-def test_what_makes_it_another_run_is_refused(begun: Path, override: str) -> None:
+def test_what_makes_it_another_run_is_refused(begun, override):
     before = (begun / "recipe.toml").read_text()
     with pytest.raises(ConfigurationError, match=f"holds another run: {override.partition('=')[0]} = ") as refused:
         prepare(begun, "run.steps=10", override)
@@ -79,7 +79,7 @@ def test_what_makes_it_another_run_is_refused(begun: Path, override: str) -> Non
     assert (begun / "recipe.toml").read_text() == before
 
 
-def test_layout_and_length_may_change_and_every_recipe_is_kept(begun: Path) -> None:
+def test_layout_and_length_may_change_and_every_recipe_is_kept(begun):
     first = recipes.load_stored(begun / "recipe.toml")
     found = prepare(begun, "run.steps=20", "parallel.strategy=zero3", "survival.every_steps=5")
     assert "parallel.strategy = 'allreduce' there, 'zero3' now" in found.changed and "run.steps" in found.changed
@@ -97,17 +97,15 @@ def test_layout_and_length_may_change_and_every_recipe_is_kept(begun: Path) -> N
         ("parallel.strategy=zero1", "zero.offload_optimizer=file", "zero.offload_directory=states"),
     ],
 )
-def test_where_states_lie_may_change_either_way(begun: Path, overrides: tuple[str, ...]) -> None:
+def test_where_states_lie_may_change_either_way(begun, overrides):
     assert "zero." in prepare(begun, "run.steps=10", *overrides).changed
     assert "zero." in prepare(begun, "run.steps=10").changed
 
 
-def test_a_start_that_fails_while_it_keeps_another_recipe_loses_none(
-    begun: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_that_fails_while_it_keeps_another_recipe_loses_none(begun, monkeypatch):
     replace = os.replace
 
-    def fail(new: Path, target: Path) -> None:
+    def fail(new, target):
         if target.name == "recipe.toml":
             raise OSError(28, "No space left on device")
         replace(new, target)
@@ -119,12 +117,12 @@ def test_a_start_that_fails_while_it_keeps_another_recipe_loses_none(
     assert prepare(begun, "run.steps=10").changed == ""
 
 
-def test_the_type_of_working_copies_may_change_but_no_state_is_rounded(begun: Path) -> None:
+def test_the_type_of_working_copies_may_change_but_no_state_is_rounded(begun):
     for mode in ("bfloat16", "float16", "float32"):
         assert "precision.mode = " in prepare(begun, "run.steps=10", f"precision.mode={mode}").changed
 
 
-def test_a_recipe_of_an_older_version_has_the_defaults_of_new_keys(begun: Path) -> None:
+def test_a_recipe_of_an_older_version_has_the_defaults_of_new_keys(begun):
     stored = begun / "recipe.toml"
     text = stored.read_text()
     start = text.index("[energy]")

@@ -36,9 +36,7 @@ JOBS = {
     "frontier": (
         "frontier",
         dataclasses.replace(
-            PLAIN,
-            environment=Path("/lustre/orion/project/env.tar"),
-            local=Path("/mnt/bb/me/hpcdist-1000-1a2b3c4d"),
+            PLAIN, environment=Path("/lustre/orion/project/env.tar"), local=Path("/mnt/bb/me/hpcdist-1000-1a2b3c4d")
         ),
     ),
     "plain": ("slurm-openmpi", dataclasses.replace(PLAIN, account=None, check=False)),

@@ -172,12 +172,7 @@ def test_where_a_profile_is_named(own, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("programs", "name"),
-    [
-        (["sbatch", "qsub"], "slurm-openmpi"),
-        (["qsub"], "pbs"),
-        ([], "slurm-openmpi"),
-    ],
+    ("programs", "name"), [(["sbatch", "qsub"], "slurm-openmpi"), (["qsub"], "pbs"), ([], "slurm-openmpi")]
 )
 def test_the_generic_profile_is_that_of_the_scheduler(own, tmp_path, monkeypatch, programs, name):
     (tmp_path / "bin").mkdir()

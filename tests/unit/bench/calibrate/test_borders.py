@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import pytest
 
 from hpcdist.bench.calibrate import links as borders
@@ -30,7 +29,7 @@ def slope(nbytes: int) -> float:
 
 
 @pytest.mark.parametrize("factor", [0.6, 1.3, 2.5])
-def test_a_jump_is_hemmed_in(rng: np.random.Generator, factor: float):
+def test_a_jump_is_hemmed_in(rng, factor):
     where = int(rng.integers(1 << 14, 1 << 17))  # below, multiples of 64 are too far apart to halve often
     known, rounds, measure = series(lambda nbytes: slope(nbytes) * (factor if nbytes > where else 1.0))
     found = borders.borders(known, measure).between["0"]
@@ -43,7 +42,7 @@ def test_a_jump_is_hemmed_in(rng: np.random.Generator, factor: float):
     assert found == {n: slope(n) * (factor if n > where else 1.0) for n in found}
 
 
-def test_times_that_a_line_can_have_are_left_alone(rng: np.random.Generator):
+def test_times_that_a_line_can_have_are_left_alone(rng):
     alpha, beta = rng.uniform(1e-6, 1e-4), rng.uniform(1e-11, 1e-8)
     known, rounds, measure = series(lambda nbytes: alpha, lambda nbytes: beta * nbytes, slope)
     assert borders.borders(known, measure) == ({}, {})
@@ -67,7 +66,7 @@ def test_a_jump_that_is_not_there_again_was_a_disturbance():
 
 
 def test_series_are_searched_together_and_their_jumps_apart():
-    def jump(where: int) -> Callable[[int], float]:
+    def jump(where):
         return lambda nbytes: slope(nbytes) * (3.0 if nbytes > where else 1.0)
 
     known, rounds, measure = series(jump(5000), jump(200_000), slope)
@@ -79,7 +78,7 @@ def test_series_are_searched_together_and_their_jumps_apart():
         assert all(where / 1.2 < nbytes < where * 1.2 for nbytes in between[name])
 
 
-def test_noise_asks_for_the_greatest_jumps_only(rng: np.random.Generator):
+def test_noise_asks_for_the_greatest_jumps_only(rng):
     known, rounds, measure = series(lambda nbytes: slope(nbytes) * rng.uniform(1.0, 9.0))
     borders.borders(known, measure)
     assert 1 <= len(rounds) <= 1 + borders.HALVINGS

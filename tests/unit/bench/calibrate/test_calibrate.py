@@ -225,7 +225,7 @@ def test_spread_is_the_mean_over_the_first_quartile(monkeypatch):
     now = [0.0]
     lasts = iter([50.0, *[1.0, 3.0] * 4])  # the first is not kept
 
-    def call() -> None:
+    def call():
         now[0] += next(lasts)
 
     monkeypatch.setattr(device.time, "perf_counter", lambda: now[0])
@@ -240,7 +240,7 @@ def test_ranks_of_a_machine_are_counted_together(monkeypatch):
     assert looks[0] == looks[2]
     assert [(one.load, one.own) for one in looks[0]] == [(3.5, 6)]
 
-    def none() -> tuple[float, float, float]:
+    def none():
         raise OSError
 
     monkeypatch.setattr(os, "getloadavg", none)
@@ -274,7 +274,7 @@ def test_points_that_make_no_cluster_are_kept(monkeypatch, tmp_path):
     found = run(solo())
     path, points = tmp_path / "here.toml", tmp_path / "mine.h5"
 
-    def slow(*given: object) -> cluster_fit.CalibratedCluster:
+    def slow(*given):
         made = cluster_fit.CalibratedCluster(cluster=toml_file.read("workstation"), lines=())
         return replace(made, cluster=replace(made.cluster, devices=0))
 

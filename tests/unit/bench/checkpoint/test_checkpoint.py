@@ -21,10 +21,7 @@ def test_ratios_are_medians_of_rounds_of_the_slowest_rank():
         times = np.array(rounds)
         return bench.CheckpointSamples(name, times, {bench.CACHE: 2 * times})
 
-    found = [
-        samples(bench.OURS, (1.0, 2.0), (4.0, 3.0), (1.0, 1.0)),
-        samples(RAW, (1.0, 1.0), (8.0, 1.0), (3.0, 1.0)),
-    ]
+    found = [samples(bench.OURS, (1.0, 2.0), (4.0, 3.0), (1.0, 1.0)), samples(RAW, (1.0, 1.0), (8.0, 1.0), (3.0, 1.0))]
     told = bench.figures(found, 4000)
     raw = {"median_s": 3.0, "bytes_per_s": 4000 / 3, "ratio": 2.0, "ratio_quartiles": [1.25, 2.5]}
     ours = {"median_s": 2.0, "bytes_per_s": 2000.0, "ratio": 1.0, "ratio_quartiles": [1.0, 1.0]}

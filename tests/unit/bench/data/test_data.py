@@ -34,7 +34,7 @@ def expand(contenders: Mapping[str, Mapping[str, Any]], ranks: int = 4) -> tuple
     return request.expand(wanted, SweepRecipes(Sweep(Path("bench data"), (ranks,), 1, {}, {}, (), ())))
 
 
-def test_every_contender_takes_part_and_is_another_run() -> None:
+def test_every_contender_takes_part_and_is_another_run():
     trials, left_out = expand(CONTENDERS)
     assert left_out == {}
     assert len({trial.id for trial in trials}) == len(trials) == 2 * len(CONTENDERS)
@@ -55,7 +55,7 @@ def _written(trial: SweepTrial) -> Any:
     return settings.table(tomllib.loads(trial.recipe), "trial", recipes.defaults(), Path())
 
 
-def test_who_is_refused_is_left_out_with_the_reason() -> None:
+def test_who_is_refused_is_left_out_with_the_reason():
     trials, left_out = expand(
         {"unknown": {"no.such": 1}, "wrong": {"run.steps": -1}, "good": {}, "few": CONTENDERS["servers, bsp"]}, ranks=1
     )
@@ -64,7 +64,7 @@ def test_who_is_refused_is_left_out_with_the_reason() -> None:
     assert "at least 1 must compute" in left_out["few"]
 
 
-def test_the_pace_of_lock_step_and_of_workers_that_run_freely() -> None:
+def test_the_pace_of_lock_step_and_of_workers_that_run_freely():
     together = np.full((11, 2), 0.5)
     together[0] = 7.0
     assert report.steps_per_s(together) == pytest.approx(2.0)
@@ -77,7 +77,7 @@ def test_the_pace_of_lock_step_and_of_workers_that_run_freely() -> None:
     assert np.isnan(report.steps_per_s(together[:1])) and np.isnan(report.steps_per_s(together, first=10))
 
 
-def test_steps_that_others_made_alone_are_steps_of_the_run() -> None:
+def test_steps_that_others_made_alone_are_steps_of_the_run():
     """With a backup worker: the slow one takes part in one step of three, or in none but the first."""
     quick = np.full((13, 3), 0.5)
     quick[0] = 9.0
@@ -87,7 +87,7 @@ def test_steps_that_others_made_alone_are_steps_of_the_run() -> None:
         assert report.ends_s(step_s)[-1].tolist() == [6.0] * 4
 
 
-def test_the_loss_at_a_moment_is_that_of_the_last_step_before_it() -> None:
+def test_the_loss_at_a_moment_is_that_of_the_last_step_before_it():
     step_s, loss = np.full((5, 2), 2.0), np.array([9.0, 4.0, 3.0, 2.0, 1.0])
     times, losses = report.loss_curve(step_s, loss, window=2)
     assert times.tolist() == [2, 4, 6, 8] and losses.tolist() == [4, 3.5, 2.5, 1.5]
@@ -140,7 +140,7 @@ def measured(tmp_path: Path) -> results.SweepResults:
     return results.read(path)
 
 
-def test_rows_compare_what_is_comparable(measured: results.SweepResults) -> None:
+def test_rows_compare_what_is_comparable(measured):
     table = {(row.contender, row.scenario): row for row in reports.rows(measured)}
     assert len(table) == 9
     calm, asp = table["allreduce", "calm"], table["servers, asp", "calm"]
@@ -158,7 +158,7 @@ def test_rows_compare_what_is_comparable(measured: results.SweepResults) -> None
     assert table["broken", "calm"].tokens_per_s is None
 
 
-def test_nothing_is_missing_without_a_word(measured: results.SweepResults) -> None:
+def test_nothing_is_missing_without_a_word(measured):
     table = reports.rows(measured)
     shown = reports.text(table, {"absent": "is not built"})
     assert "left out: absent: is not built" in shown and "left out: refused: exit code 78: set it to 1" in shown
@@ -169,7 +169,7 @@ def test_nothing_is_missing_without_a_word(measured: results.SweepResults) -> No
     assert told["left_out"] == {"absent": "is not built"} and len(told["rows"]) == 9
 
 
-def test_it_says_what_is_not_in_the_tokens_of_backup_workers(measured: results.SweepResults) -> None:
+def test_it_says_what_is_not_in_the_tokens_of_backup_workers(measured):
     table = reports.rows(measured)
     assert {row.contender: row.dropped for row in table if row.dropped is not None} == {"backed up": 3}
     told = [line for line in reports.text(table, {}).splitlines() if "tokens/s are of" in line]
@@ -177,7 +177,7 @@ def test_it_says_what_is_not_in_the_tokens_of_backup_workers(measured: results.S
     assert "; 3 gradients a training came too late" in told[0]
 
 
-def test_what_is_loaded_stands_beside_what_is_sent(measured: results.SweepResults) -> None:
+def test_what_is_loaded_stands_beside_what_is_sent(measured):
     table = reports.rows(measured)
     assert {row.contender: row.bytes_loaded_per_step for row in table if row.bytes_loaded_per_step} == {"loads": 2.5e6}
     assert (
@@ -186,7 +186,7 @@ def test_what_is_loaded_stands_beside_what_is_sent(measured: results.SweepResult
     )
 
 
-def test_losses_are_drawn(measured: results.SweepResults, tmp_path: Path) -> None:
+def test_losses_are_drawn(measured, tmp_path):
     pytest.importorskip("matplotlib")
     reports.plot(measured, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -201,7 +201,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return done.return_value, done.output
 
 
-def test_the_command_lists_contenders_and_refuses_what_it_does_not_know() -> None:
+def test_the_command_lists_contenders_and_refuses_what_it_does_not_know():
     code, shown = invoke("--list", "--contender", "zero1")
     assert (code, shown) == (0, 'zero1: parallel.strategy="zero1"\n')
     with pytest.raises(UsageError, match="choose from 'allreduce', "):
@@ -220,7 +220,7 @@ def test_the_command_lists_contenders_and_refuses_what_it_does_not_know() -> Non
         (["--slow-probability", "2"], "chaos.slow_probability = 2.0; it must be between 0 and 1"),
     ],
 )
-def test_a_straggler_that_cannot_be_is_refused_once(arguments: list[str], match: str) -> None:
+def test_a_straggler_that_cannot_be_is_refused_once(arguments, match):
     with pytest.raises(UsageError, match=re.escape(match)) as refused:
         invoke("-n", "2", *arguments)
     assert str(refused.value).count("chaos.") == 1

@@ -2,10 +2,7 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -54,7 +51,7 @@ def case(schedule: str, microbatches: int = 4, chunks: int = 1) -> PipelineCase:
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)])
-def test_a_machine_that_does_what_the_simulator_says_has_its_bubble(name: str, chunks: int) -> None:
+def test_a_machine_that_does_what_the_simulator_says_has_its_bubble(name, chunks):
     rows = np.random.default_rng(3).uniform(1.0, 2.0, (4, 2 * chunks)).tolist()
     names = ("forward_s", "backward_s", "input_s", "weight_s")
     costs = StepCosts(**dict(zip(names, rows, strict=True)), link=LinkCost(latency_s=0.25))
@@ -67,7 +64,7 @@ def test_a_machine_that_does_what_the_simulator_says_has_its_bubble(name: str, c
     assert found.unit_s == pytest.approx(used)
 
 
-def test_overhead_is_neither_computing_nor_waiting() -> None:
+def test_overhead_is_neither_computing_nor_waiting():
     quick = made(case("1f1b", 8), StepCosts.equal(2, 1.0, 1.0, 1.0))
     slow = made(case("1f1b", 8), StepCosts.equal(2, 1.0, 1.0, 1.0), overhead_s=0.5)
     rows = reports.rows(PipelineResults({}, (quick,))), reports.rows(PipelineResults({}, (slow,)))
@@ -79,13 +76,13 @@ def test_overhead_is_neither_computing_nor_waiting() -> None:
     assert with_it.measured == pytest.approx(3.0 / span_s)
 
 
-def test_closed_forms_are_those_of_the_mean_stage() -> None:
+def test_closed_forms_are_those_of_the_mean_stage():
     assert made(case("1f1b", 8), StepCosts.equal(2, 1.0, 2.0, 1.0)).closed == pytest.approx(1 / 9)
     assert made(case("zb-h1", 8), StepCosts.equal(2, 1.0, 2.0, 1.0)).closed == pytest.approx(2 / (32 + 2))
     assert made(case("zb-h1", 8), StepCosts.equal(2, 1.0, 1.0, 2.0)).closed is None
 
 
-def test_speed_is_told_beside_ranks_that_work_alone_and_beside_1f1b() -> None:
+def test_speed_is_told_beside_ranks_that_work_alone_and_beside_1f1b():
     costs = StepCosts.equal(2, 1.0, 1.0, 1.0)
     one, split = (made(case(name, 8), costs) for name in ("1f1b", "zb-h1"))
     ideal = replace(one, ideal_s=np.full((3, 2), 48.0))  # 8 micro-batches of 6 s
@@ -96,7 +93,7 @@ def test_speed_is_told_beside_ranks_that_work_alone_and_beside_1f1b() -> None:
     assert first.tokens_per_s == pytest.approx(8 * 2 * 8 / 27.0)
 
 
-def test_what_cannot_be_measured_is_left_out_with_the_reason() -> None:
+def test_what_cannot_be_measured_is_left_out_with_the_reason():
     found, left_out = cases(replace(WANTED, schedules=CONTENDERS, microbatches=(1, 4), chunks=4))
     assert len(found) == 2 * len(CONTENDERS) - 2
     assert set(left_out) == {"interleaved, 1 micro-batches", "interleaved, 4 micro-batches"}
@@ -106,7 +103,7 @@ def test_what_cannot_be_measured_is_left_out_with_the_reason() -> None:
         skeleton.chosen("--schedule", ["sequential"], CONTENDERS)
 
 
-def test_stages_are_cut_by_what_their_schedule_computes() -> None:
+def test_stages_are_cut_by_what_their_schedule_computes():
     """The head is slow, but only where its weights are not a pass of their own."""
     seconds = [PassSeconds(1.0, 2.0, 1.0, 1.0)] * 5 + [PassSeconds(1.0, 8.0, 1.0, 1.0)]
     assert place_units(case("1f1b"), seconds).chunks == (range(4), range(4, 6))
@@ -126,7 +123,7 @@ def measured() -> list[MeasuredCase]:
     return kept
 
 
-def test_every_operation_of_every_step_is_timed(measured: list[MeasuredCase]) -> None:
+def test_every_operation_of_every_step_is_timed(measured):
     names = [(one.case.schedule, one.case.microbatches) for one in measured]
     assert names == [("zb-h1", 2), ("zb-v", 2), ("1f1b", 3), ("zb-h1", 3), ("zb-v", 3)]  # 1f1b of 2 is there already
     for one in measured:
@@ -141,7 +138,7 @@ def test_every_operation_of_every_step_is_timed(measured: list[MeasuredCase]) ->
         assert (one.replayed >= 0).all() and 0 <= one.simulated < 1
 
 
-def test_results_are_kept_and_read_back(measured: list[MeasuredCase], tmp_path: Path) -> None:
+def test_results_are_kept_and_read_back(measured, tmp_path):
     path = tmp_path / "p.h5"
     results.append(path, measured[:2], {"git_commit": "abc"})
     results.append(path, measured[1:], {"git_commit": "later"})
@@ -161,14 +158,14 @@ def test_results_are_kept_and_read_back(measured: list[MeasuredCase], tmp_path: 
         results.read(tmp_path / "no.h5")
 
 
-def test_a_schedule_that_trains_something_else_is_an_error() -> None:
+def test_a_schedule_that_trains_something_else_is_an_error():
     run._check_losses([2.0, 2.0001], ["one rank", "1f1b"])
     for other in (2.1, float("nan")):
         with pytest.raises(NonFiniteError, match="1f1b has loss"):
             run._check_losses([2.0, other], ["one rank", "1f1b"])
 
 
-def test_table_json_and_pictures(measured: list[MeasuredCase], tmp_path: Path) -> None:
+def test_table_json_and_pictures(measured, tmp_path):
     found = PipelineResults({"git_commit": "abc"}, tuple(measured))
     table = reports.rows(found)
     assert [(row.microbatches, row.schedule) for row in table] == [
@@ -190,10 +187,10 @@ def test_table_json_and_pictures(measured: list[MeasuredCase], tmp_path: Path) -
         reports.plot(PipelineResults({}, ()), tmp_path / "c.png")
 
 
-def test_the_ranks_get_the_same_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_get_the_same_command_line(monkeypatch):
     lines = []
 
-    def start(ranks: int, call: click.Context) -> int:
+    def start(ranks, call):
         lines.append((ranks, skeleton.rank_arguments(call)))
         return 0
 
@@ -206,8 +203,8 @@ def test_the_ranks_get_the_same_command_line(monkeypatch: pytest.MonkeyPatch) ->
     assert parsed == pipeline.command.make_context("pipeline", given).params
 
 
-def test_the_command_line_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def said(*arguments: str) -> Any:
+def test_the_command_line_is_checked(monkeypatch):
+    def said(*arguments):
         return CliRunner().invoke(command, ["pipeline", *arguments])
 
     listed = said("--list", "--microbatches", "1").output.splitlines()

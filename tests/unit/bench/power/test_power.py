@@ -268,10 +268,7 @@ def test_energy_that_is_not_known_is_none_with_the_reason(changed):
 def repeat(number, seconds, joules, *, limit_w=None, status=OK, kinds="gpu", reason=""):
     known = {"s_per_token": seconds, "j_per_token": joules, "limit_w": limit_w, "clock_mhz": None, "threads": None}
     known |= {"in_force_w": 700.0 if limit_w is None else limit_w, "kinds": kinds, "not_included": "cpu (node 0): none"}
-    known |= {
-        "mean_w": None if joules is None else joules / seconds,
-        "energy_reason": reason,
-    }
+    known |= {"mean_w": None if joules is None else joules / seconds, "energy_reason": reason}
     known |= {"edp_js": None if joules is None else joules * seconds * 1e6, "total_j": joules and joules * 1e3}
     known |= {} if joules is None else {"gpu_j": joules * 750, "cpu_j": joules * 250}
     said = {f"power.{name}": value for name, value in known.items()} | {"tokens_per_s": 1 / seconds, "train_loss": 2.0}

@@ -5,7 +5,6 @@ import os
 import threading
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from hpcdist.bench.step.request import (
 from hpcdist.bench.step.results import StepCase, StepResults
 from hpcdist.cli.bench import step
 from hpcdist.cli.bench.group import command
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.models.counts import counts
@@ -51,7 +49,7 @@ def results(*cases: StepCase) -> StepResults:
     return StepResults(about, TINY, rates, cases, {"torch.compile": "no compiler"})
 
 
-def test_figures_are_those_of_the_slowest_rank() -> None:
+def test_figures_are_those_of_the_slowest_rank():
     ours = case(
         OURS, [[2.0, 1.0], [1.0, 3.0], [2.0, 2.0]], [3.0, 2.0], activation_bytes=110, activation_closed_bytes=100
     )
@@ -76,20 +74,16 @@ def test_figures_are_those_of_the_slowest_rank() -> None:
     assert "more than 0.0001" in report.text(results(ours, far))
 
 
-def test_what_no_operation_explains_is_told() -> None:
+def test_what_no_operation_explains_is_told():
     taken = {("matmul", "forward"): [1.0, 3.0], ("matmul", "backward"): [2.0, 2.0], ("all", "step"): [6.0, 8.0]}
     one = case(OURS, [[1.0]], [1.0], operation_s={key: np.array(value) for key, value in taken.items()})
-    assert report.operations(one) == {
-        ("matmul", "forward"): 2.0,
-        ("matmul", "backward"): 2.0,
-        ("other", "step"): 3.0,
-    }
+    assert report.operations(one) == {("matmul", "forward"): 2.0, ("matmul", "backward"): 2.0, ("other", "step"): 3.0}
     told = json.loads(json.dumps(report.jsonable(results(one))))
     assert told["operations_s"][OURS]["other step"] == 3.0
     assert told["rows"][0]["x_eager"] is None and told["rows"][0]["phases_s"]["update"] is None
 
 
-def test_batches_are_the_same_on_every_rank_and_can_be_learnt() -> None:
+def test_batches_are_the_same_on_every_rank_and_can_be_learnt():
     wanted = replace(WANTED, ranks=2)
     first, again = (list(step_results.batches(wanted, 3)) for _ in range(2))
     assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
@@ -113,7 +107,7 @@ def measured() -> StepResults:
     return found[0]
 
 
-def test_phases_and_operations_are_timed(measured: StepResults) -> None:
+def test_phases_and_operations_are_timed(measured):
     assert [one.name for one in measured.cases] == [OURS, RECOMPUTING]
     assert measured.matmul_flops_per_s["numpy"].shape == (3, 2) and measured.left_out == {}
     for one in measured.cases:
@@ -128,7 +122,7 @@ def test_phases_and_operations_are_timed(measured: StepResults) -> None:
     assert measured.provenance["ranks"] == 2 and measured.provenance["git_commit"] == "abc"
 
 
-def test_recomputation_changes_nothing_but_memory(measured: StepResults) -> None:
+def test_recomputation_changes_nothing_but_memory(measured):
     ours, again = measured.cases
     assert np.array_equal(ours.loss, again.loss)
     assert again.activation_bytes is not None and ours.activation_bytes is not None
@@ -138,7 +132,7 @@ def test_recomputation_changes_nothing_but_memory(measured: StepResults) -> None
     assert again.activation_closed_bytes == numbers.activation_bytes(TINY.samples, recompute=True)
 
 
-def test_results_are_kept_and_read_back(measured: StepResults, tmp_path: Path) -> None:
+def test_results_are_kept_and_read_back(measured, tmp_path):
     path = tmp_path / "s.h5"
     both = replace(measured, cases=(*measured.cases, case(EAGER, [[1.0, 2.0]] * 3, [3.0] * 4)))
     step_results.write(path, both)
@@ -152,7 +146,7 @@ def test_results_are_kept_and_read_back(measured: StepResults, tmp_path: Path) -
         step_results.read(tmp_path / "no.h5")
 
 
-def test_the_picture_is_drawn(measured: StepResults, tmp_path: Path) -> None:
+def test_the_picture_is_drawn(measured, tmp_path):
     pytest.importorskip("matplotlib")
     from hpcdist.bench.step.report import plot
 
@@ -161,7 +155,7 @@ def test_the_picture_is_drawn(measured: StepResults, tmp_path: Path) -> None:
     assert (tmp_path / "a.png").stat().st_size > 5000 and (tmp_path / "b.svg").stat().st_size > 5000
 
 
-def test_pytorch_and_jax_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorch_and_jax_train_the_same(monkeypatch):
     pytest.importorskip("torch")
     pytest.importorskip("jax")
     monkeypatch.setenv("XLA_FLAGS", "")
@@ -178,11 +172,11 @@ def test_pytorch_and_jax_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     assert set(found.matmul_flops_per_s) == {"numpy", "torch"}
 
 
-def test_who_is_not_there_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_not_there_is_left_out(monkeypatch):
     from hpcdist.bench.step import contenders
     from hpcdist.errors import MissingCapabilityError
 
-    def missing() -> Any:
+    def missing():
         raise MissingCapabilityError("PyTorch is not installed")
 
     monkeypatch.setattr(contenders, "load_torch", missing)
@@ -194,20 +188,20 @@ def test_who_is_not_there_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         run.run(solo(), replace(wanted, names=(EAGER,)), {}, lambda line: None)
 
 
-def test_no_rank_waits_for_one_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_waits_for_one_without_pytorch(monkeypatch):
     from hpcdist.bench.step import contenders
     from hpcdist.errors import MissingCapabilityError
 
     place, began = threading.local(), []
 
-    def torch() -> Any:
+    def torch():
         if place.rank == 1:
             raise MissingCapabilityError("PyTorch is not installed")
 
-    def begin(comm: Communicator, folder: Path, threads: int) -> None:
+    def begin(comm, folder, threads):
         began.append(comm.rank)  # the others are met here
 
-    def body(comm: Communicator) -> StepResults | None:
+    def body(comm):
         place.rank = comm.rank
         wanted = replace(WANTED, names=(OURS, EAGER), ranks=2, steps=1, profiled=0)
         return run.run(comm, wanted, {}, lambda line: None)
@@ -219,8 +213,8 @@ def test_no_rank_waits_for_one_without_pytorch(monkeypatch: pytest.MonkeyPatch) 
     assert began == []
 
 
-def test_the_command_line_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def said(*arguments: str) -> Any:
+def test_the_command_line_is_checked(monkeypatch):
+    def said(*arguments):
         return CliRunner().invoke(command, ["step", *arguments])
 
     assert len(said("--list").output.splitlines()) == len(CONTENDERS)
@@ -235,10 +229,10 @@ def test_the_command_line_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "one of 2 ranks" in str(said("-n", "3").exception)
 
 
-def test_a_process_with_other_threads_starts_one_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_with_other_threads_starts_one_that_has_them(monkeypatch):
     started = []
 
-    def run(line: list[str], env: dict[str, str], check: bool) -> Any:
+    def run(line, env, check):
         started.append((line, env))
         return type("Done", (), {"returncode": 7})
 

@@ -3,7 +3,6 @@
 import pytest
 
 from hpcdist.bench import output_file
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
@@ -13,11 +12,11 @@ from hpcdist.errors import StorageError
 def test_what_rank_0_finds_is_raised_on_every_rank():
     made = []
 
-    def check() -> None:
+    def check():
         made.append(1)
         raise StorageError("no room")
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         with pytest.raises(StorageError, match="no room"):
             output_file.check_on_all_ranks(comm, check)
         output_file.check_on_all_ranks(comm, lambda: None)
@@ -34,7 +33,7 @@ class Leaving(Session):
 def test_a_program_leaves_with_the_code_of_storage(tmp_path, capsys):
     (tmp_path / "there.h5").write_bytes(b"mine")
 
-    def body(comm: Communicator) -> list[object]:
+    def body(comm):
         session = Leaving(comm, locate(comm, None), "threads", lambda code: None)
         output_file.exit_unless_writable(session, None)
         output_file.exit_unless_writable(session, tmp_path / "free.h5")

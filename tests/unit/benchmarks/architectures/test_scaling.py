@@ -1,7 +1,6 @@
 """The study of architectures: where a curve stops and why, what it chooses from, and what it keeps."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,14 +54,14 @@ class Fixed:
         ([0, 0, 0, 0], (0, 0, 0, 0, "batch")),
     ],
 )
-def test_a_curve_stops_where_doubling_no_longer_pays(goodputs: list[float], expected: Any) -> None:
+def test_a_curve_stops_where_doubling_no_longer_pays(goodputs, expected):
     stop = scaling.stop(Curve(goodputs).points, 1.0)
     assert (stop.first, stop.last, stop.half, stop.best, stop.reason) == expected
     if stop.reason == "latency":
         assert stop.share == pytest.approx(10 / 11)
 
 
-def test_losses_are_all_the_device_seconds(found: dict[str, Any]) -> None:
+def test_losses_are_all_the_device_seconds(found):
     for one in found.values():
         for line in one.points.values():
             for point in line:
@@ -74,7 +73,7 @@ def test_losses_are_all_the_device_seconds(found: dict[str, Any]) -> None:
                     assert point.least_bytes <= memory.bytes <= 0.95 * memory.limit_bytes
 
 
-def test_the_story_that_is_told(found: dict[str, Any]) -> None:
+def test_the_story_that_is_told(found):
     """Incast stops servers first, a ring after them; what does not fit needs ZeRO-3 or parts of the model."""
     weak = found["small-weak"]
     at = {name: line[-1].goodput for name, line in weak.points.items()}
@@ -90,7 +89,7 @@ def test_the_story_that_is_told(found: dict[str, Any]) -> None:
     assert states["hierarchical"] / states["zero2"] == pytest.approx(16 / (2 + 14 / 1024), rel=0.01)
 
 
-def test_tables_file_and_pictures(found: dict[str, Any], tmp_path: Path) -> None:
+def test_tables_file_and_pictures(found, tmp_path):
     pytest.importorskip("matplotlib")
     text = report.text(list(found.values()))
     for words in ("incast", "needs 2,8", "1,024 devices: ", "| memory |"):
@@ -107,7 +106,7 @@ def test_tables_file_and_pictures(found: dict[str, Any], tmp_path: Path) -> None
     assert {file.name for file in tmp_path.iterdir()} == {"study.h5", "study.png", "study-costs.png"}
 
 
-def test_all_is_the_published_implementation_with_16_bit_gradients(found: dict[str, Any]) -> None:
+def test_all_is_the_published_implementation_with_16_bit_gradients(found):
     """Volumes of the literature, 2 Psi of 2 bytes; hpcdist sends float32 sums. Libraries are as the names say."""
     libraries = {"ring": {"mpi"}, "rings": {"nccl"}, "tree": {"nccl"}, "hierarchical": {"mpi"}}
     psi = 2 * found["small-weak"].points["ring"][-1].estimate.parameters
@@ -120,7 +119,7 @@ def test_all_is_the_published_implementation_with_16_bit_gradients(found: dict[s
     assert "megatron" in study.__doc__ and "not what hpcdist sends" in study.__doc__
 
 
-def test_workers_that_do_not_divide_a_batch_wait_for_each_other(found: dict[str, Any]) -> None:
+def test_workers_that_do_not_divide_a_batch_wait_for_each_other(found):
     point = found["small-weak"].points["servers"][-1]  # 896 workers of 1,024 devices
     batch = point.estimate.global_batch
     assert point.samples == 65536 <= batch < 1.1 * point.samples and batch % 896 == 0

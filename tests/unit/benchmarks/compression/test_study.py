@@ -2,7 +2,6 @@
 
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 
 from benchmarks import harness
 from benchmarks.compression import plan, ranks, report, results, study
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
@@ -27,7 +25,7 @@ def ended(loss: float, sent: float = 100.0) -> Any:
     return results.Ended(loss, sent, sent / 20, 1.0, np.array([[10.0, 2.0, 2.1, sent / 2], [20.0, loss, 1.9, sent]]))
 
 
-def test_everybody_takes_the_rate_that_dense_gradients_were_best_with() -> None:
+def test_everybody_takes_the_rate_that_dense_gradients_were_best_with():
     one = wanted("dense", "int8", "powersgd 4")
     training = plan.Training
     assert one.next({}, []) == [training("dense", True, rate) for rate in RATES]
@@ -43,7 +41,7 @@ def test_everybody_takes_the_rate_that_dense_gradients_were_best_with() -> None:
     assert one.next(losses, [training("int8", False, 2e-3)]) == []
 
 
-def test_what_was_published_for_sgd_is_compared_with_sgd() -> None:
+def test_what_was_published_for_sgd_is_compared_with_sgd():
     one = wanted("dense", "dgc 1 %", "powersgd 4, sgd")
     first = one.next({}, [])
     assert [training.contender for training in first] == ["dense", "dense", "dense, sgd", "dense, sgd"]
@@ -52,19 +50,19 @@ def test_what_was_published_for_sgd_is_compared_with_sgd() -> None:
     assert keys["optimizer.name"] == "sgd" and "communication.compression" not in keys
 
 
-def test_a_training_that_hpcdist_refuses_is_told_with_the_reason() -> None:
+def test_a_training_that_hpcdist_refuses_is_told_with_the_reason():
     one = wanted("dense", "qsgd, 4 bits", "sign")
     assert "compression.bits" in one.refusal(plan.Training("qsgd, 4 bits", True, 1e-3))
     for good in (("qsgd, 4 bits", False), ("sign", True), ("sign", False)):
         assert one.refusal(plan.Training(*good, 1e-3)) == ""
 
 
-def test_a_warm_up_is_a_share_of_the_steps() -> None:
+def test_a_warm_up_is_a_share_of_the_steps():
     assert plan.Study(500, RATES, 1).keys("powersgd 4, 10 % dense")["compression.warmup_steps"] == 50
     assert "compression.warmup_steps" not in wanted().keys("powersgd 4")
 
 
-def test_the_file_goes_on_where_the_study_was_stopped(tmp_path: Path) -> None:
+def test_the_file_goes_on_where_the_study_was_stopped(tmp_path):
     path, training = tmp_path / "study.h5", plan.Training
     records = results.Records(path, {"made": "here"}, {"steps": 20})
     given = {training("dense", True, 1e-3): ended(1.5), training("int8", False, 1e-3, 2): ended(math.nan)}
@@ -78,7 +76,7 @@ def test_the_file_goes_on_where_the_study_was_stopped(tmp_path: Path) -> None:
         results.Records(path, {}, {"steps": 30})
 
 
-def test_the_file_keeps_every_step_that_was_timed(tmp_path: Path) -> None:
+def test_the_file_keeps_every_step_that_was_timed(tmp_path):
     records = results.Records(tmp_path / "study.h5", {}, {})
     assert not records.times().figures
     figures = np.arange(2 * 2 * 3 * 4 * 5, dtype=float).reshape(
@@ -92,7 +90,7 @@ def test_the_file_keeps_every_step_that_was_timed(tmp_path: Path) -> None:
         np.testing.assert_array_equal(times.figures[name], figures[:, place].transpose(1, 2, 0, 3))
 
 
-def test_the_bound_is_what_the_slower_rank_does_and_what_the_link_needs() -> None:
+def test_the_bound_is_what_the_slower_rank_does_and_what_the_link_needs():
     step = [[0.5, 0.1, 0.02, 0.03, 2e6], [0.4, 0.2, 0.01, 0.04, 1e6]]  # of two ranks
     found = report.pace(np.array([[step, step]]), 1e7)
     assert (found.compute_s, found.update_s, found.codec_s) == (0.2, 0.01, 0.04)
@@ -101,7 +99,7 @@ def test_the_bound_is_what_the_slower_rank_does_and_what_the_link_needs() -> Non
     assert found.of_bound == pytest.approx(0.9)
 
 
-def test_tables_compare_with_dense_gradients_of_the_same_optimizer() -> None:
+def test_tables_compare_with_dense_gradients_of_the_same_optimizer():
     training = plan.Training
     trainings = {
         training("dense", True, 1e-3): ended(2.0, 1e9),
@@ -126,11 +124,11 @@ def test_tables_compare_with_dense_gradients_of_the_same_optimizer() -> None:
     assert "Refused: topk: because" in said
 
 
-def test_seconds_of_a_warm_up_are_those_of_dense_steps() -> None:
+def test_seconds_of_a_warm_up_are_those_of_dense_steps():
     assert report.clock(ended(1.0), 12, 1.0, 0.1).tolist() == pytest.approx([10.0, 12.8])
 
 
-def test_calls_within_a_call_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_within_a_call_are_timed_once(monkeypatch):
     now = iter(range(100))
     monkeypatch.setattr(harness.time, "perf_counter", lambda: float(next(now)))
     watch = harness.Stopwatch()
@@ -140,23 +138,21 @@ def test_calls_within_a_call_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert watch.taken() == 0.0
 
 
-def test_without_root_nothing_is_trained_and_the_reason_is_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_root_nothing_is_trained_and_the_reason_is_told(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert harness.run(study, "compression", ["-o", str(tmp_path / "study.h5")]) == MISSING_CAPABILITY
     assert any(reason in capsys.readouterr().err for reason in ("needs root", "not found"))
     assert not list(tmp_path.iterdir())
 
 
-def test_ranks_tell_losses_and_bytes(tmp_path: Path) -> None:
+def test_ranks_tell_losses_and_bytes(tmp_path):
     text = tmp_path / "text"
     text.write_bytes(np.random.default_rng(0).integers(97, 105, 20_000).astype(np.uint8).tobytes())
     small = {"model.layers": 1, "model.hidden": 64, "data.context": 16, "data.path": str(text), "run.global_batch": 4}
     more = (*small.items(), ("run.validation_samples", 4), ("optimizer.warmup_steps", 2))
     one = plan.Study(6, RATES, 1, more=more)
 
-    def run(comm: Communicator) -> list[dict[str, Any]]:
+    def run(comm):
         session = Session(comm, locate(comm, None), "none", os._exit)
         trainings = [plan.Training(name, True, 1e-3) for name in ("dense", "int8", "powersgd 4, 10 % dense")]
         return [ranks.train(session, one.settings(training), 3) for training in trainings]

@@ -3,7 +3,6 @@
 from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import h5py
 import numpy as np
@@ -36,7 +35,7 @@ def on_threads(module: ModuleType, options: Namespace, ranks: int) -> Results:
     return run_threads(ranks, body)[0]
 
 
-def test_it_writes_every_step_with_its_provenance(gpu: ModuleType, tmp_path: Path) -> None:
+def test_it_writes_every_step_with_its_provenance(gpu, tmp_path):
     words = ["--set", *small(tmp_path, "run.global_batch=3"), "--steps", "4", "-o", str(tmp_path / "step.h5")]
     assert harness.run(step, "gpu.step", [*words, "--anonymous"]) == 0
     with h5py.File(tmp_path / "step.h5") as file:
@@ -49,12 +48,10 @@ def test_it_writes_every_step_with_its_provenance(gpu: ModuleType, tmp_path: Pat
     assert all(values.shape == (4,) for values in times.values())
 
 
-def test_a_side_that_computes_something_else_is_refused(
-    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_side_that_computes_something_else_is_refused(gpu, tmp_path, monkeypatch):
     right = step.step_on
 
-    def wrong(side: Any, on: str) -> Any:
+    def wrong(side, on):
         times, done = right(side, on)
         done.loss *= 1.01 if on == "gpu" else 1.0
         return times, done
@@ -64,7 +61,7 @@ def test_a_side_that_computes_something_else_is_refused(
         harness.run(step, "gpu.step", ["--set", *small(tmp_path, "run.global_batch=3"), "--steps", "1"])
 
 
-def test_collectives_are_measured_beside_pageable_memory(gpu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_collectives_are_measured_beside_pageable_memory(gpu, capsys):
     results = on_threads(collectives, Namespace(bytes=[4096, 40000], repetitions=3), 3)
     ways = {"pageable", "pinned, native", "pinned, ring", "pinned, node_shared", "device memory of the others"}
     assert set(results.names()) == ways and results.arrays["bytes_4096"].shape == (5, 3)
@@ -76,10 +73,10 @@ def test_collectives_are_measured_beside_pageable_memory(gpu: ModuleType, capsys
     assert "nccl: not run, 3 ranks share GPU" in told and "device pointers, ring: not run" in told
 
 
-def test_a_wrong_result_of_a_collective_is_refused(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_of_a_collective_is_refused(gpu, monkeypatch):
     right = collectives.peer_memory.device_shared_allreduce
 
-    def wrong(comm: Communicator, buffer: Any) -> None:
+    def wrong(comm, buffer):
         right(comm, buffer)
         buffer[0] += 1
 
@@ -94,9 +91,7 @@ def piped(tmp_path: Path, ranks: int = 2) -> Results:
     return on_threads(pipeline, Namespace(set=keys, steps=2), ranks)
 
 
-def test_pipelines_and_tensor_ranks_are_measured_beside_one_rank(
-    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pipelines_and_tensor_ranks_are_measured_beside_one_rank(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "WARM_UP", 1)
     results = piped(tmp_path)
     assert list(results.arrays) == list(pipeline.CONTENDERS)
@@ -115,13 +110,11 @@ def test_pipelines_and_tensor_ranks_are_measured_beside_one_rank(
     assert (dropping.parallel.tensor, dropping.model.dropout) == (2, 0.1)
 
 
-def test_a_contender_with_another_loss_is_refused(
-    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_contender_with_another_loss_is_refused(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "CONTENDERS", {name: pipeline.CONTENDERS[name] for name in ("one rank", "1f1b")})
     right = pipeline.Contender.step
 
-    def wrong(self: Any, comm: Communicator) -> tuple[list[float], float]:
+    def wrong(self, comm):
         times, loss = right(self, comm)
         return times, loss * (1.01 if self.recipe.parallel.pipeline > 1 else 1)
 
@@ -130,13 +123,13 @@ def test_a_contender_with_another_loss_is_refused(
         piped(tmp_path)
 
 
-def test_a_pipeline_of_one_rank_is_no_comparison(gpu: ModuleType, tmp_path: Path) -> None:
+def test_a_pipeline_of_one_rank_is_no_comparison(gpu, tmp_path):
     with pytest.raises(UsageError, match="choose --ranks 2"):
         piped(tmp_path, ranks=1)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_kernel_is_set_against_its_bytes(gpu: ModuleType, dtype: str, tmp_path: Path) -> None:
+def test_every_kernel_is_set_against_its_bytes(gpu, dtype, tmp_path):
     file = tmp_path / "kernels.h5"
     words = ["--dtype", dtype, "--tokens", "3", "--hidden", "64", "--rounds", "2", "--copied", "4096", "-o", str(file)]
     assert harness.run(kernels, "gpu.kernels", [*words, "--anonymous"]) == 0
@@ -148,7 +141,7 @@ def test_every_kernel_is_set_against_its_bytes(gpu: ModuleType, dtype: str, tmp_
         assert len(written) == len(names)
 
 
-def test_a_16_bit_step_has_the_losses_of_pytorch(gpu: ModuleType) -> None:
+def test_a_16_bit_step_has_the_losses_of_pytorch(gpu):
     pytest.importorskip("torch")
     shape = eager.StepShape(layers=1, hidden=32, heads=2, context=16, samples=2, vocabulary=17)
     results = eager.timed(shape, "bfloat16", steps=4, where="cpu")
@@ -158,10 +151,8 @@ def test_a_16_bit_step_has_the_losses_of_pytorch(gpu: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in studies.STUDIES if name.startswith("gpu.")])
-def test_without_a_gpu_no_rank_starts(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def missing() -> ModuleType:
+def test_without_a_gpu_no_rank_starts(name, monkeypatch, capsys):
+    def missing():
         raise MissingCapabilityError("cupy cannot be imported")
 
     monkeypatch.setattr(device, "cupy", missing)

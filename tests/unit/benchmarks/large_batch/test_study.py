@@ -40,7 +40,7 @@ def answers(best: Callable[[int], float]) -> Callable[[Any], Any]:
     return train
 
 
-def test_the_target_is_crossed_on_the_line_between_two_evaluations() -> None:
+def test_the_target_is_crossed_on_the_line_between_two_evaluations():
     crossing = search_for.crossing
     assert crossing([0, 100, 200, 300], [5.0, 4.0, 2.0, 1.0], 3.0) == 150.0
     assert crossing([0, 100, 200], [5.0, 3.0, 4.0], 3.0) == 100.0  # the first time counts
@@ -49,7 +49,7 @@ def test_the_target_is_crossed_on_the_line_between_two_evaluations() -> None:
 
 
 @pytest.mark.parametrize("best", [1 / 16, 1 / 2, 1, 8])
-def test_a_search_follows_its_border_and_then_halves_gaps(best: float) -> None:
+def test_a_search_follows_its_border_and_then_halves_gaps(best):
     search, tried = search_for.Search(1.0, 8), []
     train = answers(lambda batch: best)
     while (exponent := search.next()) is not None:
@@ -61,7 +61,7 @@ def test_a_search_follows_its_border_and_then_halves_gaps(best: float) -> None:
     assert any(0.5 < rate / best < 2.0 and rate != best for rate in tried)  # what was left went to the gaps
 
 
-def test_a_rate_that_diverges_is_worse_than_one_that_is_slow() -> None:
+def test_a_rate_that_diverges_is_worse_than_one_that_is_slow():
     search = search_for.Search(1.0, 6)
     assert math.isnan(search.samples)
     for exponent in (0.0, 1.0):
@@ -78,14 +78,14 @@ def test_a_rate_that_diverges_is_worse_than_one_that_is_slow() -> None:
     assert search.next() is None and not search.at_border
 
 
-def test_of_several_seeds_the_median_counts() -> None:
+def test_of_several_seeds_the_median_counts():
     search = search_for.Search(1.0, 6)
     search.tell(0.0, [ended(500.0), ended(math.nan, "missed"), ended(math.nan, "missed")])
     assert math.isnan(search.samples)
     search.tell(-1.0, [ended(700.0), ended(900.0), ended(math.nan, "diverged")])
     assert search.best == -1.0 and search.samples == 900.0
 
-    def train(wanted: Any) -> Any:  # seeds 0 and 2 of every rate above 0.1 fail
+    def train(wanted):  # seeds 0 and 2 of every rate above 0.1 fail
         failed = wanted.learning_rate > 0.1 and wanted.seed != 1
         return ended(math.nan, "missed") if failed else ended(1000.0 + 100 * wanted.seed)
 
@@ -108,7 +108,7 @@ def run(lines: list[Any], train: Callable[[Any], Any], known: dict[Any, Any]) ->
     return study.run(lines, study.Here(), 1, lambda wanted: (train, wanted), known, note), made
 
 
-def test_every_batch_has_the_same_budget_around_the_scaled_rate() -> None:
+def test_every_batch_has_the_same_budget_around_the_scaled_rate():
     one = line()
     cells, made = run([one], answers(lambda batch: 0.1 * (batch / 8) ** 0.5), {})
     assert [cell.batch for cell in cells] == list(one.batches)
@@ -130,8 +130,8 @@ def test_every_batch_has_the_same_budget_around_the_scaled_rate() -> None:
     assert min(wanted.limit_samples for wanted in made) == 1000
 
 
-def test_a_batch_that_never_reaches_the_target_is_not_checked() -> None:
-    def train(wanted: Any) -> Any:
+def test_a_batch_that_never_reaches_the_target_is_not_checked():
+    def train(wanted):
         if wanted.batch < 128:
             return ended(1000.0 + wanted.learning_rate)
         return ended(math.nan, "missed", loss=abs(wanted.learning_rate - 0.2))
@@ -142,7 +142,7 @@ def test_a_batch_that_never_reaches_the_target_is_not_checked() -> None:
     assert "missed at" in said and "| 8 |" in said
 
 
-def test_a_study_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_study_that_was_stopped_goes_on_where_it_was(tmp_path):
     small = line(batches=(8, 32), trials=4, seeds=(1,))
     lines = [small, replace(small, optimizer="lamb", rule="sqrt", first_rate=0.013)]
     train = answers(lambda batch: 0.07 * batch)
@@ -151,14 +151,14 @@ def test_a_study_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
     records.begin("task", {"target": 1.5})
     calls = 0
 
-    def until_killed(wanted: Any) -> Any:
+    def until_killed(wanted):
         nonlocal calls
         calls += 1
         if calls > 9:
             raise KeyboardInterrupt
         return train(wanted)
 
-    def resumed(records: Any, train: Callable[[Any], Any]) -> Any:
+    def resumed(records, train):
         return study.run(lines, study.Here(), 1, lambda wanted: (train, wanted), records.known, records.add)
 
     with pytest.raises(KeyboardInterrupt):
@@ -184,7 +184,7 @@ def test_a_study_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
         results.Records(path, {}).begin("task", {"target": 1.6})
 
 
-def test_it_trains_with_our_optimizers_and_measures_the_noise(tmp_path: Path) -> None:
+def test_it_trains_with_our_optimizers_and_measures_the_noise(tmp_path):
     rng = np.random.default_rng(3)
     y = rng.integers(0, 3, 120)
     x = (np.eye(3)[y] + 0.1 * rng.standard_normal((120, 3))).astype(np.float32)
@@ -215,8 +215,8 @@ def cell(optimizer: str, batch: int, *samples: float) -> Any:
     return search_for.Cell("task", optimizer, batch, 0.1, checks[0], False, checks)
 
 
-def test_the_answer_follows_from_the_samples() -> None:
-    def verdict(lamb: tuple[float, ...], adamw: tuple[float, ...]) -> str:
+def test_the_answer_follows_from_the_samples():
+    def verdict(lamb, adamw):
         cells = [cell("adamw", 8, 100.0), cell("lamb", 8, 100.0)]
         cells += [cell("adamw", 64, *adamw), cell("lamb", 64, *lamb)]
         return report.text(cells).splitlines()[-1]
@@ -229,7 +229,7 @@ def test_the_answer_follows_from_the_samples() -> None:
     assert "do not reach further: inf times" in verdict((math.nan,), (100.0,))
 
 
-def test_the_bend_is_where_samples_have_doubled() -> None:
+def test_the_bend_is_where_samples_have_doubled():
     points = [report.Point(cell("sgd", batch, 1000 + 20.0 * batch)) for batch in (8, 32, 128, 512)]
     assert report.bend(points) == pytest.approx(50.0)
     assert report.reach(points) == 32  # 1,640 samples, of at least 1,160; at 128 it is 3,560
@@ -252,7 +252,7 @@ def mnist(folder: Path, *, train: int = 6, test: int = 2) -> tuple[np.ndarray, n
     return x, y
 
 
-def test_mnist_is_read_plain_and_compressed(tmp_path: Path) -> None:
+def test_mnist_is_read_plain_and_compressed(tmp_path):
     x, y = mnist(tmp_path)
     table = data.images(tmp_path)
     assert (table.name, table.validation, table.x.dtype) == ("mnist", 2, np.uint8)
@@ -273,7 +273,7 @@ def test_mnist_is_read_plain_and_compressed(tmp_path: Path) -> None:
         ("t10k-images-idx3-ubyte", None, "No such file or directory; expected a directory with"),
     ],
 )
-def test_damaged_files_of_mnist_are_refused(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
+def test_damaged_files_of_mnist_are_refused(tmp_path, name, content, said):
     mnist(tmp_path)
     if content is None:
         (tmp_path / name).unlink()
@@ -283,7 +283,7 @@ def test_damaged_files_of_mnist_are_refused(tmp_path: Path, name: str, content: 
         data.images(tmp_path)
 
 
-def test_cifar_is_read_with_one_label_and_with_two(tmp_path: Path) -> None:
+def test_cifar_is_read_with_one_label_and_with_two(tmp_path):
     rows = np.random.default_rng(1).integers(0, 10, (12, 3074)).astype(np.uint8)
     ten, hundred = tmp_path / "ten", tmp_path / "hundred"
     for folder in (ten, hundred):
@@ -306,7 +306,7 @@ def test_cifar_is_read_with_one_label_and_with_two(tmp_path: Path) -> None:
         data.images(ten)
 
 
-def test_other_directories_are_told_what_is_expected(tmp_path: Path) -> None:
+def test_other_directories_are_told_what_is_expected(tmp_path):
     with pytest.raises(DataError, match="holds nothing; expected a directory with train-images-idx3-ubyte"):
         data.images(tmp_path)
     with pytest.raises(DataError, match="No such file or directory; expected a directory"):

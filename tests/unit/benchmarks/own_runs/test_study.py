@@ -167,7 +167,7 @@ def test_every_row_has_to_meet_both_goals():
     base = toml_file.read("workstation")
     rows = [row for row in trainings.rows(2) if row.name.startswith(ONLY)]
 
-    def rated(off: float) -> list[Any]:
+    def rated(off):
         return [report.compared(row, one, base) for row, one in zip(rows, told(rows, off), strict=True)]
 
     good = rated(0.10)
@@ -183,7 +183,7 @@ def test_every_row_has_to_meet_both_goals():
 
 
 def test_sizes_within_the_goal_are_counted():
-    def time(predicted_s: float) -> Any:
+    def time(predicted_s):
         return fits.Time("one host", "message, node", "unseen", 1024.0, 1.0, predicted_s)
 
     assert "alpha-beta at unseen sizes: 2 of 3 within 20%" in fits.table([time(1.1), time(0.85), time(1.3)])

@@ -3,7 +3,6 @@
 import math
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,14 +34,14 @@ def found(known: dict[str, Any]) -> list[Any]:
     return [one for table in known.values() for one in predictions.compared(table)]
 
 
-def test_every_table_names_its_source_and_what_confirmed_it(known: dict[str, Any]) -> None:
+def test_every_table_names_its_source_and_what_confirmed_it(known):
     assert len(known) == 11
     for table in known.values():
         assert ("arXiv:" in table.source or "nv-adlr.github.io" in table.source) and table.confirmed and table.assumed
     assert known["gpipe"].unmodelled
 
 
-def test_rows_of_calibration_and_of_tests_are_apart(known: dict[str, Any]) -> None:
+def test_rows_of_calibration_and_of_tests_are_apart(known):
     roles = {(table.key, row.name): row.role for table in known.values() for row in table.rows}
     chosen = {name for (key, name), role in roles.items() if role == "calibration" and key == "megatron_sc21_table1"}
     assert chosen == {"1.7B on 32", "18.4B on 256", "1008B on 3072"}
@@ -50,10 +49,10 @@ def test_rows_of_calibration_and_of_tests_are_apart(known: dict[str, Any]) -> No
     assert shared == {"22B, full", "22B, selective + sequence"}
 
 
-def test_no_test_row_is_of_a_run_whose_parts_calibrate(known: dict[str, Any]) -> None:
+def test_no_test_row_is_of_a_run_whose_parts_calibrate(known):
     """Stages and blocks were profiled in runs that other tables of the same paper have whole steps of."""
 
-    def run(row: Any) -> tuple[Any, ...]:
+    def run(row):
         return known[row.table].source.split(",")[0], row.shape, row.layout.tensor, row.layout.microbatch
 
     rows = [row for table in known.values() for row in table.rows]
@@ -63,34 +62,34 @@ def test_no_test_row_is_of_a_run_whose_parts_calibrate(known: dict[str, Any]) ->
     assert len(shared) == 18 + 2 and all(run(row) in chosen for row in shared)
 
 
-def test_layouts_of_a_table_use_as_many_devices_as_it_says(known: dict[str, Any]) -> None:
+def test_layouts_of_a_table_use_as_many_devices_as_it_says(known):
     for key in ("megatron_sc21_table1", "megatron_sc21_table2", "llama3_table4"):
         for row in known[key].rows:
             assert row.layout.devices == int(row.name.split(" on ")[1].split(",")[0])
             assert row.global_batch % (row.layout.data * row.layout.microbatch) == 0
 
 
-def test_closed_forms_agree_to_the_last_printed_digit(found: list[Any]) -> None:
+def test_closed_forms_agree_to_the_last_printed_digit(found):
     closed = [one for one in found if one.kind == "closed"]
     assert len(closed) == 54 + 10 + 1 + 9 + 4
     assert [one.row for one in closed if not one.exact] == []
 
 
-def test_bubbles_of_profiled_stages_agree_to_the_last_printed_digit(found: list[Any]) -> None:
+def test_bubbles_of_profiled_stages_agree_to_the_last_printed_digit(found):
     bubbles = [one for one in found if one.kind == "bubble"]
     assert [one.row for one in bubbles if one.role == "test" and not one.exact] == []
     # Megatron's interleaved schedule warms up otherwise than ours.
     assert all(abs(one.predicted - one.published) < 0.004 for one in bubbles if one.role == "extra")
 
 
-def test_memory_is_within_a_twentieth(found: list[Any]) -> None:
+def test_memory_is_within_a_twentieth(found):
     memory = [one for one in found if (one.kind, one.role) == ("memory", "test")]
     assert len(memory) == 36
     assert max(abs(one.error) for one in memory) < 0.05
 
 
-def test_what_ran_fits_into_memory_and_what_did_not_does_not(known: dict[str, Any]) -> None:
-    def fits(row: Any) -> bool:
+def test_what_ran_fits_into_memory_and_what_did_not_does_not(known):
+    def fits(row):
         cluster = predictions.cluster_of(row.cluster)
         return memory(describe(row.shape, row.name), row.layout, cluster, row.global_batch).fits
 
@@ -102,7 +101,7 @@ def test_what_ran_fits_into_memory_and_what_did_not_does_not(known: dict[str, An
     assert not blocks["no recomputation"] and not blocks["sequence parallel"] and blocks["selective + sequence"]
 
 
-def test_throughput_is_within_a_tenth_mostly_and_within_a_fifth_always(found: list[Any]) -> None:
+def test_throughput_is_within_a_tenth_mostly_and_within_a_fifth_always(found):
     result = report.summary(found)
     whole, shared = result["all, throughput, test"], result["all, throughput, shared"]
     assert (whole["rows"], shared["rows"]) == (45, 20)
@@ -111,7 +110,7 @@ def test_throughput_is_within_a_tenth_mostly_and_within_a_fifth_always(found: li
         assert one["far"] == one["rows"]
 
 
-def test_the_sign_of_errors_is_told(found: list[Any]) -> None:
+def test_the_sign_of_errors_is_told(found):
     rows = [one for one in found if one.kind == "throughput" and one.role in ("test", "shared")]
     both = sum(one.error for one in rows) / len(rows)
     fast = sum(one.error > 0 for one in rows)
@@ -122,13 +121,13 @@ def test_the_sign_of_errors_is_told(found: list[Any]) -> None:
     assert report.summary(slow)["all, throughput, shared"]["signed"] == pytest.approx(-0.1)
 
 
-def test_so_it_is_for_every_paper_alone(found: list[Any]) -> None:
+def test_so_it_is_for_every_paper_alone(found):
     for name, one in report.summary(found).items():
         if name.endswith(", throughput, test"):
             assert one["far"] == one["rows"] and one["mean"] < 0.1, name
 
 
-def test_strong_scaling_has_the_published_shape(found: list[Any]) -> None:
+def test_strong_scaling_has_the_published_shape(found):
     series = {name: (role, one, other) for name, role, one, other in report.shapes(found)}
     assert {name: role for name, (role, _, _) in series.items()} == {
         "175B, PTD-P": "test",
@@ -144,7 +143,7 @@ def test_strong_scaling_has_the_published_shape(found: list[Any]) -> None:
     assert series["175B, ZeRO-3"][2][-1] < 0.5 < 0.9 < series["175B, PTD-P"][2][-1]
 
 
-def test_zero3_is_as_far_off_as_is_told(found: list[Any]) -> None:
+def test_zero3_is_as_far_off_as_is_told(found):
     """Where ZeRO-3 is planned or discussed the reader is told how much too fast it is."""
     errors = [one.error for one in found if one.series.endswith("ZeRO-3")]
     assert len(errors) == 6
@@ -154,7 +153,7 @@ def test_zero3_is_as_far_off_as_is_told(found: list[Any]) -> None:
         assert told in " ".join(path.read_text(encoding="utf-8").split()), path
 
 
-def test_what_is_committed_is_what_the_command_finds(found: list[Any]) -> None:
+def test_what_is_committed_is_what_the_command_finds(found):
     kept = report.read(RESULT)
     assert [(one.table, one.row, one.quantity) for one in kept] == [(o.table, o.row, o.quantity) for o in found]
     for one, other in zip(kept, found, strict=True):
@@ -165,9 +164,7 @@ def test_what_is_committed_is_what_the_command_finds(found: list[Any]) -> None:
     assert whole["mean"] == pytest.approx(now["mean"], abs=0.005)
 
 
-def test_the_shipped_constants_are_those_that_the_calibration_rows_choose(
-    known: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shipped_constants_are_those_that_the_calibration_rows_choose(known, monkeypatch):
     shipped = predictions.cluster_of("a100-selene").device.memory_share
     monkeypatch.setattr(calibration, "SHARES", (shipped - 0.12, shipped, shipped + 0.12))
     monkeypatch.setattr(calibration, "FACTORS", (0.92, 1.0, 1.08))
@@ -177,7 +174,7 @@ def test_the_shipped_constants_are_those_that_the_calibration_rows_choose(
     assert best.score < 0.03
 
 
-def test_errors_count_speed_and_seconds_alike() -> None:
+def test_errors_count_speed_and_seconds_alike():
     rate = predictions.Compared(
         table="t",
         row="r",
@@ -204,7 +201,7 @@ def test_errors_count_speed_and_seconds_alike() -> None:
         (41.2, False, False),
     ],
 )
-def test_digits_agree_where_they_are_printed_alike(predicted: float, rounded: bool, cut: bool) -> None:
+def test_digits_agree_where_they_are_printed_alike(predicted, rounded, cut):
     one = predictions.Compared(
         table="t",
         row="r",
@@ -219,14 +216,14 @@ def test_digits_agree_where_they_are_printed_alike(predicted: float, rounded: bo
     assert replace(one, predicted=predicted, slack=0.2).rounded, "what it is made of was rounded by more"
 
 
-def test_what_is_cut_and_not_rounded_is_named(found: list[Any], known: dict[str, Any]) -> None:
+def test_what_is_cut_and_not_rounded_is_named(found, known):
     cut = [one for one in found if one.kind in ("closed", "bubble") and one.cut]
     assert [(one.table, one.row) for one in cut if one.role == "test"] == [("zero_table1", row) for row in CUT]
     told = "\n".join(report.lines(found, known))
     assert all(one.row in told for one in cut) and "cut off, not rounded: " in told
 
 
-def test_a_role_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_role_that_is_none_is_refused(tmp_path):
     text = (tables.FOLDER / "megatron_v1.toml").read_text(encoding="utf-8")
     (tmp_path / "megatron_v1.toml").write_text(text.replace('role = "test"', 'role = "tuned"', 1), encoding="utf-8")
     with pytest.raises(
@@ -238,7 +235,7 @@ def test_a_role_that_is_none_is_refused(tmp_path: Path) -> None:
         tables.tables(tmp_path)
 
 
-def test_a_file_holds_all_that_was_compared(found: list[Any], tmp_path: Path) -> None:
+def test_a_file_holds_all_that_was_compared(found, tmp_path):
     path = tmp_path / "compared.h5"
     report.write(path, found, {"created_utc": "now"})
     for one, other in zip(report.read(path), found, strict=True):
@@ -248,19 +245,17 @@ def test_a_file_holds_all_that_was_compared(found: list[Any], tmp_path: Path) ->
         report.write(path, found, {})
 
 
-def test_lines_tell_all_tables(found: list[Any], known: dict[str, Any]) -> None:
+def test_lines_tell_all_tables(found, known):
     text = "\n".join([*report.lines(found, known), *report.said(report.summary(found))])
     assert all(table.title in text for table in known.values())
     assert "closed forms exact: 78 of 78" in text and "54 closed forms agree" in text
     assert "not modelled: AmoebaNet" in text
 
 
-def test_a_goal_that_is_missed_ends_with_1(
-    found: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_goal_that_is_missed_ends_with_1(found, monkeypatch, capsys):
     """Of the comparisons as they are none is missed; then one row is 25 % off, a fifth of them 12 %, a digit wrong."""
 
-    def ends_with(changed: list[Any]) -> str:
+    def ends_with(changed):
         monkeypatch.setattr(validation, "compared", lambda table: [one for one in changed if one.table == table.key])
         code, output = harness.run(validation, "planner", []), capsys.readouterr()
         assert code == (1 if output.err else 0) and "closed forms exact" in output.out
@@ -282,14 +277,12 @@ def test_a_goal_that_is_missed_ends_with_1(
         assert f"closed forms ({kind}) are not exact" in said
 
 
-def test_one_table_alone_has_its_own_goals(found: list[Any]) -> None:
+def test_one_table_alone_has_its_own_goals(found):
     extra = [one for one in found if one.table == "llama3_table4"]
     assert extra and report.missed(report.summary(extra)) == ()
 
 
-def test_the_picture_is_a_picture(
-    found: list[Any], known: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_picture_is_a_picture(found, known, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     report.plot(tmp_path / "picture.png", found, known)
     assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"

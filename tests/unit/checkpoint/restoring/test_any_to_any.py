@@ -211,7 +211,7 @@ def restored(trainer: Trainer, path: Path, right: Whole, places: Places) -> None
 
 
 @pytest.mark.timeout(7200 if EVERYTHING else 240)
-def test_every_pair_of_layouts_keeps_every_bit(keys: dict[str, Any], tmp_path: Path, rng: np.random.Generator) -> None:
+def test_every_pair_of_layouts_keeps_every_bit(keys, tmp_path, rng):
     """Saved by one layout, restored and saved by the other, restored by the first: the same, all the way."""
     layouts = list(LAYOUTS)
     if not EVERYTHING:
@@ -226,12 +226,12 @@ def test_every_pair_of_layouts_keeps_every_bit(keys: dict[str, Any], tmp_path: P
     assert {kind for kind, _ in right[False]} == {"parameters", "optimizer.momentum"}
     saved: dict[tuple[str, ...], Path] = {}
 
-    def through(layout: str, sources: dict[tuple[str, ...], Path], *, saves: bool) -> None:
+    def through(layout, sources, *, saves):
         """Let ``layout`` restore each of ``sources``, and save what it has then."""
         ranks, double = LAYOUTS[layout][0], "64" in layout
         places = {name: Places(manifest.load(path)) for name, path in sources.items()}
 
-        def body(comm: Communicator) -> list[Path]:
+        def body(comm):
             trainer, made = trainer_of(comm, settings_of(layout, keys)), []
             for name, path in sources.items():
                 restored(trainer, path, right[double], places[name])
@@ -256,7 +256,7 @@ def test_every_pair_of_layouts_keeps_every_bit(keys: dict[str, Any], tmp_path: P
     print(f"{len(pairs)} ordered pairs of {len(layouts)} layouts")
 
 
-def test_a_state_is_never_rounded_on_the_way(keys: dict[str, Any], tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_state_is_never_rounded_on_the_way(keys, tmp_path, rng):
     path = first_checkpoint(tmp_path / "first", keys, rng)
     for layout in "float64", "float64, zero3":
         expected = r"parameters/0\.\S+ is float32\[.*\], expected float64\[.*\]"

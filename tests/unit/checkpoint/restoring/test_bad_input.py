@@ -23,7 +23,6 @@ from hpcdist.checkpoint.lock import RunLock
 from hpcdist.checkpoint.restoring.restore import newest, newest_complete, on_first_rank
 from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.cli import main
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityError, StorageError
 from hpcdist.training import inference, run_directory
@@ -87,9 +86,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_the_one_before_is_taken_and_a_run_never_begins_again_over_what_it_had(
-    damage: str, run: Path, keys: Keys, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_one_before_is_taken_and_a_run_never_begins_again_over_what_it_had(damage, run, keys, capfd):
     spoil, said = DAMAGE[damage]
     spoil(run / "checkpoints" / "step-4")
     assert resume(run, keys) == run / "checkpoints" / "step-3"
@@ -106,16 +103,14 @@ def test_the_one_before_is_taken_and_a_run_never_begins_again_over_what_it_had(
     assert resume(run, keys) is None, "what was never complete is begun again"
 
 
-def test_what_a_later_version_has_saved_is_not_replaced(
-    run: Path, keys: Keys, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_later_version_has_saved_is_not_replaced(run, keys, capsys):
     newer_schema(run / "checkpoints" / "step-4")
     told = f"step-4.* has version {manifest.VERSION + 1}, known here are 1 to .*update hpcdist"
     with pytest.raises(StorageError, match=told) as caught:
         resume(run, keys)
     assert caught.value.exit_code == 74
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         with pytest.raises(StorageError, match=told):
             newest_complete(run, comm)
 
@@ -132,9 +127,7 @@ NESTED = "[" + "[]," * 300_000 + "[]]"
 
 
 @pytest.mark.parametrize("place", ["scalars", "about", "another", "pieces", "not sealed", "many bytes"])
-def test_a_manifest_takes_no_more_memory_than_a_checkpoint_can_need(
-    place: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_manifest_takes_no_more_memory_than_a_checkpoint_can_need(place, run, monkeypatch, capsys):
     """Nested JSON takes 25 bytes of memory a byte: a scale model of 16 and 4 MiB, and of manifests of 100."""
     monkeypatch.setattr(manifest, "MIN_LIMIT_BYTES", 1 << 19)
     monkeypatch.setattr(manifest, "MAX_FREE_FORM_BYTES", 1 << 16)
@@ -170,9 +163,7 @@ def test_a_manifest_takes_no_more_memory_than_a_checkpoint_can_need(
     assert (leaving.value.code or 0) == (0 if place in ("another", "pieces") else 74)
 
 
-def test_manifests_of_many_small_pieces_are_within_their_bounds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifests_of_many_small_pieces_are_within_their_bounds(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "MIN_LIMIT_BYTES", 1 << 10)
     pieces = [Piece.whole("parameters", f"{n}.{'x' * (n % 200)}", np.zeros(n % 2)) for n in range(400)]
     path = save(tmp_path / "checkpoints", 1, pieces, {}, solo())
@@ -180,13 +171,13 @@ def test_manifests_of_many_small_pieces_are_within_their_bounds(
     assert (path / manifest.FILE_NAME).stat().st_size > 100 << 10
 
 
-def test_scalars_that_no_reader_would_take_are_not_saved(tmp_path: Path) -> None:
+def test_scalars_that_no_reader_would_take_are_not_saved(tmp_path):
     scalars = {"x": "y" * manifest.MAX_FREE_FORM_BYTES}
     with pytest.raises(StorageError, match="was not saved: scalars of .* bytes, expected at most"):
         save(tmp_path / "checkpoints", 1, [Piece.whole("parameters", "w", np.zeros(3))], scalars, solo())
 
 
-def test_one_rank_reads_the_manifest(run: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_reads_the_manifest(run, keys, monkeypatch):
     readers, read = [], manifest._read
     monkeypatch.setattr(manifest, "_read", lambda path: (readers.append(threading.current_thread()), read(path))[1])
     path = run / "checkpoints" / "step-4"
@@ -197,19 +188,19 @@ def test_one_rank_reads_the_manifest(run: Path, keys: Keys, monkeypatch: pytest.
     run_threads(3, lambda comm: inference.load(comm, run, recipe))
     assert len(set(readers)) == 1
 
-    def broken(_: Path) -> bytes:
+    def broken(_):
         raise OSError("gone")
 
     monkeypatch.setattr(manifest, "_read", broken)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         with pytest.raises(StorageError, match="gone"):
             trainer_of(comm, keys | {"run.global_batch": 9}, path)
 
     run_threads(3, body)
 
 
-def test_a_truncated_latest_file_is_not_believed(run: Path, keys: Keys) -> None:
+def test_a_truncated_latest_file_is_not_believed(run, keys):
     """It is for people and scripts; it is written anew with the next checkpoint."""
     (run / "checkpoints" / LATEST).write_text("")
     assert resume(run, keys) == run / "checkpoints" / "step-4"
@@ -219,7 +210,7 @@ def test_a_truncated_latest_file_is_not_believed(run: Path, keys: Keys) -> None:
     assert resume(run, keys) == run / "checkpoints" / "step-5"
 
 
-def test_another_shape_than_the_recipe_names_the_tensor(run: Path, keys: Keys) -> None:
+def test_another_shape_than_the_recipe_names_the_tensor(run, keys):
     wider = keys | {"model.hidden": 16}
     with pytest.raises(ConfigurationError, match=r"holds another run: model.hidden = 8 there, 16 now") as refused:
         resume(run, wider)
@@ -240,9 +231,7 @@ def test_another_shape_than_the_recipe_names_the_tensor(run: Path, keys: Keys) -
     ],
     ids=["a file", "somebody's directory"],
 )
-def test_what_is_no_run_directory_is_left_alone(
-    make: Callable[[Path], object], code: int, tmp_path: Path, keys: Keys
-) -> None:
+def test_what_is_no_run_directory_is_left_alone(make, code, tmp_path, keys):
     place = tmp_path / "place"
     make(place)
     with pytest.raises(HpcdistError) as caught:
@@ -251,7 +240,7 @@ def test_what_is_no_run_directory_is_left_alone(
     assert place.is_file() or [path.name for path in place.iterdir()] == ["mine.txt"]
 
 
-def test_two_jobs_in_one_directory(run: Path, keys: Keys) -> None:
+def test_two_jobs_in_one_directory(run, keys):
     first, second = RunLock(), RunLock()
     resume(run, keys, first)
     with pytest.raises(StorageError, match="is being written by process") as caught:
@@ -260,7 +249,7 @@ def test_two_jobs_in_one_directory(run: Path, keys: Keys) -> None:
     first.release()
 
 
-def test_strange_names_beside_checkpoints(run: Path, keys: Keys) -> None:
+def test_strange_names_beside_checkpoints(run, keys):
     for name in ("step-", "step-x", "step-5.old", "step--1", "STEP-9", "step-9"):
         (run / "checkpoints" / name).mkdir()
     (run / "checkpoints" / "step-8").write_text("a file")
@@ -269,9 +258,7 @@ def test_strange_names_beside_checkpoints(run: Path, keys: Keys) -> None:
 
 @pytest.mark.parametrize("command", ["show", "verify", "ls", "prune"])
 @pytest.mark.parametrize("place", ["missing", "empty", "foreign"])
-def test_commands_on_what_is_no_run(
-    command: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_on_what_is_no_run(command, place, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "foreign" / "checkpoints").mkdir(parents=True)
     (tmp_path / "foreign" / "checkpoints" / "model.pt").write_bytes(b"PK")
@@ -282,18 +269,18 @@ def test_commands_on_what_is_no_run(
     assert [path.name for path in (tmp_path / "foreign" / "checkpoints").iterdir()] == ["model.pt"]
 
 
-def test_saving_where_a_file_is(tmp_path: Path) -> None:
+def test_saving_where_a_file_is(tmp_path):
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(StorageError, match="cannot be written"):
         save(tmp_path / "checkpoints", 1, [Piece.whole("parameters", "w", np.zeros(3))], {}, solo())
 
 
 @pytest.mark.parametrize("kind", [ConfigurationError, MissingCapabilityError, StorageError])
-def test_what_the_first_rank_refuses_is_raised_on_all(kind: type[HpcdistError]) -> None:
-    def refuse() -> None:
+def test_what_the_first_rank_refuses_is_raised_on_all(kind):
+    def refuse():
         raise kind("no")
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         with pytest.raises(kind, match="no"):
             on_first_rank(comm, refuse)
 

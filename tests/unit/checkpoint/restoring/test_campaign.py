@@ -104,7 +104,7 @@ def check_it_goes_on(out: Path, expected: list[float], *keys: str) -> None:
     assert losses(out) == expected and len(expected) == STEPS
 
 
-def test_an_exceeded_quota(calm: tuple[str, list[float]], tmp_path: Path) -> None:
+def test_an_exceeded_quota(calm, tmp_path):
     (text, expected), out = calm, tmp_path / "run"
     beside = "checkpoint.asynchronous=true"
     ended = code_of(train(out, text, beside, before=lambda: failing("pwrite", errno.EDQUOT, 10)))
@@ -119,7 +119,7 @@ def mount(*arguments: str | Path) -> bool:
     return not subprocess.call(["mount", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def test_a_file_system_that_becomes_read_only(calm: tuple[str, list[float]], tmp_path: Path) -> None:
+def test_a_file_system_that_becomes_read_only(calm, tmp_path):
     (text, expected), out = calm, tmp_path / "run"
     checkpoints = out / "checkpoints"
     if os.geteuid() == 0 and mount("--bind", tmp_path, tmp_path):
@@ -142,9 +142,7 @@ def test_a_file_system_that_becomes_read_only(calm: tuple[str, list[float]], tmp
     check_it_goes_on(out, expected, text)
 
 
-def test_kills_and_a_full_disk_happen_once_each_and_change_no_bit(
-    calm: tuple[str, list[float]], tmp_path: Path
-) -> None:
+def test_kills_and_a_full_disk_happen_once_each_and_change_no_bit(calm, tmp_path):
     (text, expected), out = calm, tmp_path / "run"
     keys = text, "chaos.kill=['0@3:update', '0@7:save']", "chaos.disk=['0@5:full']", "checkpoint.incremental=true"
     assert code_of(train(out, *keys)) == -signal.SIGKILL and "rank 0 is killed in the update of step 3" in said(out)
@@ -155,7 +153,7 @@ def test_kills_and_a_full_disk_happen_once_each_and_change_no_bit(
     check_it_goes_on(out, expected, *keys)
 
 
-def test_a_silent_fault_is_told_and_cured(calm: tuple[str, list[float]], tmp_path: Path) -> None:
+def test_a_silent_fault_is_told_and_cured(calm, tmp_path):
     (text, expected), out = calm, tmp_path / "run"
     keys = text, "chaos.corrupt=['0@5']", "run.recompute_every_steps=5", "run.suspicious_factor=50"
     assert code_of(train(out, *keys)) == 0, said(out)

@@ -1,8 +1,5 @@
 """Checkpoints of arrays of the double: explicit copies only, and the same files and values as those of the CPU."""
 
-from pathlib import Path
-from types import ModuleType
-
 import numpy as np
 import pytest
 
@@ -13,7 +10,6 @@ from hpcdist.arrays.ranges import split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.checkpoint.saving.two_phase import save
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 
 LAYOUT = Layout.of([TensorSpec(0, "table", (11, 7)), TensorSpec(1, "weight", (33, 19)), TensorSpec(1, "bias", (5,))])
@@ -24,12 +20,10 @@ def pieces_of(store: FlatStore) -> list[Piece]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_saved_on_one_side_restored_on_the_other(
-    gpu: ModuleType, dtype: str, tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_saved_on_one_side_restored_on_the_other(gpu, dtype, tmp_path, rng):
     whole = filled(LAYOUT, rng, dtype)
 
-    def save_shard(comm: Communicator, on: str) -> Path:
+    def save_shard(comm, on):
         shard = FlatStore(LAYOUT, whole.dtype, split(LAYOUT.size, comm.size, 8)[comm.rank], on=on)
         shard.copy_from(whole)
         return save(tmp_path / on, 1, pieces_of(shard), {}, comm)
@@ -47,7 +41,7 @@ def test_saved_on_one_side_restored_on_the_other(
             assert got.tobytes() == whole.array.tobytes()
 
 
-def test_each_piece_is_copied_once(gpu: ModuleType, tmp_path: Path) -> None:
+def test_each_piece_is_copied_once(gpu, tmp_path):
     store = FlatStore(LAYOUT, np.dtype(np.float32), on="gpu")
     store.array += 1
     pieces = pieces_of(store)

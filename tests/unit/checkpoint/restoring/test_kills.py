@@ -134,7 +134,7 @@ def filled(disk: Path) -> Iterator[None]:
 
 @pytest.mark.timeout(3600 if KILLS > 20 else 300)
 @pytest.mark.parametrize("trouble", ["", "full", "fsync"])
-def test_the_newest_valid_checkpoint_loads_after_every_kill(disk: Path, rng: np.random.Generator, trouble: str) -> None:
+def test_the_newest_valid_checkpoint_loads_after_every_kill(disk, rng, trouble):
     reached = failed = 0
     pretended = ", pretended" if trouble == "full" and not disk.is_mount() else ""
     for kill in range(KILLS):

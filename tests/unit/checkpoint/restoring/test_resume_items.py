@@ -15,7 +15,6 @@ from harness.combinations import COLOCATED, HALF, LOCAL, POLL, SERVED, SMALL
 from harness.trainings import bits, outcomes, trainer_of
 from hpcdist.checkpoint.directory import VAL_LOSS, Retention, loss_of
 from hpcdist.checkpoint.format import manifest
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import DataError, HpcdistError, StorageError
 from hpcdist.training.build.trainer import Trainer
@@ -115,17 +114,17 @@ def prepared(trainer: Trainer) -> Trainer:
 
 
 @pytest.mark.parametrize("item", ITEMS)
-def test_a_run_goes_on_as_it_would_have(item: str, keys: Body, tmp_path: Path) -> None:
+def test_a_run_goes_on_as_it_would_have(item, keys, tmp_path):
     ranks, own, leave_out = ITEMS[item]
     settings = {**keys, **own}
 
-    def body(comm: Communicator) -> tuple[Path, Any]:
+    def body(comm):
         trainer = prepared(trainer_of(comm, settings))
         outcomes(trainer, HALF, 0)
         path = CheckpointSaver(trainer, tmp_path / "run").save(HALF)
         return path, (outcomes(trainer, 2 * HALF, HALF), trainer.flush(), bits(trainer))
 
-    def resumed(comm: Communicator) -> Any:
+    def resumed(comm):
         trainer = trainer_of(comm, settings, path)
         return outcomes(trainer, 2 * HALF, trainer.first_step), trainer.flush(), bits(trainer)
 
@@ -141,16 +140,16 @@ def test_a_run_goes_on_as_it_would_have(item: str, keys: Body, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("consistency", ["asp", "ssp"])
-def test_clocks_and_versions_of_servers_are_kept(consistency: str, keys: Body, tmp_path: Path) -> None:
+def test_clocks_and_versions_of_servers_are_kept(consistency, keys, tmp_path):
     bound = {"parameter_server.staleness": 4} if consistency == "ssp" else {}
     settings = {**keys, **SERVED, "parameter_server.consistency": consistency, **bound}
 
-    def saved(comm: Communicator) -> Path:
+    def saved(comm):
         trainer = trainer_of(comm, settings)
         trainer.exchange.restore({"count": 2, "clocks": [2, 5], "updates": 7})
         return CheckpointSaver(trainer, tmp_path / "run").save(2)
 
-    def found(comm: Communicator) -> tuple[Any, ...]:
+    def found(comm):
         exchange: Any = trainer_of(comm, settings, path).exchange
         served = None if exchange.shard is None else (exchange.shard.updates, dict(exchange.seen))
         return exchange.clocks, exchange.updates, exchange.clock, served
@@ -162,15 +161,15 @@ def test_clocks_and_versions_of_servers_are_kept(consistency: str, keys: Body, t
     assert run_threads(3, found) != right, "they would all go on from the slowest"
 
 
-def test_the_version_of_servers_with_backup_workers(keys: Body, tmp_path: Path) -> None:
+def test_the_version_of_servers_with_backup_workers(keys, tmp_path):
     settings = {**keys, **SERVED, "parameter_server.backup_workers": 1}
 
-    def saved(comm: Communicator) -> Path:
+    def saved(comm):
         trainer = trainer_of(comm, settings)
         trainer.exchange.restore({"count": 4})
         return CheckpointSaver(trainer, tmp_path / "run").save(4)
 
-    def found(comm: Communicator) -> tuple[Any, ...]:
+    def found(comm):
         exchange: Any = trainer_of(comm, settings, path).exchange
         return exchange.clocks, exchange.updates, None if exchange.shard is None else exchange.shard.updates
 
@@ -181,11 +180,11 @@ def test_the_version_of_servers_with_backup_workers(keys: Body, tmp_path: Path) 
         run_threads(4, found)
 
 
-def test_the_algorithm_that_was_chosen_is_kept(keys: Body, tmp_path: Path) -> None:
+def test_the_algorithm_that_was_chosen_is_kept(keys, tmp_path):
     path = run_threads(2, lambda comm: CheckpointSaver(trainer_of(comm, keys), tmp_path / "run").save(1))[0]
     rewrite(path, lambda body: body["scalars"].update(algorithm="recursive_doubling"))  # as a measurement would have
 
-    def found(comm: Communicator) -> tuple[str, str]:
+    def found(comm):
         trainer = trainer_of(comm, keys, path)
         return trainer.exchange.algorithm, trainer.selection.source
 
@@ -194,14 +193,14 @@ def test_the_algorithm_that_was_chosen_is_kept(keys: Body, tmp_path: Path) -> No
     assert run_threads(2, found) == [("native", "default")] * 2
 
 
-def test_the_measured_cut_of_the_stages_is_kept(keys: Body, tmp_path: Path) -> None:
+def test_the_measured_cut_of_the_stages_is_kept(keys, tmp_path):
     """Sums of gradients over other stages would round differently."""
     settings = {**keys, "parallel.pipeline": 2, "parallel.microbatches": 2, "parallel.partition": "measured"}
     path = run_threads(2, lambda comm: CheckpointSaver(trainer_of(comm, settings), tmp_path / "run").save(1))[0]
     worst = [1, 3]  # nothing but the embedding on the first rank: no measurement says so
     rewrite(path, lambda body: body["scalars"].update(stage_units=worst))
 
-    def found(comm: Communicator) -> list[int]:
+    def found(comm):
         plan = trainer_of(comm, settings, path).plan
         assert plan is not None
         return list(plan.stage_units)
@@ -211,7 +210,7 @@ def test_the_measured_cut_of_the_stages_is_kept(keys: Body, tmp_path: Path) -> N
     assert worst not in run_threads(2, found)
 
 
-def test_data_that_changed_between_the_probes_is_refused(keys: Body, tmp_path: Path) -> None:
+def test_data_that_changed_between_the_probes_is_refused(keys, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text(path.read_text() * 200)
     made = run_threads(2, lambda comm: CheckpointSaver(trainer_of(comm, keys), tmp_path / "run").save(1))[0]
@@ -219,7 +218,7 @@ def test_data_that_changed_between_the_probes_is_refused(keys: Body, tmp_path: P
     content[1500] ^= 1  # 64 probes of 1,024 bytes begin 3,890 bytes apart
     path.write_bytes(content)
 
-    def resumed(**more: Any) -> int:
+    def resumed(**more):
         return run_threads(2, lambda comm: trainer_of(comm, keys | more, made).first_step)[0]
 
     with pytest.raises(DataError, match="was written by a run on other data"):
@@ -229,7 +228,7 @@ def test_data_that_changed_between_the_probes_is_refused(keys: Body, tmp_path: P
     assert resumed() == 1, "it was made before there were digests"
 
 
-def test_energy_and_time_go_on_counting(keys: Body, tmp_path: Path) -> None:
+def test_energy_and_time_go_on_counting(keys, tmp_path):
     trainer = trainer_of(solo(), keys)
     energy = EnergyRecorder(solo(), trainer.recipe, None)
     with energy.monitor, energy.window("training"):
@@ -248,15 +247,15 @@ def test_energy_and_time_go_on_counting(keys: Body, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("forged", ({"optimizer": [1]}, {"steps": "many"}, {"steps": -3}, {"data": None}))
-def test_numbers_that_no_training_writes_are_refused(keys: Body, tmp_path: Path, forged: dict[str, Any]) -> None:
+def test_numbers_that_no_training_writes_are_refused(keys, tmp_path, forged):
     path = CheckpointSaver(trainer_of(solo(), keys), tmp_path / "run").save(1)
     rewrite(path, lambda body: body["scalars"].update(forged))
     with pytest.raises(StorageError, match=f"is not valid: of its scalars, .*{next(iter(forged))}"):
         trainer_of(solo(), keys, path)
 
 
-def test_the_best_validation_loss_is_kept(keys: Body, tmp_path: Path) -> None:
-    def stay(*losses: float) -> list[str]:
+def test_the_best_validation_loss_is_kept(keys, tmp_path):
+    def stay(*losses):
         directory = tmp_path / f"{losses}"
         trainer = trainer_of(solo(), {**keys, "checkpoint.keep": 1, "checkpoint.keep_best": 1})
         for step, loss in enumerate(losses, start=1):
@@ -270,7 +269,7 @@ def test_the_best_validation_loss_is_kept(keys: Body, tmp_path: Path) -> None:
     assert Retention(1, 0, 1).kept({1: 1.0, 2: 3.0}) == {1, 2}
 
 
-def test_another_data_set_is_refused(keys: Body, tmp_path: Path) -> None:
+def test_another_data_set_is_refused(keys, tmp_path):
     path = CheckpointSaver(trainer_of(solo(), keys), tmp_path / "run").save(1)
     (tmp_path / "other.txt").write_text("not to be or to be, that is no question " * 30)
     with pytest.raises(DataError, match="was written by a run on other data than .*other.txt") as caught:

@@ -1,7 +1,6 @@
 """`hpcdist schedule`: what it prints, draws and refuses, without a rank."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ def refused(error: type[HpcdistError], *arguments: object) -> str:
     return str(done.exception)
 
 
-def test_the_table_has_bubble_closed_form_and_memory_of_each() -> None:
+def test_the_table_has_bubble_closed_form_and_memory_of_each():
     lines = run("1f1b", "zb-h1", "--stages", 4, "--microbatches", 8).splitlines()
     assert [line.split() for line in lines[1:3]] == [
         ["1f1b", "1", "27.27%", "27.27%", "33", "s", "27.27%", "4", "3", "2", "1", "0", "0", "0", "0", "33", "s"],
@@ -42,7 +41,7 @@ def test_the_table_has_bubble_closed_form_and_memory_of_each() -> None:
     ]
 
 
-def test_figures_as_json() -> None:
+def test_figures_as_json():
     found = told("interleaved", "--stages", 2, "--microbatches", 4, "--chunks", 3, "--costs", "3,2,1")
     (row,) = found["schedules"]
     assert (row["chunks"], row["verified"], row["makespan_s"]) == (3, "operations", 26.0)
@@ -51,7 +50,7 @@ def test_figures_as_json() -> None:
     assert [rank["busy_s"] for rank in row["ranks"]] == pytest.approx([24.0, 24.0])
 
 
-def test_uneven_stages_and_messages_have_no_closed_form() -> None:
+def test_uneven_stages_and_messages_have_no_closed_form():
     uneven = told("1f1b", "--stages", 2, "--costs", "1,1,1", "--costs", "2,2,2")["schedules"][0]
     assert uneven["closed_form"] is None and uneven["makespan_s"] == 1 + 8 * 6 + 2
     far = told("1f1b", "--stages", 2, "--microbatches", 1, "--message-s", 0.5)["schedules"][0]
@@ -60,7 +59,7 @@ def test_uneven_stages_and_messages_have_no_closed_form() -> None:
     assert again["closed_form"] is None and again["makespan_s"] == 9.0 + 3.0
 
 
-def test_a_schedule_that_is_written_out_is_read_back(tmp_path: Path) -> None:
+def test_a_schedule_that_is_written_out_is_read_back(tmp_path):
     file = tmp_path / "mine.txt"
     written = told("zb-v", "--stages", 3, "--microbatches", 5, "--dump", file)["schedules"][0]
     read = told("--file", file, "--stages", 3, "--microbatches", 5)["schedules"][0]
@@ -69,7 +68,7 @@ def test_a_schedule_that_is_written_out_is_read_back(tmp_path: Path) -> None:
     assert read == written
 
 
-def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_run_is_refused(tmp_path):
     file = tmp_path / "circle.txt"
     file.write_text("F0 B0 F1 B1\nF1 B1 F0 B0\n")
     said = refused(ConfigurationError, "--file", file, "--stages", 2, "--microbatches", 2)
@@ -91,11 +90,11 @@ def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     assert "cannot be read" in refused(StorageError, "--file", file)
 
 
-def test_the_lists_of_small_schedules_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lists_of_small_schedules_are_verified(monkeypatch):
     """The verifier that the executor relies on sees them; beyond some size only the passes are proven."""
     seen = []
 
-    def look(lists: Any, **about: Any) -> Any:
+    def look(lists, **about):
         seen.append(len(lists))
         return proof.verify(lists, **about)
 
@@ -108,7 +107,7 @@ def test_the_lists_of_small_schedules_are_verified(monkeypatch: pytest.MonkeyPat
     assert not large.operations and large.timeline.bubble == pytest.approx(large.closed) and seen == [3, 3, 3]
 
 
-def test_the_trace_has_every_pass_of_every_rank(tmp_path: Path) -> None:
+def test_the_trace_has_every_pass_of_every_rank(tmp_path):
     file = tmp_path / "t.json"
     run("zb-h1", "interleaved", "--stages", 2, "--microbatches", 3, "--trace", file)
     found = json.loads(file.read_text())["traceEvents"]
@@ -122,15 +121,15 @@ def test_the_trace_has_every_pass_of_every_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["png", "svg"])
-def test_timelines_are_drawn(end: str, tmp_path: Path) -> None:
+def test_timelines_are_drawn(end, tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / f"a.{end}"
     run("1f1b", "interleaved", "--stages", 2, "--microbatches", 3, "--recompute", "--plot", file)
     assert file.stat().st_size > 5000
 
 
-def test_colours_can_be_told_apart_without_colour() -> None:
-    def brightness(colour: str) -> float:
+def test_colours_can_be_told_apart_without_colour():
+    def brightness(colour):
         red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
         return 0.299 * red + 0.587 * green + 0.114 * blue
 
@@ -139,7 +138,7 @@ def test_colours_can_be_told_apart_without_colour() -> None:
     assert all((brightness(colour) > 0.45) == (ink == "black") for colour, ink in pictures.COLOURS.values())
 
 
-def test_a_path_is_drawn_where_it_computes() -> None:
+def test_a_path_is_drawn_where_it_computes():
     found = schedules.simulate_schedule("1f1b", generated("1f1b", 2, 2), ScheduleRequest(2, 2))
     panel = pictures.panel("two", found.timeline)
     assert panel.path[0] == (0.0, 0) and panel.path[-1] == (found.timeline.makespan_s, 0)

@@ -7,7 +7,6 @@ import pytest
 from harness.threads import on_threads
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import ALL_TO_ALL, all_to_all, all_to_all_allreduce
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, UsageError
@@ -24,9 +23,7 @@ def end_to_end(sizes: list[int]) -> list[Range]:
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int64])
 @pytest.mark.parametrize("size", range(1, 9))
 @on_threads("size")
-def test_all_to_all_sends_the_bytes_of_the_ring_in_the_dtype_of_the_buffer(
-    comm: Communicator, size: int, dtype: type
-) -> None:
+def test_all_to_all_sends_the_bytes_of_the_ring_in_the_dtype_of_the_buffer(comm, size, dtype):
     buffer = np.full(64 * size, comm.rank, dtype)
     with count_traffic(comm) as traffic:
         all_to_all_allreduce(comm, buffer)
@@ -36,13 +33,13 @@ def test_all_to_all_sends_the_bytes_of_the_ring_in_the_dtype_of_the_buffer(
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("size", [2, 4, 7])
-def test_all_to_all_rounds_the_float32_sum_in_rank_order_once(size: int, dtype: type, rng: np.random.Generator) -> None:
+def test_all_to_all_rounds_the_float32_sum_in_rank_order_once(size, dtype, rng):
     inputs = rng.standard_normal((size, 1000)).astype(dtype)
     total = inputs[0].astype(np.float32)
     for addend in inputs[1:]:
         total += addend.astype(np.float32)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         buffer = inputs[comm.rank].copy()
         all_to_all_allreduce(comm, buffer)
         assert np.array_equal(buffer, total.astype(dtype))
@@ -53,11 +50,11 @@ def test_all_to_all_rounds_the_float32_sum_in_rank_order_once(size: int, dtype: 
 @pytest.mark.parametrize("dtype", [np.float64, ml_dtypes.bfloat16, np.uint8])
 @pytest.mark.parametrize("algorithm", ALL_TO_ALL)
 @pytest.mark.parametrize("size", SIZES)
-def test_all_to_all_of_equal_blocks(size: int, algorithm: str, dtype: type, rng: np.random.Generator) -> None:
+def test_all_to_all_of_equal_blocks(size, algorithm, dtype, rng):
     for block in (0, 1, 37):
         values = rng.integers(0, 200, (size, size, block)).astype(dtype)  # (from, to, elements)
 
-        def body(comm: Communicator, values: np.ndarray = values, block: int = block) -> None:
+        def body(comm, values=values, block=block):
             ranges = end_to_end([block] * size)
             send, receive = np.zeros(size * (block + 1), dtype), np.full(size * (block + 1), 99, dtype)
             for to, part in enumerate(ranges):
@@ -81,11 +78,11 @@ def test_all_to_all_of_equal_blocks(size: int, algorithm: str, dtype: type, rng:
 
 @pytest.mark.parametrize("algorithm", ["native", "pairwise"])
 @pytest.mark.parametrize("size", SIZES)
-def test_all_to_all_of_unequal_blocks(size: int, algorithm: str, rng: np.random.Generator) -> None:
+def test_all_to_all_of_unequal_blocks(size, algorithm, rng):
     sizes = rng.integers(0, 20, (size, size))  # (from, to)
     values = [[rng.standard_normal(count) for count in row] for row in sizes]
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         outgoing, incoming = end_to_end(sizes[comm.rank].tolist()), end_to_end(sizes[:, comm.rank].tolist())
         send, receive = np.zeros(outgoing[-1].stop), np.zeros(incoming[-1].stop)
         for to, part in enumerate(outgoing):
@@ -99,11 +96,11 @@ def test_all_to_all_of_unequal_blocks(size: int, algorithm: str, rng: np.random.
     run_threads(size, body)
 
 
-def test_all_to_all_refuses_bad_calls_on_every_rank_before_anything_is_sent() -> None:
+def test_all_to_all_refuses_bad_calls_on_every_rank_before_anything_is_sent():
     thirds = [Range(0, 2), Range(2, 4), Range(4, 6)]
     unequal = [Range(0, 1), Range(1, 4), Range(4, 6)]
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         send, receive = np.zeros(6), np.zeros(6)
         with count_traffic(comm) as traffic:
             with pytest.raises(UsageError, match="'ring' is unknown; choose one of native, pairwise, bruck"):

@@ -10,7 +10,6 @@ from hpcdist.arrays.dtypes import FLOATS, INTEGERS
 from hpcdist.arrays.ranges import split
 from hpcdist.collectives import BROADCAST, broadcast
 from hpcdist.collectives.algorithms.broadcast import chain_broadcast
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, UsageError
@@ -24,7 +23,7 @@ MESSAGES = sorted(set(BROADCAST) - {"native"})
 
 @pytest.mark.parametrize("algorithm", BROADCAST)
 @pytest.mark.parametrize("size", SIZES)
-def test_broadcast_from_any_root(algorithm: str, size: int, rng: np.random.Generator) -> None:
+def test_broadcast_from_any_root(algorithm, size, rng):
     cases = [
         (count, root, rng.standard_normal((size, count)).astype(dtype))
         for dtype in (np.float64, FLOATS["bfloat16"], INTEGERS["uint8"])
@@ -32,7 +31,7 @@ def test_broadcast_from_any_root(algorithm: str, size: int, rng: np.random.Gener
         for root in sorted({0, size // 2, size - 1})
     ]
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         for count, root, inputs in cases:
             buffer = inputs[comm.rank].copy()
             broadcast(comm, buffer, root, algorithm)
@@ -44,10 +43,10 @@ def test_broadcast_from_any_root(algorithm: str, size: int, rng: np.random.Gener
 @pytest.mark.parametrize("root", [0, 2])
 @pytest.mark.parametrize("algorithm", MESSAGES)
 @pytest.mark.parametrize("size", SIZES[2:])
-def test_broadcast_sends_what_it_promises(algorithm: str, size: int, root: int, rng: np.random.Generator) -> None:
+def test_broadcast_sends_what_it_promises(algorithm, size, root, rng):
     inputs = rng.standard_normal((size, 16 * size))
 
-    def body(comm: Communicator) -> int:
+    def body(comm):
         buffer = inputs[comm.rank].copy()
         with count_traffic(comm) as traffic:
             broadcast(comm, buffer, root, algorithm)
@@ -67,10 +66,10 @@ def test_broadcast_sends_what_it_promises(algorithm: str, size: int, root: int, 
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_chain_in_segments(size: int, rng: np.random.Generator) -> None:
+def test_chain_in_segments(size, rng):
     inputs = rng.integers(0, 99, (size, 1003)).astype(np.int32)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         for root in (0, size - 1):
             buffer = inputs[comm.rank].copy()
             with count_traffic(comm) as traffic:
@@ -82,13 +81,13 @@ def test_chain_in_segments(size: int, rng: np.random.Generator) -> None:
     run_threads(size, body)
 
 
-def test_auto_chooses_by_size_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_by_size_and_ranks(monkeypatch):
     called = []
     for name in list(BROADCAST):
         monkeypatch.setitem(MODULE.BROADCAST, name, lambda comm, buffer, root, name=name: called.append(name))
     limit = MODULE.BINOMIAL_BYTES
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         broadcast(comm, np.zeros(limit, np.uint8))
         broadcast(comm, np.zeros(limit + 1, np.uint8))
 
@@ -101,7 +100,7 @@ def test_auto_chooses_by_size_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @on_threads(3)
-def test_broadcast_refuses_bad_calls_on_every_rank_before_anything_is_sent(comm: Communicator) -> None:
+def test_broadcast_refuses_bad_calls_on_every_rank_before_anything_is_sent(comm):
     with count_traffic(comm) as traffic:
         with pytest.raises(UsageError, match="'tree' is unknown; choose auto or one of native, binomial"):
             broadcast(comm, np.zeros(4), 0, "tree")

@@ -7,7 +7,6 @@ from harness.threads import on_threads
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import circulant_allreduce
 from hpcdist.collectives.algorithms.circulant import all_gather, reduce_scatter
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, UsageError
@@ -37,13 +36,11 @@ def uneven(size: int, rng: np.random.Generator) -> list[list[Range]]:
 
 @pytest.mark.parametrize("count", [0, 1, 3, 100, 1003])
 @pytest.mark.parametrize("size", SIZES)
-def test_circulant_gives_all_ranks_the_same_bits(
-    size: int, count: int, segment_bytes: int, rng: np.random.Generator
-) -> None:
+def test_circulant_gives_all_ranks_the_same_bits(size, count, segment_bytes, rng):
     inputs = rng.standard_normal((size, count))
     bound = size * np.finfo(np.float64).eps * np.abs(inputs).sum(axis=0)
 
-    def body(comm: Communicator) -> bytes:
+    def body(comm):
         buffer = inputs[comm.rank].copy()
         circulant_allreduce(comm, buffer, segment_bytes=segment_bytes)
         assert (np.abs(buffer - inputs.sum(axis=0)) <= bound).all()
@@ -54,7 +51,7 @@ def test_circulant_gives_all_ranks_the_same_bits(
 
 @pytest.mark.parametrize("size", SIZES)
 @on_threads("size")
-def test_circulant_sends_the_bytes_of_the_ring_in_the_rounds_of_a_tree(comm: Communicator, size: int) -> None:
+def test_circulant_sends_the_bytes_of_the_ring_in_the_rounds_of_a_tree(comm, size):
     buffer = np.full(16 * size, float(comm.rank), np.float32)
     with count_traffic(comm) as traffic:
         circulant_allreduce(comm, buffer)
@@ -66,11 +63,11 @@ def test_circulant_sends_the_bytes_of_the_ring_in_the_rounds_of_a_tree(comm: Com
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_circulant_halves_take_any_ranges(size: int, segment_bytes: int, rng: np.random.Generator) -> None:
+def test_circulant_halves_take_any_ranges(size, segment_bytes, rng):
     for ranges in uneven(size, rng):
         inputs = rng.integers(0, 100, (size, max(part.stop for part in ranges) + 3)).astype(np.float64)
 
-        def body(comm: Communicator, ranges: list[Range] = ranges, inputs: np.ndarray = inputs) -> None:
+        def body(comm, ranges=ranges, inputs=inputs):
             buffer = inputs[comm.rank].copy()
             own = ranges[comm.rank].slice
             with count_traffic(comm) as traffic:
@@ -96,7 +93,7 @@ def test_circulant_halves_take_any_ranges(size: int, segment_bytes: int, rng: np
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.int64])
 @on_threads(7)
-def test_circulant_all_gather_of_any_dtype(comm: Communicator, dtype: type) -> None:
+def test_circulant_all_gather_of_any_dtype(comm, dtype):
     ranges = split(700, 7, np.dtype(dtype).itemsize)
     buffer = np.zeros(700, dtype)
     buffer[ranges[comm.rank].slice] = comm.rank + 1
@@ -104,10 +101,10 @@ def test_circulant_all_gather_of_any_dtype(comm: Communicator, dtype: type) -> N
     assert all((buffer[part.slice] == rank + 1).all() for rank, part in enumerate(ranges))
 
 
-def test_circulant_is_its_two_halves_one_after_the_other(segment_bytes: int, rng: np.random.Generator) -> None:
+def test_circulant_is_its_two_halves_one_after_the_other(segment_bytes, rng):
     inputs = rng.standard_normal((7, 999)).astype(np.float32)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         whole, halves = inputs[comm.rank].copy(), inputs[comm.rank].copy()
         circulant_allreduce(comm, whole, "max", segment_bytes=segment_bytes)
         chunks = split(999, 7, 4)
@@ -120,7 +117,7 @@ def test_circulant_is_its_two_halves_one_after_the_other(segment_bytes: int, rng
 
 
 @on_threads(3)
-def test_circulant_refuses_bad_calls_on_every_rank_before_anything_is_sent(comm: Communicator) -> None:
+def test_circulant_refuses_bad_calls_on_every_rank_before_anything_is_sent(comm):
     buffer = np.zeros(6)
     with count_traffic(comm) as traffic:
         for ranges in ([], [Range(0, 4)] * 2, [Range(0, 2), Range(2, 4), Range(4, 7)]):

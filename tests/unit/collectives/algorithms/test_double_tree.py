@@ -7,7 +7,6 @@ from harness.threads import on_threads
 from hpcdist.arrays.ranges import split
 from hpcdist.collectives import double_tree_allreduce
 from hpcdist.collectives.algorithms.double_tree import trees
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, UsageError
@@ -16,7 +15,7 @@ SIZES = [*range(1, 10), 13, 16]
 
 
 @pytest.mark.parametrize("size", [*range(1, 34), 63, 64, 65, 100])
-def test_both_trees_join_all_ranks_and_each_rank_is_inside_one(size: int) -> None:
+def test_both_trees_join_all_ranks_and_each_rank_is_inside_one(size):
     for index in (0, 1):
         tree = [places[index] for places in trees(size)]
         roots = [rank for rank, place in enumerate(tree) if place.parent is None]
@@ -34,12 +33,12 @@ def test_both_trees_join_all_ranks_and_each_rank_is_inside_one(size: int) -> Non
 
 @pytest.mark.parametrize("segment_bytes", [64, 200, 1 << 20])
 @pytest.mark.parametrize("size", SIZES)
-def test_double_tree_gives_all_ranks_the_same_bits(size: int, segment_bytes: int, rng: np.random.Generator) -> None:
+def test_double_tree_gives_all_ranks_the_same_bits(size, segment_bytes, rng):
     for count in (0, 1, 3, 100, 1003):
         inputs = rng.standard_normal((size, count))
         bound = size * np.finfo(np.float64).eps * np.abs(inputs).sum(axis=0)
 
-        def body(comm: Communicator, inputs: np.ndarray = inputs, bound: np.ndarray = bound) -> bytes:
+        def body(comm, inputs=inputs, bound=bound):
             buffer = inputs[comm.rank].copy()
             double_tree_allreduce(comm, buffer, segment_bytes=segment_bytes)
             assert (np.abs(buffer - inputs.sum(axis=0)) <= bound).all()
@@ -50,8 +49,8 @@ def test_double_tree_gives_all_ranks_the_same_bits(size: int, segment_bytes: int
 
 @pytest.mark.parametrize("segment_bytes", [128, 1 << 20])
 @pytest.mark.parametrize("size", SIZES)
-def test_double_tree_sends_a_half_to_each_neighbour_in_each_tree(size: int, segment_bytes: int) -> None:
-    def body(comm: Communicator) -> int:
+def test_double_tree_sends_a_half_to_each_neighbour_in_each_tree(size, segment_bytes):
+    def body(comm):
         buffer = np.full(16 * 20, float(comm.rank), np.float32)
         halves = split(buffer.size, 2, 4)
         with count_traffic(comm) as traffic:
@@ -68,10 +67,10 @@ def test_double_tree_sends_a_half_to_each_neighbour_in_each_tree(size: int, segm
     assert sum(run_threads(size, body)) == 2 * (size - 1) * 16 * 20 * 4
 
 
-def test_the_sum_does_not_depend_on_the_segments(rng: np.random.Generator) -> None:
+def test_the_sum_does_not_depend_on_the_segments(rng):
     inputs = rng.standard_normal((6, 777)).astype(np.float32)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         buffers = [inputs[comm.rank].copy() for _ in range(3)]
         for buffer, segment_bytes in zip(buffers, (64, 500, 1 << 20), strict=True):
             double_tree_allreduce(comm, buffer, segment_bytes=segment_bytes)
@@ -81,7 +80,7 @@ def test_the_sum_does_not_depend_on_the_segments(rng: np.random.Generator) -> No
 
 
 @on_threads(3)
-def test_double_tree_refuses_bad_calls_on_every_rank_before_anything_is_sent(comm: Communicator) -> None:
+def test_double_tree_refuses_bad_calls_on_every_rank_before_anything_is_sent(comm):
     with count_traffic(comm) as traffic:
         with pytest.raises(UsageError, match="segment_bytes = 0; it must be at least 1"):
             double_tree_allreduce(comm, np.zeros(6), segment_bytes=0)

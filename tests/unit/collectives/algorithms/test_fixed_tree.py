@@ -1,7 +1,6 @@
 """The fixed tree: the same shards give the same bits on any number of ranks, at the bytes of the ring."""
 
 import itertools
-from types import ModuleType
 
 import ml_dtypes
 import numpy as np
@@ -42,7 +41,7 @@ def reduced(comm: Communicator, inputs: np.ndarray, op: str = "sum", repeats: in
 
 @pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_bits_do_not_depend_on_the_number_of_ranks(shards: int, dtype: type, rng: np.random.Generator) -> None:
+def test_bits_do_not_depend_on_the_number_of_ranks(shards, dtype, rng):
     inputs = (rng.standard_normal((shards, 333)) * 10.0 ** rng.integers(-6, 6, (shards, 333))).astype(dtype)
     expected = recursive(inputs, 0, shards)
     if shards > 4:
@@ -55,11 +54,11 @@ def test_bits_do_not_depend_on_the_number_of_ranks(shards: int, dtype: type, rng
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
 @pytest.mark.parametrize("shards", [4, 7, 8])
-def test_any_shares_of_the_same_result_go_to_their_owners(shards: int, dtype: type, rng: np.random.Generator) -> None:
+def test_any_shares_of_the_same_result_go_to_their_owners(shards, dtype, rng):
     inputs = rng.standard_normal((shards, 200)).astype(dtype)
     expected = run_threads(1, lambda comm: reduced(comm, inputs))[0]
 
-    def body(comm: Communicator, shares: list[Range]) -> None:
+    def body(comm, shares):
         tree, own = FixedTree(comm, shards), shards_of(shards, comm.size)[comm.rank]
         buffer, mine = np.empty_like(inputs[0]), shares[comm.rank].slice
         for _ in range(2):
@@ -75,10 +74,10 @@ def test_any_shares_of_the_same_result_go_to_their_owners(shards: int, dtype: ty
             run_threads(size, lambda comm, shares=shares: body(comm, shares))
 
 
-def test_halves_of_the_ring_are_what_it_sends(rng: np.random.Generator) -> None:
+def test_halves_of_the_ring_are_what_it_sends(rng):
     inputs = rng.standard_normal((4, 4096))
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         tree, own = FixedTree(comm, 4), shards_of(4, comm.size)[comm.rank]
         for shard in range(own.start, own.stop):
             tree.add(shard, inputs[shard])
@@ -90,7 +89,7 @@ def test_halves_of_the_ring_are_what_it_sends(rng: np.random.Generator) -> None:
         run_threads(size, body)
 
 
-def test_shares_that_are_none_are_refused() -> None:
+def test_shares_that_are_none_are_refused():
     tree = FixedTree(solo(), 1)
     tree.add(0, np.ones(4))
     for shares in ([], [Range(0, 5)], [Range(0, 2), Range(2, 4)]):
@@ -100,7 +99,7 @@ def test_shares_that_are_none_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("shards", [4, 7])
-def test_16_bits_are_summed_in_float32_and_rounded_once(dtype: type, shards: int, rng: np.random.Generator) -> None:
+def test_16_bits_are_summed_in_float32_and_rounded_once(dtype, shards, rng):
     inputs = rng.standard_normal((shards, 100)).astype(dtype)
     expected = recursive(inputs.astype(np.float32), 0, shards).astype(dtype)
     for size in (1, 2, 3, 4):
@@ -108,7 +107,7 @@ def test_16_bits_are_summed_in_float32_and_rounded_once(dtype: type, shards: int
             assert result.tobytes() == expected.tobytes()
 
 
-def test_what_is_not_finite_and_signs_of_zeros_are_kept(rng: np.random.Generator) -> None:
+def test_what_is_not_finite_and_signs_of_zeros_are_kept(rng):
     inputs = rng.choice(np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0], np.float32), (6, 500))
     with np.errstate(invalid="ignore"):
         expected = recursive(inputs, 0, 6)
@@ -120,7 +119,7 @@ def test_what_is_not_finite_and_signs_of_zeros_are_kept(rng: np.random.Generator
 
 
 @pytest.mark.parametrize(("op", "function"), [("max", np.max), ("min", np.min)])
-def test_maxima_and_minima(op: str, function: object, rng: np.random.Generator) -> None:
+def test_maxima_and_minima(op, function, rng):
     inputs = rng.integers(-1000, 1000, (5, 40))
     for size in (1, 2, 3, 5):
         for result in run_threads(size, lambda comm: reduced(comm, inputs, op)):
@@ -128,14 +127,14 @@ def test_maxima_and_minima(op: str, function: object, rng: np.random.Generator) 
 
 
 @pytest.mark.parametrize("elements", [0, 1, 7, 17])
-def test_fewer_elements_than_ranks(elements: int, rng: np.random.Generator) -> None:
+def test_fewer_elements_than_ranks(elements, rng):
     inputs = rng.standard_normal((9, elements)).astype(np.float32)
     for size in (1, 2, 5, 8):
         for result in run_threads(size, lambda comm: reduced(comm, inputs)):
             assert result.tobytes() == recursive(inputs, 0, 9).tobytes()
 
 
-def test_nodes_tile_a_part_and_no_larger_ones_would_fit() -> None:
+def test_nodes_tile_a_part_and_no_larger_ones_would_fit():
     for shards in range(1, 40):
         for start, stop in itertools.combinations(range(shards + 1), 2):
             nodes = nodes_within(shards, Range(start, stop))
@@ -148,8 +147,8 @@ def test_nodes_tile_a_part_and_no_larger_ones_would_fit() -> None:
 
 
 @pytest.mark.parametrize(("shards", "sizes"), [(8, (1, 2, 4, 8)), (16, (2, 4)), (6, (3,)), (12, (3, 6))])
-def test_one_partial_sum_a_rank_sends_the_bytes_of_the_ring(shards: int, sizes: tuple[int, ...]) -> None:
-    def body(comm: Communicator) -> None:
+def test_one_partial_sum_a_rank_sends_the_bytes_of_the_ring(shards, sizes):
+    def body(comm):
         inputs = np.ones((shards, 16 * 8 * 3), np.float32)
         with count_traffic(comm) as traffic:
             assert (reduced(comm, inputs) == shards).all()
@@ -161,14 +160,14 @@ def test_one_partial_sum_a_rank_sends_the_bytes_of_the_ring(shards: int, sizes: 
 
 
 @on_threads(2)
-def test_every_further_partial_sum_is_sent_once(comm: Communicator) -> None:
+def test_every_further_partial_sum_is_sent_once(comm):
     inputs = np.ones((6, 64), np.float32)  # [0, 3) is (0, 2) and 2, [3, 6) is 3 and (4, 6)
     with count_traffic(comm) as traffic:
         reduced(comm, inputs)
     assert traffic.sent_bytes == (2 + 1) * inputs[0].nbytes // 2
 
 
-def test_partial_sums_take_a_buffer_for_each_binary_digit() -> None:
+def test_partial_sums_take_a_buffer_for_each_binary_digit():
     tree = FixedTree(solo(), 64)
     for shard in range(64):
         tree.add(shard, np.ones(10, np.float32))
@@ -176,8 +175,8 @@ def test_partial_sums_take_a_buffer_for_each_binary_digit() -> None:
     assert len(tree._partials) + len(tree._free) <= 7
 
 
-def test_a_rank_that_brings_something_else_is_named_in_checked_mode() -> None:
-    def body(comm: Communicator, size_of_rank_1: int, adds: bool) -> None:
+def test_a_rank_that_brings_something_else_is_named_in_checked_mode():
+    def body(comm, size_of_rank_1, adds):
         comm.checked = True
         buffer = np.ones(size_of_rank_1 if comm.rank == 1 else 8, np.float32)
         tree = FixedTree(comm, comm.size)
@@ -196,10 +195,10 @@ def test_a_rank_that_brings_something_else_is_named_in_checked_mode() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_gpu_arrays_give_the_same_bits(gpu: ModuleType, dtype: type, rng: np.random.Generator) -> None:
+def test_gpu_arrays_give_the_same_bits(gpu, dtype, rng):
     inputs = rng.standard_normal((7, 333)).astype(dtype)
 
-    def body(comm: Communicator) -> np.ndarray:
+    def body(comm):
         tree = FixedTree(comm, len(inputs))
         own = shards_of(len(inputs), comm.size)[comm.rank]
         for shard in range(own.start, own.stop):
@@ -214,7 +213,7 @@ def test_gpu_arrays_give_the_same_bits(gpu: ModuleType, dtype: type, rng: np.ran
             assert result.tobytes() == expected.tobytes()
 
 
-def test_wrong_calls_say_what_is_due() -> None:
+def test_wrong_calls_say_what_is_due():
     with pytest.raises(UsageError, match="2 logical shards for 3 ranks"):
         run_threads(3, lambda comm: FixedTree(comm, 2))
     tree = FixedTree(solo(), 3)

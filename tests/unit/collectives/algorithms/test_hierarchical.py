@@ -27,10 +27,10 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("size", range(1, 9))
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4])
-def test_hierarchical_over_nodes_equal_or_not(size: int, ranks_per_node: int, rng: np.random.Generator) -> None:
+def test_hierarchical_over_nodes_equal_or_not(size, ranks_per_node, rng):
     cases = [rng.integers(-50, 50, (size, count)).astype(dtype) for dtype in DTYPES for count in (0, 1, 5, 300)]
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         assert comm.nodes().uniform == (size % ranks_per_node == 0 or size < ranks_per_node)
         for inputs in cases:
             for op, expected in (("sum", inputs.sum(axis=0)), ("min", inputs.min(axis=0))):
@@ -43,10 +43,10 @@ def test_hierarchical_over_nodes_equal_or_not(size: int, ranks_per_node: int, rn
 
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize(("size", "ranks_per_node"), SHAPES)
-def test_hierarchical_in_many_segments(size: int, ranks_per_node: int, rng: np.random.Generator) -> None:
+def test_hierarchical_in_many_segments(size, ranks_per_node, rng):
     cases = [rng.integers(-50, 50, (size, count)).astype(np.float32) for count in (1, 17, 500, 2001)]
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         for inputs in cases:
             buffer = inputs[comm.rank].copy()
             hierarchical_allreduce(comm, buffer)
@@ -56,10 +56,10 @@ def test_hierarchical_in_many_segments(size: int, ranks_per_node: int, rng: np.r
 
 
 @pytest.mark.parametrize("node_of", [[0, 1, 0, 1], [0, 1, 1, 0], [0, 1, 1, 0, 2, 2], [1, 0, 0, 2, 1, 0]])
-def test_hierarchical_over_ranks_that_do_not_fill_node_by_node(node_of: list[int], rng: np.random.Generator) -> None:
+def test_hierarchical_over_ranks_that_do_not_fill_node_by_node(node_of, rng):
     inputs = rng.standard_normal((len(node_of), 700))
 
-    def body(comm: Communicator) -> bytes:
+    def body(comm):
         comm.declared_node = node_of[comm.rank]
         buffer = inputs[comm.rank].copy()
         hierarchical_allreduce(comm, buffer)
@@ -115,9 +115,7 @@ def watched(size: int, ranks_per_node: int, inputs: np.ndarray, pauses: bool = F
 
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize(("size", "ranks_per_node"), SHAPES)
-def test_bits_are_those_of_all_ranks_and_of_every_timing(
-    size: int, ranks_per_node: int, rng: np.random.Generator
-) -> None:
+def test_bits_are_those_of_all_ranks_and_of_every_timing(size, ranks_per_node, rng):
     special = np.array([0x7FC00001, 0xFFC00002, 0x80000000, 0x7F800000, 0xFF800000], np.uint32).view(np.float32)
     inputs = rng.standard_normal((size, 333)).astype(np.float32)
     inputs[:, ::7] = rng.choice(special, inputs[:, ::7].shape)  # payloads of NaN tell the order of the operands
@@ -130,9 +128,7 @@ def test_bits_are_those_of_all_ranks_and_of_every_timing(
 
 @pytest.mark.parametrize("segment_bytes", [64, 1 << 20])
 @pytest.mark.parametrize(("size", "ranks_per_node"), SHAPES)
-def test_bytes_between_nodes(
-    size: int, ranks_per_node: int, segment_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_between_nodes(size, ranks_per_node, segment_bytes, monkeypatch):
     """2 (k-1)/k of n/m on each rank, m the smallest number of ranks on a node; nothing from ranks beyond it."""
     monkeypatch.setattr(MODULE, "SEGMENT_BYTES", segment_bytes)
     nodes = -(-size // ranks_per_node)
@@ -145,7 +141,7 @@ def test_bytes_between_nodes(
 
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize(("size", "ranks_per_node"), [(4, 2), (2, 1), (6, 2), (4, 1)])
-def test_the_wire_is_not_idle_while_messages_are_waited_for(size: int, ranks_per_node: int) -> None:
+def test_the_wire_is_not_idle_while_messages_are_waited_for(size, ranks_per_node):
     """Whenever a message has come and its successor is not yet made, others are queued behind it, until all are."""
     for _, sink in watched(size, ranks_per_node, np.ones((size, 64 * size * 16), np.float32)):
         assert sink.sends > 4 * MODULE.AHEAD
@@ -153,7 +149,7 @@ def test_the_wire_is_not_idle_while_messages_are_waited_for(size: int, ranks_per
 
 
 @on_threads(8)
-def test_hierarchical_over_given_communicators(comm: Communicator) -> None:
+def test_hierarchical_over_given_communicators(comm):
     buffer = np.full(512, 2.0**comm.rank)
     intra = comm.split(comm.rank // 4)
     inter = comm.dup().split(comm.rank % 4)

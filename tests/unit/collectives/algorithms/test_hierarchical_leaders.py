@@ -5,16 +5,15 @@ import pytest
 
 from harness.threads import on_threads
 from hpcdist.collectives.algorithms.ring import LEADER, broadcast_from_leader, reduce_to_leader
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-def test_leader_gets_the_sum_and_gives_its_buffer(size: int, rng: np.random.Generator) -> None:
+def test_leader_gets_the_sum_and_gives_its_buffer(size, rng):
     cases = [rng.integers(-9, 9, (size, count)).astype(np.float64) for count in (0, 1, 5, 300)]
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         for inputs in cases:
             buffer = inputs[comm.rank].copy()
             reduce_to_leader(comm, buffer)
@@ -28,7 +27,7 @@ def test_leader_gets_the_sum_and_gives_its_buffer(size: int, rng: np.random.Gene
 
 
 @on_threads(4)
-def test_leader_sends_what_the_formula_says(comm: Communicator) -> None:
+def test_leader_sends_what_the_formula_says(comm):
     buffer = np.ones(512)
     chunk = buffer.nbytes // comm.size
     with count_traffic(comm) as traffic:

@@ -5,14 +5,13 @@ import pytest
 
 from harness.threads import on_threads
 from hpcdist.collectives import rabenseifner_allreduce
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @on_threads("size")
-def test_rabenseifner_sends_as_much_as_a_ring_in_fewer_messages(comm: Communicator, size: int) -> None:
+def test_rabenseifner_sends_as_much_as_a_ring_in_fewer_messages(comm, size):
     buffer = np.full(16 * size, 2.0**comm.rank)
     with count_traffic(comm) as traffic:
         rabenseifner_allreduce(comm, buffer)
@@ -22,13 +21,13 @@ def test_rabenseifner_sends_as_much_as_a_ring_in_fewer_messages(comm: Communicat
 
 
 @pytest.mark.parametrize("size", [3, 5, 6, 7, 9, 13])
-def test_rabenseifner_pays_for_the_ranks_above_a_power_of_two(size: int, rng: np.random.Generator) -> None:
+def test_rabenseifner_pays_for_the_ranks_above_a_power_of_two(size, rng):
     """A rank of a pair that goes on sends 5/2 - 2/q of the buffer, the other one 3/2; with whole buffers 3 - 2/q, 1."""
     cube = 1 << (size.bit_length() - 1)
     pairs = size - cube
     inputs = rng.integers(-100, 100, (size, 16 * cube)).astype(np.float64)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         buffer = inputs[comm.rank].copy()
         with count_traffic(comm) as traffic:
             rabenseifner_allreduce(comm, buffer, halves_bytes=0)
@@ -46,10 +45,10 @@ def test_rabenseifner_pays_for_the_ranks_above_a_power_of_two(size: int, rng: np
 
 
 @pytest.mark.parametrize("size", [3, 5, 6, 7, 9, 13])
-def test_rabenseifner_folds_short_buffers(size: int) -> None:
+def test_rabenseifner_folds_short_buffers(size):
     cube = 1 << (size.bit_length() - 1)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         buffer = np.full(16 * cube, 2.0**comm.rank)
         with count_traffic(comm) as traffic:
             rabenseifner_allreduce(comm, buffer, halves_bytes=buffer.nbytes + 1)
@@ -66,13 +65,11 @@ def test_rabenseifner_folds_short_buffers(size: int) -> None:
 @pytest.mark.parametrize("halves_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("count", [0, 1, 3, 9, 100, 1003])
 @pytest.mark.parametrize("size", [*range(1, 10), 13, 16])
-def test_rabenseifner_at_any_number_of_ranks(
-    size: int, count: int, halves_bytes: int, rng: np.random.Generator
-) -> None:
+def test_rabenseifner_at_any_number_of_ranks(size, count, halves_bytes, rng):
     inputs = rng.standard_normal((size, count))
     bound = size * np.finfo(np.float64).eps * np.abs(inputs).sum(axis=0)
 
-    def body(comm: Communicator) -> bytes:
+    def body(comm):
         buffer = inputs[comm.rank].copy()
         rabenseifner_allreduce(comm, buffer, halves_bytes=halves_bytes)
         assert (np.abs(buffer - inputs.sum(axis=0)) <= bound).all()
@@ -82,10 +79,10 @@ def test_rabenseifner_at_any_number_of_ranks(
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 9, 63, 64, 65, 129])
-def test_rabenseifner_with_chunks_that_are_empty_or_uneven(count: int, rng: np.random.Generator) -> None:
+def test_rabenseifner_with_chunks_that_are_empty_or_uneven(count, rng):
     inputs = rng.integers(0, 100, (8, count)).astype(np.float64)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         buffer = inputs[comm.rank].copy()
         rabenseifner_allreduce(comm, buffer)
         assert np.array_equal(buffer, inputs.sum(axis=0))

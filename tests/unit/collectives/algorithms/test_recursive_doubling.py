@@ -5,7 +5,6 @@ import pytest
 
 from hpcdist.collectives import recursive_doubling_allreduce
 from hpcdist.collectives.algorithms.hypercube import Hypercube
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 
@@ -13,12 +12,12 @@ SIZES = range(1, 9)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_recursive_doubling_sends_the_buffer_once_a_step(size: int) -> None:
+def test_recursive_doubling_sends_the_buffer_once_a_step(size):
     cube_size = {1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 4, 8: 8}[size]
     steps = cube_size.bit_length() - 1
     pairs = size - cube_size
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         buffer = np.full(10, 2.0**comm.rank)
         with count_traffic(comm) as traffic:
             recursive_doubling_allreduce(comm, buffer)
@@ -33,9 +32,9 @@ def test_recursive_doubling_sends_the_buffer_once_a_step(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [*SIZES, 12, 31])
-def test_a_hypercube_has_every_member_once(size: int) -> None:
+def test_a_hypercube_has_every_member_once(size):
     class Place:
-        def __init__(self, rank: int) -> None:
+        def __init__(self, rank):
             self.rank, self.size = rank, size
 
     cubes = [Hypercube.of(Place(rank)) for rank in range(size)]

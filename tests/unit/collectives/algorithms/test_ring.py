@@ -6,7 +6,6 @@ import pytest
 from harness.threads import on_threads
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import ALLREDUCE, all_gather, reduce_scatter, ring_allreduce
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import UsageError
@@ -22,10 +21,10 @@ def uneven(size: int) -> list[Range]:
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_ring_sends_two_p_minus_one_over_p_of_the_buffer(size: int, bidirectional: bool) -> None:
+def test_ring_sends_two_p_minus_one_over_p_of_the_buffer(size, bidirectional):
     count = 64 * size  # chunks, and their halves, of equal size
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         buffer = np.full(count, float(comm.rank), np.float32)
         with count_traffic(comm) as traffic:
             ring_allreduce(comm, buffer, bidirectional=bidirectional)
@@ -40,13 +39,11 @@ def test_ring_sends_two_p_minus_one_over_p_of_the_buffer(size: int, bidirectiona
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_ring_reduce_scatter_leaves_each_rank_its_range(
-    size: int, bidirectional: bool, rng: np.random.Generator
-) -> None:
+def test_ring_reduce_scatter_leaves_each_rank_its_range(size, bidirectional, rng):
     for ranges in (uneven(size), split(40 * size, size, 8), [*[Range(0, 0)] * (size - 1), Range(0, 9)]):
         inputs = rng.integers(0, 100, (size, ranges[-1].stop)).astype(np.float64)
 
-        def body(comm: Communicator, ranges: list[Range] = ranges, inputs: np.ndarray = inputs) -> None:
+        def body(comm, ranges=ranges, inputs=inputs):
             buffer = inputs[comm.rank].copy()
             with count_traffic(comm) as traffic:
                 reduce_scatter(comm, buffer, ranges, bidirectional=bidirectional)
@@ -60,10 +57,10 @@ def test_ring_reduce_scatter_leaves_each_rank_its_range(
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float64])
 @pytest.mark.parametrize("size", SIZES)
-def test_ring_all_gather_fills_the_other_ranges(size: int, dtype: type, bidirectional: bool) -> None:
+def test_ring_all_gather_fills_the_other_ranges(size, dtype, bidirectional):
     ranges = uneven(size)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         buffer = np.full(ranges[-1].stop + 3, 99, dtype)
         buffer[ranges[comm.rank].slice] = comm.rank
         all_gather(comm, buffer, ranges, bidirectional=bidirectional)
@@ -75,10 +72,10 @@ def test_ring_all_gather_fills_the_other_ranges(size: int, dtype: type, bidirect
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_ring_is_its_two_halves_one_after_the_other(size: int, rng: np.random.Generator) -> None:
+def test_ring_is_its_two_halves_one_after_the_other(size, rng):
     inputs = rng.standard_normal((size, 333)).astype(np.float32)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         whole, halves = inputs[comm.rank].copy(), inputs[comm.rank].copy()
         ring_allreduce(comm, whole)
         chunks = split(333, size, 4)
@@ -91,10 +88,10 @@ def test_ring_is_its_two_halves_one_after_the_other(size: int, rng: np.random.Ge
 
 @pytest.mark.parametrize("count", [0, 1, 5, 1000])
 @pytest.mark.parametrize("size", SIZES)
-def test_ring_in_both_directions(size: int, count: int, rng: np.random.Generator) -> None:
+def test_ring_in_both_directions(size, count, rng):
     inputs = rng.integers(0, 100, (size, count))
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         for op, expected in (("sum", inputs.sum(axis=0)), ("max", inputs.max(axis=0))):
             buffer = inputs[comm.rank].copy()
             ring_allreduce(comm, buffer, op, bidirectional=True)
@@ -104,7 +101,7 @@ def test_ring_in_both_directions(size: int, count: int, rng: np.random.Generator
 
 
 @pytest.mark.parametrize("ranges", [[], [Range(0, 4)], [Range(0, 2), Range(2, 5)]])
-def test_ring_refuses_ranges_that_are_not_one_for_each_rank_inside_the_buffer(ranges: list[Range]) -> None:
+def test_ring_refuses_ranges_that_are_not_one_for_each_rank_inside_the_buffer(ranges):
     for half in (reduce_scatter, all_gather):
         with pytest.raises(UsageError, match="one range inside them for each rank"):
             run_threads(2, lambda comm, half=half: half(comm, np.zeros(4), ranges))
@@ -112,12 +109,12 @@ def test_ring_refuses_ranges_that_are_not_one_for_each_rank_inside_the_buffer(ra
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("size", [*SIZES, 9, 13])
-def test_ring_in_segments_gives_the_same_bits(size: int, bidirectional: bool, rng: np.random.Generator) -> None:
+def test_ring_in_segments_gives_the_same_bits(size, bidirectional, rng):
     """The sum of an element does not depend on how its chunk is cut, nor do the bytes sent."""
     for count in (0, 1, 7, 300, 1003):
         inputs = rng.standard_normal((size, count)).astype(np.float32)
 
-        def body(comm: Communicator, inputs: np.ndarray = inputs) -> None:
+        def body(comm, inputs=inputs):
             whole = inputs[comm.rank].copy()
             with count_traffic(comm) as expected:
                 ring_allreduce(comm, whole, bidirectional=bidirectional)
@@ -133,13 +130,13 @@ def test_ring_in_segments_gives_the_same_bits(size: int, bidirectional: bool, rn
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_ring_halves_in_segments_take_any_ranges(size: int, bidirectional: bool, rng: np.random.Generator) -> None:
+def test_ring_halves_in_segments_take_any_ranges(size, bidirectional, rng):
     bounds = np.cumsum([0, *rng.integers(0, 60, size)])
     tiles = [Range(int(a), int(b)) for a, b in zip(bounds, bounds[1:], strict=False)]
     ranges = [tiles[index] for index in rng.permutation(size)]
     inputs = rng.integers(0, 100, (size, int(bounds[-1]))).astype(np.float64)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         buffer = inputs[comm.rank].copy()
         own = ranges[comm.rank].slice
         with count_traffic(comm) as traffic:
@@ -154,7 +151,7 @@ def test_ring_halves_in_segments_take_any_ranges(size: int, bidirectional: bool,
 
 
 @on_threads(3)
-def test_ring_passes_short_chunks_in_one_message(comm: Communicator) -> None:
+def test_ring_passes_short_chunks_in_one_message(comm):
     for segment_bytes, calls in ((400, {"sendrecv": 4}), (399, {"isend": 8, "irecv": 8})):
         buffer = np.ones(300, np.float32)
         chunks = [Range(0, 100), Range(100, 200), Range(200, 300)]
@@ -165,10 +162,10 @@ def test_ring_passes_short_chunks_in_one_message(comm: Communicator) -> None:
         assert (buffer == 3).all()
 
 
-def test_ring_by_name_in_both_directions(rng: np.random.Generator) -> None:
+def test_ring_by_name_in_both_directions(rng):
     inputs = rng.standard_normal((5, 500))
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         named, called = inputs[comm.rank].copy(), inputs[comm.rank].copy()
         ALLREDUCE["ring_bidirectional"](comm, named)
         ring_allreduce(comm, called, bidirectional=True)
@@ -178,10 +175,7 @@ def test_ring_by_name_in_both_directions(rng: np.random.Generator) -> None:
 
 
 @on_threads(2)
-def test_ring_refuses_segments_of_nothing(comm: Communicator) -> None:
-    with (
-        count_traffic(comm) as traffic,
-        pytest.raises(UsageError, match="segment_bytes = 0; it must be at least 1"),
-    ):
+def test_ring_refuses_segments_of_nothing(comm):
+    with count_traffic(comm) as traffic, pytest.raises(UsageError, match="segment_bytes = 0; it must be at least 1"):
         ring_allreduce(comm, np.zeros(100), segment_bytes=0)
     assert not traffic.calls

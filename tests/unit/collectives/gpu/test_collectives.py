@@ -123,15 +123,15 @@ KINDS = (("float32", "sum"), ("float64", "max"), ("float16", "sum"))
 
 @pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
 @pytest.mark.parametrize(("algorithm", "size"), CASES)
-def test_allreduce(gpu: ModuleType, algorithm: str, size: int, pointers: bool, rng: np.random.Generator) -> None:
+def test_allreduce(gpu, algorithm, size, pointers, rng):
     nodes_of = 2 if algorithm == "hierarchical" else None
     for dtype, op in KINDS:
         inputs = [rng.standard_normal(COUNT).astype(dtype) for _ in range(size)]
 
-        def body(comm: Communicator, buffer: object, op: str = op) -> None:
+        def body(comm, buffer, op=op):
             collectives.allreduce(comm, buffer, algorithm, op)  # type: ignore[arg-type]
 
-        def on_host(comm: Communicator, inputs: list[np.ndarray] = inputs, op: str = op) -> np.ndarray:
+        def on_host(comm, inputs=inputs, op=op):
             buffer = inputs[comm.rank].copy()
             collectives.allreduce(comm, buffer, algorithm, op)
             return buffer
@@ -155,12 +155,12 @@ SHARDED = [(algorithm, size) for algorithm in collectives.SHARDED for size in (1
 
 @pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
 @pytest.mark.parametrize(("algorithm", "size"), SHARDED)
-def test_shards(gpu: ModuleType, algorithm: str, size: int, pointers: bool, rng: np.random.Generator) -> None:
+def test_shards(gpu, algorithm, size, pointers, rng):
     nodes_of = 2 if algorithm == "hierarchical" else None
     inputs = [rng.integers(-9, 9, COUNT).astype(np.float32) for _ in range(size)]
     sharding = collectives.SHARDED[algorithm]
 
-    def body(comm: Communicator, buffer: object) -> None:
+    def body(comm, buffer):
         shares = sharding.shares(comm, COUNT, 4)
         sharding.reduce_scatter(comm, buffer, shares)  # type: ignore[arg-type]
         sharding.all_gather(comm, buffer, shares)  # type: ignore[arg-type]
@@ -176,10 +176,10 @@ def test_shards(gpu: ModuleType, algorithm: str, size: int, pointers: bool, rng:
 
 @pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int64"])
-def test_messages(gpu: ModuleType, dtype: str, pointers: bool, rng: np.random.Generator) -> None:
+def test_messages(gpu, dtype, pointers, rng):
     inputs = [rng.integers(0, 99, COUNT).astype(dtype_of(dtype)) for _ in range(3)]
 
-    def body(comm: Communicator, buffer: object) -> None:
+    def body(comm, buffer):
         right, left = (comm.rank + 1) % 3, (comm.rank - 1) % 3
         arrived = backend.empty(COUNT, inputs[0].dtype, "gpu")
         comm.sendrecv(buffer, right, arrived, left)  # type: ignore[arg-type]

@@ -10,7 +10,6 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device, staging
 from hpcdist.arrays.jit import jit
 from hpcdist.collectives.gpu import peer_memory
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
 from stubs.gpu import cuda_double
@@ -61,7 +60,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_refuses(gpu: ModuleType, name: str) -> None:
+def test_it_refuses(gpu, name):
     error, use = REFUSED[name]
     array = on_device(gpu)
     with pytest.raises(error):
@@ -69,7 +68,7 @@ def test_it_refuses(gpu: ModuleType, name: str) -> None:
     assert gpu.LOG.events == []
 
 
-def test_the_refusal_of_a_kernel_says_what_to_do(gpu: ModuleType) -> None:
+def test_the_refusal_of_a_kernel_says_what_to_do(gpu):
     with pytest.raises(TypeError, match=r"_doubled is a loop of the CPU, and got an array on a GPU; ask .*is_device"):
         _doubled(backend.zeros(3, np.dtype("float32"), "gpu"))
     with pytest.raises(Exception, match="annot determine Numba type"):  # other misuse keeps its own message
@@ -90,7 +89,7 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_ways_to_the_host_are_counted_at_their_site(gpu: ModuleType, name: str) -> None:
+def test_ways_to_the_host_are_counted_at_their_site(gpu, name):
     nbytes, use = COUNTED[name]
     use(on_device(gpu))
     (event,) = gpu.LOG.events
@@ -98,7 +97,7 @@ def test_ways_to_the_host_are_counted_at_their_site(gpu: ModuleType, name: str) 
     assert event.site == "test_cupy_double.<lambda>" and event.thread == "MainThread"
 
 
-def test_ways_to_the_device_and_waits_are_counted(gpu: ModuleType) -> None:
+def test_ways_to_the_device_and_waits_are_counted(gpu):
     array = backend.place(HOST, "gpu")
     assert backend.place(array, "gpu") is array
     array.set(HOST + 1)
@@ -110,7 +109,7 @@ def test_ways_to_the_device_and_waits_are_counted(gpu: ModuleType) -> None:
     assert kinds == [(gpu.H2D, 48), (gpu.H2D, 48), (gpu.SYNCHRONISE, 0), (gpu.SYNCHRONISE, 0)]
 
 
-def test_the_device_computes_without_the_host(gpu: ModuleType, rng: np.random.Generator) -> None:
+def test_the_device_computes_without_the_host(gpu, rng):
     host = rng.standard_normal((4, 6)).astype(np.float32)
     array = backend.place(host, "gpu")
     gpu.LOG.clear()
@@ -134,7 +133,7 @@ def test_the_device_computes_without_the_host(gpu: ModuleType, rng: np.random.Ge
         assert np.array_equal(got.get(), want)
 
 
-def test_views_share_memory_and_writes_go_through(gpu: ModuleType) -> None:
+def test_views_share_memory_and_writes_go_through(gpu):
     array = backend.zeros(8, np.dtype("float32"), "gpu")
     part = array[2:6].reshape(2, 2)
     part[...] = 3
@@ -148,11 +147,11 @@ def test_views_share_memory_and_writes_go_through(gpu: ModuleType) -> None:
     assert part.data.ptr == array.data.ptr + 8
 
 
-def test_memory_that_was_not_written_shows(gpu: ModuleType) -> None:
+def test_memory_that_was_not_written_shows(gpu):
     assert np.isnan(backend.empty(3, np.dtype("float64"), "gpu").get()).all()
 
 
-def test_a_copy_to_pinned_memory_is_there_when_its_event_has_passed(gpu: ModuleType) -> None:
+def test_a_copy_to_pinned_memory_is_there_when_its_event_has_passed(gpu):
     array, host = on_device(gpu), staging.lease(6, np.dtype(float)).reshape(2, 3)
     stream = device.new_stream()
     stream.wait_event(device.record())
@@ -163,7 +162,7 @@ def test_a_copy_to_pinned_memory_is_there_when_its_event_has_passed(gpu: ModuleT
     assert event.done and np.array_equal(host, HOST)
 
 
-def test_a_copy_from_pinned_memory_reads_it_late(gpu: ModuleType) -> None:
+def test_a_copy_from_pinned_memory_reads_it_late(gpu):
     array, host = on_device(gpu), staging.lease(6, np.dtype(float)).reshape(2, 3)
     host[...] = 1
     array.set(host)
@@ -176,7 +175,7 @@ def test_a_copy_from_pinned_memory_reads_it_late(gpu: ModuleType) -> None:
     assert (array.get() == 4).all()
 
 
-def test_a_copy_that_does_not_wait_for_the_producer_is_refused(gpu: ModuleType) -> None:
+def test_a_copy_that_does_not_wait_for_the_producer_is_refused(gpu):
     array, host = on_device(gpu), staging.lease(6, np.dtype(float)).reshape(2, 3)
     stream = device.new_stream()
     before = device.record()
@@ -186,8 +185,8 @@ def test_a_copy_that_does_not_wait_for_the_producer_is_refused(gpu: ModuleType) 
         array.get(stream=stream, out=host, blocking=False)
 
 
-def test_memory_of_another_process_is_read_after_its_kernels(gpu: ModuleType) -> None:
-    def body(comm: Communicator, ordered: bool) -> list[float]:
+def test_memory_of_another_process_is_read_after_its_kernels(gpu):
+    def body(comm, ordered):
         own = peer_memory.allocate(64)
         mapping = peer_memory.open_handle(comm.allgather_object(peer_memory.export(own))[1 - comm.rank])
         own[...] = comm.rank + 5
@@ -204,7 +203,7 @@ def test_memory_of_another_process_is_read_after_its_kernels(gpu: ModuleType) ->
         run_threads(2, lambda comm: body(comm, False))
 
 
-def test_what_cannot_be_shared_is_refused_with_the_reason(gpu: ModuleType) -> None:
+def test_what_cannot_be_shared_is_refused_with_the_reason(gpu):
     cupy = device.cupy()
     pooled = cupy.zeros(10, np.uint8)
     stream_ordered = cupy.ndarray(64, np.uint8, cupy.cuda.MemoryPointer(cupy.cuda.MemoryAsync(64), 0))
@@ -213,7 +212,7 @@ def test_what_cannot_be_shared_is_refused_with_the_reason(gpu: ModuleType) -> No
             peer_memory.export(array)
 
 
-def test_every_name_is_one_of_cupy(gpu: ModuleType) -> None:
+def test_every_name_is_one_of_cupy(gpu):
     """Needs cupy, not a GPU."""
     cupy = pytest.importorskip("cupy")
     made = gpu.module()

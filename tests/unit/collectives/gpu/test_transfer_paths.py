@@ -2,8 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -46,9 +44,7 @@ def integers(rng: np.random.Generator, size: int, dtype: str = "float32") -> lis
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("segments", [1, 2, 3, 4, 9])
-def test_segments_pass_through_three_blocks(
-    gpu: ModuleType, size: int, segments: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segments_pass_through_three_blocks(gpu, size, segments, rng, monkeypatch):
     monkeypatch.setattr(staging, "SEGMENT_BYTES", 4 * -(-COUNT // segments))
     inputs = integers(rng, size)
     leased = []
@@ -63,12 +59,12 @@ def test_segments_pass_through_three_blocks(
         assert gpu.LOG.count(gpu.D2H, f"rank {rank}") == gpu.LOG.count(gpu.H2D, f"rank {rank}") == segments + 1
 
 
-def test_the_host_waits_for_one_segment_at_a_time(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_waits_for_one_segment_at_a_time(gpu, monkeypatch):
     """While segment 0 is reduced, the copies of segments 1 and 2 are under way and have not been waited for."""
     monkeypatch.setattr(staging, "SEGMENT_BYTES", 40)
     seen = []
 
-    def look(comm: Communicator, block: np.ndarray, op: str = "sum") -> None:
+    def look(comm, block, op="sum"):
         stream = staging.staging._per_thread.stream
         seen.append(stream._given - stream._done)
 
@@ -79,14 +75,12 @@ def test_the_host_waits_for_one_segment_at_a_time(gpu: ModuleType, monkeypatch: 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "float16"])
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_kernels_read_the_memory_of_the_others(
-    gpu: ModuleType, size: int, op: str, dtype: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_read_the_memory_of_the_others(gpu, size, op, dtype, rng, monkeypatch):
     monkeypatch.setattr(peer_memory, "UNIT_BYTES", 512)
     monkeypatch.setattr(peer_memory, "PIECE_BYTES", 512)  # several pieces, and both halves
     inputs = integers(rng, size, dtype)
 
-    def twice(comm: Communicator, buffer: backend.Array) -> None:
+    def twice(comm, buffer):
         peer_memory.device_shared_allreduce(comm, buffer, op)
         peer_memory.device_shared_allreduce(comm, buffer, "max")  # all have the same
         assert not peer_memory.refusal(comm)
@@ -98,7 +92,7 @@ def test_kernels_read_the_memory_of_the_others(
         assert values.dtype == dtype and np.array_equal(values, (2 * want + 1).astype(dtype))
 
 
-def test_sixteen_bits_are_summed_in_float32_and_rounded_once(gpu: ModuleType, rng: np.random.Generator) -> None:
+def test_sixteen_bits_are_summed_in_float32_and_rounded_once(gpu, rng):
     inputs = [rng.standard_normal(COUNT).astype(np.float16) for _ in range(4)]
     wide = np.float32(0)
     for part in inputs:
@@ -108,13 +102,11 @@ def test_sixteen_bits_are_summed_in_float32_and_rounded_once(gpu: ModuleType, rn
         assert values.tobytes() == want.tobytes()
 
 
-def test_memory_that_cannot_be_mapped_is_refused_on_every_rank_and_staged(
-    gpu: ModuleType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_cannot_be_mapped_is_refused_on_every_rank_and_staged(gpu, rng, monkeypatch):
     monkeypatch.setitem(cuda_double.LIMIT, "ipc", 0)
     inputs = integers(rng, 3)
 
-    def body(comm: Communicator, buffer: backend.Array) -> None:
+    def body(comm, buffer):
         with pytest.raises(MissingCapabilityError, match="rank 0: GPU .* cannot open memory of GPU .*--gpus-per-node"):
             peer_memory.device_shared_allreduce(comm, buffer)
         collectives.allreduce(comm, buffer, "node_shared")
@@ -132,10 +124,10 @@ def several_ranks_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("several_ranks_a_gpu")
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "float16"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_nccl(gpu: ModuleType, size: int, dtype: str, rng: np.random.Generator) -> None:
+def test_nccl(gpu, size, dtype, rng):
     inputs = integers(rng, size, dtype)
 
-    def body(comm: Communicator, buffer: backend.Array) -> None:
+    def body(comm, buffer):
         collectives.allreduce(comm, buffer, "nccl")
         collectives.allreduce(comm, buffer, "nccl", "max")
         collectives.release(comm)
@@ -146,10 +138,10 @@ def test_nccl(gpu: ModuleType, size: int, dtype: str, rng: np.random.Generator) 
 
 @pytest.mark.usefixtures("several_ranks_a_gpu")
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_shards_of_nccl(gpu: ModuleType, size: int, rng: np.random.Generator) -> None:
+def test_shards_of_nccl(gpu, size, rng):
     inputs = integers(rng, size)
 
-    def body(comm: Communicator, buffer: backend.Array) -> None:
+    def body(comm, buffer):
         sharding = collectives.SHARDED_ON_GPUS["nccl"]
         shares = sharding.shares(comm, COUNT, 4)
         sharding.reduce_scatter(comm, buffer, shares)
@@ -170,31 +162,29 @@ def test_shards_of_nccl(gpu: ModuleType, size: int, rng: np.random.Generator) ->
         (23000, "0", r"NCCL 2\.30\.0.*set NCCL_MULTI_RANK_GPU_ENABLE=1"),
     ],
 )
-def test_nccl_refuses_ranks_that_share_a_gpu(
-    gpu: ModuleType, version: int, variable: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl_refuses_ranks_that_share_a_gpu(gpu, version, variable, reason, monkeypatch):
     monkeypatch.setattr(nccl_double, "VERSION", [version])
     monkeypatch.setenv(nccl.SEVERAL_RANKS_VARIABLE, variable)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         with pytest.raises(MissingCapabilityError, match=reason):
             collectives.allreduce(comm, backend.zeros(5, np.dtype("float32"), "gpu"), "nccl")
 
     run_threads(2, body)
 
 
-def test_nccl_that_is_missing_is_said_on_every_rank(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_that_is_missing_is_said_on_every_rank(gpu, monkeypatch):
     monkeypatch.setattr(nccl_double, "available", False)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         with pytest.raises(MissingCapabilityError, match="rank 0: cupy finds no NCCL .*nvidia-nccl-cu12"):
             collectives.allreduce(comm, backend.zeros(5, np.dtype("float32"), "gpu"), "nccl")
 
     run_threads(2, body)
 
 
-def test_nccl_on_buffers_of_the_host_is_the_mpi_library(gpu: ModuleType) -> None:
-    def body(comm: Communicator) -> list[float]:
+def test_nccl_on_buffers_of_the_host_is_the_mpi_library(gpu):
+    def body(comm):
         buffer = np.full(3, comm.rank + 1.0)
         collectives.allreduce(comm, buffer, "nccl")
         with pytest.raises(BufferHandoverError, match="the buffer is on the host"):
@@ -206,8 +196,8 @@ def test_nccl_on_buffers_of_the_host_is_the_mpi_library(gpu: ModuleType) -> None
     assert run_threads(2, body) == [[3.0] * 3] * 2
 
 
-def test_each_operation_finds_its_way(gpu: ModuleType) -> None:
-    def body(comm: Communicator) -> list[bool]:
+def test_each_operation_finds_its_way(gpu):
+    def body(comm):
         comm.handover = Handover(("send",))  # type: ignore[attr-defined]
         found = [staging.takes_pointers(comm, operation) for operation in ("send", "allreduce")]
         children = comm.split(0)
@@ -222,15 +212,7 @@ def test_each_operation_finds_its_way(gpu: ModuleType) -> None:
     [("cpu", ConfigurationError, "is for GPUs, and run.device = cpu"), ("gpu", MissingCapabilityError, "share GPU")],
 )
 @pytest.mark.parametrize("strategy", ["allreduce", "zero2"])
-def test_a_run_that_cannot_use_nccl_is_refused_before_its_first_step(
-    gpu: ModuleType,
-    on: str,
-    error: type[Exception],
-    reason: str,
-    strategy: str,
-    tmp_path: Path,
-    rng: np.random.Generator,
-) -> None:
+def test_a_run_that_cannot_use_nccl_is_refused_before_its_first_step(gpu, on, error, reason, strategy, tmp_path, rng):
     keys = {
         "data.path": write_text(tmp_path / "text", rng),
         "communication.algorithm": "nccl",
@@ -238,7 +220,7 @@ def test_a_run_that_cannot_use_nccl_is_refused_before_its_first_step(
         "parallel.strategy": strategy,
     }
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         with pytest.raises(error, match=reason):
             assembled(comm, keys)
 
@@ -247,13 +229,11 @@ def test_a_run_that_cannot_use_nccl_is_refused_before_its_first_step(
 
 @pytest.mark.usefixtures("several_ranks_a_gpu")
 @pytest.mark.parametrize("layout", ["allreduce", "zero1", "zero2", "zero3"])
-def test_a_run_over_nccl_is_that_of_the_cpu(
-    gpu: ModuleType, layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_a_run_over_nccl_is_that_of_the_cpu(gpu, layout, monkeypatch, tmp_path, rng):
     called: set[str] = set()
 
-    def counted(name: str, before: Callable[..., None]) -> Callable[..., None]:
-        def call(*arguments: int) -> None:
+    def counted(name, before):
+        def call(*arguments):
             called.add(name)
             before(*arguments)
 
@@ -271,21 +251,21 @@ def test_a_run_over_nccl_is_that_of_the_cpu(
 
 
 @pytest.mark.usefixtures("several_ranks_a_gpu")
-def test_shards_on_a_gpu_are_raced_with_nccl(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_on_a_gpu_are_raced_with_nccl(gpu, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     wanted = autotune.TuningRequest(
         max_bytes=4096, dtype=np.dtype("float32"), kind=autotune.SHARDED_KIND, buffer="device", budget_s=0.1
     )
 
-    def raced(renewed: bool) -> dict[str, float]:
+    def raced(renewed):
         ticks = threading.local()
 
-        def clock() -> float:
+        def clock():
             """Every call takes the same time: who is far behind the fastest would not be listed."""
             ticks.now = getattr(ticks, "now", 0.0) + 1e-3
             return float(ticks.now)
 
-        def body(comm: Communicator) -> autotune.Tuning:
+        def body(comm):
             return autotune.select(comm, comm, wanted, "threads", renewed=renewed, clock=clock)
 
         (row,) = run_threads(2, body)[0].rows

@@ -4,17 +4,16 @@ import numpy as np
 import pytest
 
 from harness.threads import on_threads
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import CommunicationError, DeadlineError
 from hpcdist.strategies.parameter_server.shared_memory import NodeFlags
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_a_token_goes_round(size: int) -> None:
+def test_a_token_goes_round(size):
     rounds = 20
 
-    def body(comm: Communicator) -> list[int]:
+    def body(comm):
         flags, block = NodeFlags(comm, 3), comm.shared(8)
         value, before = block.views[0].view(np.int64), (comm.rank - 1) % size
         seen = []
@@ -33,7 +32,7 @@ def test_a_token_goes_round(size: int) -> None:
     assert [found[rank][turn] for turn in range(rounds) for rank in range(size)] == list(range(rounds * size))
 
 
-def test_counters_of_a_rank_are_apart() -> None:
+def test_counters_of_a_rank_are_apart():
     flags = NodeFlags(solo(), 2)
     flags.raise_to(0, 5)
     flags.wait(0, 0, 4)
@@ -41,8 +40,8 @@ def test_counters_of_a_rank_are_apart() -> None:
     flags.wait(0, 1, 1)
 
 
-def test_whoever_waits_for_a_failed_rank_is_released() -> None:
-    def body(comm: Communicator) -> None:
+def test_whoever_waits_for_a_failed_rank_is_released():
+    def body(comm):
         flags = NodeFlags(comm, 1)
         if comm.rank == 1:
             raise ValueError("on purpose")
@@ -54,7 +53,7 @@ def test_whoever_waits_for_a_failed_rank_is_released() -> None:
 
 
 @on_threads(2, deadline_s=0.2)
-def test_nobody_is_waited_for_beyond_the_deadline(comm: Communicator) -> None:
+def test_nobody_is_waited_for_beyond_the_deadline(comm):
     flags = NodeFlags(comm, 1)
     if comm.rank == 0:
         with pytest.raises(DeadlineError):

@@ -28,18 +28,16 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
 
 
 @pytest.mark.parametrize(("size", "owners"), [(1, 1), (2, 2), (3, 3), (5, 5), (4, 2), (3, 1)])
-def test_segments_are_summed_by_their_owners_and_spread(
-    kind: type[NodeFlow], size: int, owners: int, rng: np.random.Generator
-) -> None:
+def test_segments_are_summed_by_their_owners_and_spread(kind, size, owners, rng):
     inputs = rng.integers(-99, 99, (size, 1000)).astype(np.float64)
     order = [*cut(Range(500, 1000), 48), *cut(Range(0, 500), 48)]
     assert len(order) > 2 * (flow.EARLY + flow.LATE)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         for _ in range(2):  # the second call finds the numbers where the first left them
             once(comm)
 
-    def once(comm: Communicator) -> None:
+    def once(comm):
         buffer = inputs[comm.rank].copy()
         flow = flow_of(comm, owners, buffer, "sum", order, PART_BYTES)
         assert type(flow) is (kind if size > 1 else NodeFlow)
@@ -70,15 +68,15 @@ def through(comm: Communicator, owners: int, part_bytes: int = PART_BYTES) -> No
 
 
 @on_threads(4)
-def test_calls_of_more_or_fewer_owners_and_longer_or_shorter_parts_follow_each_other(comm: Communicator) -> None:
+def test_calls_of_more_or_fewer_owners_and_longer_or_shorter_parts_follow_each_other(comm):
     for owners, part_bytes in ((1, 64), (4, 64), (2, 512), (4, 64), (1, 128)):
         through(comm, owners, part_bytes)
 
 
-def test_a_message_that_comes_while_a_rank_waits_stays_to_be_received() -> None:
+def test_a_message_that_comes_while_a_rank_waits_stays_to_be_received():
     sent = threading.Event()
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         message = np.full(3, comm.rank, np.float32)
         if comm.rank == 1:
             comm.send(message, 0, tag=7)
@@ -94,7 +92,7 @@ def test_a_message_that_comes_while_a_rank_waits_stays_to_be_received() -> None:
 
 
 @on_threads(2, deadline_s=10)
-def test_after_a_call_that_was_given_up_the_next_is_refused_until_all_release(comm: Communicator) -> None:
+def test_after_a_call_that_was_given_up_the_next_is_refused_until_all_release(comm):
     through(comm, 2)
     if comm.rank == 0:
         block = flow._memory[comm].block
@@ -109,7 +107,7 @@ def test_after_a_call_that_was_given_up_the_next_is_refused_until_all_release(co
 
 
 @on_threads(4, ranks_per_node=2)
-def test_release_gives_back_and_splits_nothing(comm: Communicator) -> None:
+def test_release_gives_back_and_splits_nothing(comm):
     with count_traffic(comm) as traffic:
         collectives.release(comm)
     assert not traffic.calls
@@ -129,11 +127,11 @@ def test_release_gives_back_and_splits_nothing(comm: Communicator) -> None:
     assert (buffer == 64).all()
 
 
-def test_both_flows_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+def test_both_flows_give_the_same_bits(monkeypatch, rng):
     inputs = rng.standard_normal((4, 1000)).astype(np.float32)
     order = list(cut(Range(0, 1000), 48))
 
-    def body(comm: Communicator) -> bytes:
+    def body(comm):
         buffer = inputs[comm.rank].copy()
         flow = flow_of(comm, 4, buffer, "sum", order, PART_BYTES)
         for segment in order:
@@ -149,7 +147,7 @@ def test_both_flows_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, rng: np.
 
 
 @on_threads(4)
-def test_what_a_rank_sends_inside_the_node(comm: Communicator) -> None:
+def test_what_a_rank_sends_inside_the_node(comm):
     buffer = np.ones(64 * 8 * 4)
     order = list(cut(Range(0, buffer.size), 256))
     with count_traffic(comm) as traffic:

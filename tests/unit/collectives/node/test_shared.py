@@ -10,7 +10,6 @@ from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import node_shared_allreduce
 from hpcdist.collectives.node import protocol, shared_memory
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.mpi.shared_memory import PrivateBlock
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
@@ -38,7 +37,7 @@ def small_halves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 @on_threads("size")
-def test_node_shared_sends_no_message(comm: Communicator, size: int) -> None:
+def test_node_shared_sends_no_message(comm, size):
     buffer = np.full(1000, 2.0**comm.rank)
     node_shared_allreduce(comm, buffer)  # takes the memory
     buffer[...] = 2.0**comm.rank
@@ -50,14 +49,14 @@ def test_node_shared_sends_no_message(comm: Communicator, size: int) -> None:
 
 @pytest.mark.usefixtures("small_halves")
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
-def test_every_way_gives_the_sum_in_rank_order(size: int, rng: np.random.Generator) -> None:
+def test_every_way_gives_the_sum_in_rank_order(size, rng):
     """Small, staged in pieces, and in place: on counts around every boundary, in random turn."""
     row = 4096 // size // 64 * 16
     counts = [0, 1, 127, 128, 129, *(size * row * pieces + extra for pieces in (1, 2, 5) for extra in (-1, 0, 1))]
     inputs = {count: rng.standard_normal((size, count)).astype(np.float32) for count in counts}
     turns = rng.permutation([(count, way) for count in counts for way in range(2)])
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         shared = shared_memory.allocate(comm, max(counts), FLOAT32)
         for count, way in turns:
             buffer = shared[:count] if way else np.empty(count, np.float32)
@@ -71,7 +70,7 @@ def test_every_way_gives_the_sum_in_rank_order(size: int, rng: np.random.Generat
 @pytest.mark.usefixtures("small_halves")
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
-def test_halves_are_reductions_to_owners_and_their_way_back(size: int, op: str, rng: np.random.Generator) -> None:
+def test_halves_are_reductions_to_owners_and_their_way_back(size, op, rng):
     """Uneven ranges, empty ones, and ranges that do not ascend with the ranks."""
     count = 5000
     inputs = rng.standard_normal((size, count)).astype(np.float32)
@@ -81,7 +80,7 @@ def test_halves_are_reductions_to_owners_and_their_way_back(size: int, op: str, 
     lonely = [Range(0, count), *[Range(count, count)] * (size - 1)]
     cases = [split(count, size, 4), uneven, uneven[::-1], lonely]
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         shared = shared_memory.allocate(comm, count, FLOAT32)
         for ranges in cases:
             own = ranges[comm.rank].slice
@@ -99,10 +98,10 @@ def test_halves_are_reductions_to_owners_and_their_way_back(size: int, op: str, 
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS.values(), *INTEGERS.values()], ids=[*FLOATS, *INTEGERS])
-def test_every_dtype_and_op(dtype: np.dtype, rng: np.random.Generator) -> None:
+def test_every_dtype_and_op(dtype, rng):
     inputs = rng.integers(0, 30, (3, 3000)).astype(dtype)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         shared = shared_memory.allocate(comm, 3000, dtype)
         for op in NUMPY:
             for buffer in (inputs[comm.rank].copy(), shared, inputs[comm.rank][:100].copy()):
@@ -115,7 +114,7 @@ def test_every_dtype_and_op(dtype: np.dtype, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("op", ["max", "min"])
 @on_threads(3)
-def test_a_nan_is_not_lost_in_a_maximum(comm: Communicator, op: str) -> None:
+def test_a_nan_is_not_lost_in_a_maximum(comm, op):
     for holder in range(comm.size):
         buffer = np.arange(4.0)
         buffer[1] = np.nan if comm.rank == holder else 1
@@ -133,11 +132,11 @@ def test_a_nan_is_not_lost_in_a_maximum(comm: Communicator, op: str) -> None:
         (lambda comm: shared_memory.all_gather(comm, np.zeros(8), split(8, 2, 8)), "rank 1: all-gather"),
     ],
 )
-def test_what_differs_between_ranks_is_refused_on_all(other, says: str) -> None:
-    def usual(comm: Communicator) -> None:
+def test_what_differs_between_ranks_is_refused_on_all(other, says):
+    def usual(comm):
         node_shared_allreduce(comm, np.zeros(8))
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         for _ in range(2):  # and nothing is left behind that would spoil the next call
             bring = other if comm.rank else usual
             with pytest.raises(CommunicationError, match=says):
@@ -150,7 +149,7 @@ def test_what_differs_between_ranks_is_refused_on_all(other, says: str) -> None:
 
 
 @on_threads(2)
-def test_scales_that_python_takes_for_equal_are_told_apart(comm: Communicator) -> None:
+def test_scales_that_python_takes_for_equal_are_told_apart(comm):
     for scales in ((-1.0, -2.0), (0.0, -0.0)):  # of equal hash, and equal
         with pytest.raises(CommunicationError, match="different buffers"):
             node_shared_allreduce(comm, np.ones(8), scale=scales[comm.rank])
@@ -160,10 +159,10 @@ def test_scales_that_python_takes_for_equal_are_told_apart(comm: Communicator) -
 
 
 @pytest.mark.parametrize("size", [2, 4, 5])
-def test_the_scale_is_rounded_alike_on_every_way(size: int, rng: np.random.Generator) -> None:
+def test_the_scale_is_rounded_alike_on_every_way(size, rng):
     inputs = {dtype: rng.standard_normal((size, 40_000)).astype(dtype) for dtype in (np.float32, np.float16)}
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         for dtype, brought in inputs.items():
             shared = shared_memory.allocate(comm, 40_000, np.dtype(dtype))
             expected = in_rank_order(brought.astype(np.float32)) * np.float32(1 / 3)
@@ -176,7 +175,7 @@ def test_the_scale_is_rounded_alike_on_every_way(size: int, rng: np.random.Gener
 
 
 @on_threads(2)
-def test_after_a_collective_was_given_up_the_memory_is_not_used_again(comm: Communicator) -> None:
+def test_after_a_collective_was_given_up_the_memory_is_not_used_again(comm):
     """A signal during the wait: the next call would count on a meeting that never was."""
     node_shared_allreduce(comm, np.zeros(4))
     if comm.rank == 0:
@@ -191,11 +190,11 @@ def test_after_a_collective_was_given_up_the_memory_is_not_used_again(comm: Comm
 
 @pytest.mark.usefixtures("small_halves")
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_one_result_for_all(size: int, rng: np.random.Generator) -> None:
+def test_one_result_for_all(size, rng):
     """In place and staged; what a rank brought stays, and the result has the bits of the allreduce."""
     inputs = {dtype: rng.standard_normal((size, 6000)).astype(dtype) for dtype in (np.float32, np.float16)}
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         for dtype, brought in inputs.items():
             expected = in_rank_order(brought.astype(np.float32)) * np.float32(0.5)
             result = shared_memory.allocate_common(comm, 6000, np.dtype(dtype))
@@ -217,7 +216,7 @@ def test_one_result_for_all(size: int, rng: np.random.Generator) -> None:
 
 
 @on_threads(2)
-def test_integers_are_not_scaled_and_ranges_do_not_overlap(comm: Communicator) -> None:
+def test_integers_are_not_scaled_and_ranges_do_not_overlap(comm):
     with pytest.raises(UsageError, match=r"int64 cannot be multiplied by 0\.5"):
         node_shared_allreduce(comm, np.ones(4, np.int64), scale=0.5)
     with pytest.raises(UsageError, match="the ranges of two ranks overlap"):
@@ -225,7 +224,7 @@ def test_integers_are_not_scaled_and_ranges_do_not_overlap(comm: Communicator) -
 
 
 @on_threads(3)
-def test_a_buffer_in_shared_memory_on_one_rank_only_goes_the_ordinary_way(comm: Communicator) -> None:
+def test_a_buffer_in_shared_memory_on_one_rank_only_goes_the_ordinary_way(comm):
     shared = shared_memory.allocate(comm, 20_000, FLOAT32)
     ordinary = np.empty(10_000, np.float32)
     for buffer in (shared[:10_000] if comm.rank else ordinary, shared[comm.rank * 16 :][:10_000]):
@@ -234,8 +233,8 @@ def test_a_buffer_in_shared_memory_on_one_rank_only_goes_the_ordinary_way(comm: 
         assert (buffer == 6).all()
 
 
-def test_a_rank_that_fails_releases_those_who_wait_in_shared_memory() -> None:
-    def body(comm: Communicator) -> None:
+def test_a_rank_that_fails_releases_those_who_wait_in_shared_memory():
+    def body(comm):
         node_shared_allreduce(comm, np.zeros(4))
         if comm.rank == 1:
             raise ArithmeticError("of rank 1")
@@ -247,7 +246,7 @@ def test_a_rank_that_fails_releases_those_who_wait_in_shared_memory() -> None:
 
 
 @on_threads(2, deadline_s=0.5)
-def test_a_rank_that_never_comes_is_an_error(comm: Communicator) -> None:
+def test_a_rank_that_never_comes_is_an_error(comm):
     node_shared_allreduce(comm, np.zeros(4))
     if comm.rank:
         with pytest.raises(CommunicationError, match=r"nobody came to shared memory within 0\.5 s"):
@@ -255,7 +254,7 @@ def test_a_rank_that_never_comes_is_an_error(comm: Communicator) -> None:
 
 
 @on_threads(2)
-def test_bad_buffers_are_refused(comm: Communicator) -> None:
+def test_bad_buffers_are_refused(comm):
     with pytest.raises(UsageError, match="choose one of sum, max, min"):
         node_shared_allreduce(comm, np.zeros(4), "mean")
     with pytest.raises(BufferHandoverError, match="contiguous"):
@@ -264,13 +263,13 @@ def test_bad_buffers_are_refused(comm: Communicator) -> None:
         shared_memory.reduce_scatter(comm, np.zeros(4), [Range(0, 4)])
 
 
-def test_node_shared_refuses_several_nodes() -> None:
+def test_node_shared_refuses_several_nodes():
     with pytest.raises(UsageError, match="4 ranks of world are on 2; choose hierarchical"):
         run_threads(4, lambda comm: node_shared_allreduce(comm, np.zeros(8)), ranks_per_node=2)
 
 
 @on_threads(4, ranks_per_node=2)
-def test_memory_for_buffers_over_several_nodes_is_shared_inside_each(comm: Communicator) -> None:
+def test_memory_for_buffers_over_several_nodes_is_shared_inside_each(comm):
     buffer = shared_memory.allocate(comm, 5000, FLOAT32)
     buffer[...] = comm.rank
     node_shared_allreduce(comm.nodes().intra, buffer)
@@ -278,17 +277,15 @@ def test_memory_for_buffers_over_several_nodes_is_shared_inside_each(comm: Commu
     collectives.release(comm)
 
 
-def test_where_nothing_can_be_shared_memory_is_private_and_the_algorithm_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_nothing_can_be_shared_memory_is_private_and_the_algorithm_refused(monkeypatch):
     class Alone:
-        def progress(self) -> None:
+        def progress(self):
             raise AssertionError
 
-        def check_alive(self, since: float) -> None:
+        def check_alive(self, since):
             raise AssertionError
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         comm._shared = lambda nbytes: PrivateBlock(comm.rank, [nbytes] * comm.size, Alone())
         assert not shared_memory.is_available(comm)
         buffer = shared_memory.allocate(comm, 100, FLOAT32)
@@ -301,7 +298,7 @@ def test_where_nothing_can_be_shared_memory_is_private_and_the_algorithm_refused
 
 
 @on_threads(2)
-def test_what_is_kept_between_calls_is_counted_and_can_be_given_back(comm: Communicator) -> None:
+def test_what_is_kept_between_calls_is_counted_and_can_be_given_back(comm):
     ledger = Ledger()
     collectives.account(ledger)
     for _ in range(2):

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +19,7 @@ from hpcdist.collectives.dispatch import AlgorithmTable
 from hpcdist.collectives.nonblocking import engines
 from hpcdist.collectives.nonblocking import progress as nonblocking_progress
 from hpcdist.collectives.nonblocking.engines import PollEngine, _Operation
-from hpcdist.collectives.nonblocking.progress import Handle, Lane, ProgressEngine
+from hpcdist.collectives.nonblocking.progress import Handle, ProgressEngine
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.comm.record.timing import count_traffic
@@ -47,12 +46,10 @@ def inputs(rng: np.random.Generator, count: int, dtype: object = np.float32) -> 
 
 @pytest.mark.parametrize(("kind", "algorithm"), PAIRS)
 @pytest.mark.parametrize("size", SIZES)
-def test_bits_are_those_of_the_blocking_algorithm(
-    kind: str, algorithm: str, size: int, rng: np.random.Generator
-) -> None:
+def test_bits_are_those_of_the_blocking_algorithm(kind, algorithm, size, rng):
     buffers = [inputs(rng, count) for count in (0, 1, 5, 1000)]
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         expected = [data[comm.rank].copy() for data in buffers]
         for data in expected:
             collectives.allreduce(comm, data, algorithm)
@@ -70,15 +67,13 @@ def test_bits_are_those_of_the_blocking_algorithm(
 
 @pytest.mark.parametrize(("kind", "algorithm"), HALVES)
 @pytest.mark.parametrize("size", range(1, 9))
-def test_halves_have_the_bits_of_the_blocking_ones(
-    kind: str, algorithm: str, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_halves_have_the_bits_of_the_blocking_ones(kind, algorithm, size, monkeypatch):
     monkeypatch.setattr(nonblocking_progress, "SEGMENT_BYTES", 64)  # several lanes
     counts, sharding = (0, 1, 33, 1000), collectives.SHARDED[algorithm]
     draw = np.random.default_rng(size)
     buffers = [draw.standard_normal((size, count)).astype(np.float32) for count in counts]
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         with engines.begin(comm, kind) as progress:
             shares = [sharding.shares(comm, count, 4) for count in counts]
             expected, found = ([data[comm.rank].copy() for data in buffers] for _ in range(2))
@@ -105,7 +100,7 @@ def test_halves_have_the_bits_of_the_blocking_ones(
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_threads(3)
-def test_halves_send_half_and_refuse_what_the_blocking_ones_refuse(comm: Communicator, kind: str) -> None:
+def test_halves_send_half_and_refuse_what_the_blocking_ones_refuse(comm, kind):
     data = np.ones(96 * comm.size, np.float32)
     shares = collectives.SHARDED["ring"].shares(comm, data.size, 4)
     with engines.begin(comm, kind) as progress:
@@ -135,7 +130,7 @@ def test_halves_send_half_and_refuse_what_the_blocking_ones_refuse(comm: Communi
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_threads(2, deadline_s=20)
-def test_checked_halves_by_other_shares_fail_on_all_ranks(comm: Communicator, kind: str) -> None:
+def test_checked_halves_by_other_shares_fail_on_all_ranks(comm, kind):
     comm.checked = True
     data = np.ones(64, np.float32)
     shares = [Range(0, 32), Range(32, 64)] if comm.rank else [Range(0, 16), Range(16, 64)]
@@ -149,10 +144,10 @@ def test_checked_halves_by_other_shares_fail_on_all_ranks(comm: Communicator, ki
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64, np.int64])
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
-def test_dtypes_and_reductions(kind: str, dtype: type, op: str, rng: np.random.Generator) -> None:
+def test_dtypes_and_reductions(kind, dtype, op, rng):
     data = (3 * inputs(rng, 77)).astype(dtype)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         expected, found = data[comm.rank].copy(), data[comm.rank].copy()
         collectives.allreduce(comm, expected, "ring", op)
         with engines.begin(comm, kind) as progress:
@@ -164,14 +159,12 @@ def test_dtypes_and_reductions(kind: str, dtype: type, op: str, rng: np.random.G
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("segment_bytes", [4, 64, 1 << 20])
-def test_segments_of_the_ring_change_no_bit_and_no_volume(
-    size: int, segment_bytes: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segments_of_the_ring_change_no_bit_and_no_volume(size, segment_bytes, rng, monkeypatch):
     monkeypatch.setattr(nonblocking_progress, "SEGMENT_BYTES", segment_bytes)
     data = inputs(rng, 96 * size)
     lanes = min(nonblocking_progress.MOST_LANES, max(1, 96 * 4 // segment_bytes))
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         expected, found = data[comm.rank].copy(), data[comm.rank].copy()
         collectives.allreduce(comm, expected, "ring")
         with engines.begin(comm, "poll") as progress, count_traffic(comm) as traffic:
@@ -184,11 +177,11 @@ def test_segments_of_the_ring_change_no_bit_and_no_volume(
     run_threads(size, body)
 
 
-def test_polling_moves_only_when_asked_and_never_waits(rng: np.random.Generator) -> None:
+def test_polling_moves_only_when_asked_and_never_waits(rng):
     data = inputs(rng, 1000)
     late, looked = threading.Event(), threading.Event()
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         found = data[comm.rank].copy()
         with engines.begin(comm, "poll") as progress:
             if comm.rank == 1:
@@ -208,10 +201,10 @@ def test_polling_moves_only_when_asked_and_never_waits(rng: np.random.Generator)
     run_threads(2, body)
 
 
-def test_a_thread_goes_on_while_its_rank_does_something_else(rng: np.random.Generator) -> None:
+def test_a_thread_goes_on_while_its_rank_does_something_else(rng):
     data = inputs(rng, 1000)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         found = data[comm.rank].copy()
         with engines.begin(comm, "thread") as progress:
             handle = progress.iallreduce(found, "ring")
@@ -224,10 +217,10 @@ def test_a_thread_goes_on_while_its_rank_does_something_else(rng: np.random.Gene
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocking_collectives_go_on_beside(kind: str, rng: np.random.Generator) -> None:
+def test_blocking_collectives_go_on_beside(kind, rng):
     data = inputs(rng, 500)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         first, between = data[comm.rank].copy(), data[comm.rank].copy()
         with engines.begin(comm, kind) as progress, engines.begin(comm, kind) as other:
             handles = [progress.iallreduce(first, "ring"), other.iallreduce(first.copy(), "ring")]
@@ -240,7 +233,7 @@ def test_blocking_collectives_go_on_beside(kind: str, rng: np.random.Generator) 
 
 
 @on_threads(3)
-def test_two_that_are_polled_at_once_share_no_memory(comm: Communicator) -> None:
+def test_two_that_are_polled_at_once_share_no_memory(comm):
     with engines.begin(comm, "poll") as one, engines.begin(comm, "poll") as other:
         for _ in range(20):
             first, second = np.full(3000, 1, np.float16), np.full(3000, 100, np.float16)
@@ -252,7 +245,7 @@ def test_two_that_are_polled_at_once_share_no_memory(comm: Communicator) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_threads(2)
-def test_a_table_is_taken_as_a_text_and_as_a_choice(comm: Communicator, kind: str) -> None:
+def test_a_table_is_taken_as_a_text_and_as_a_choice(comm, kind):
     with count_traffic(comm) as traffic, engines.begin(comm, kind) as progress:
         for table in ("ring<=64,native", AlgorithmTable(("ring", "native"), (64,)), AlgorithmTable(("native",))):
             for count in (8, 9):
@@ -265,8 +258,8 @@ def test_a_table_is_taken_as_a_text_and_as_a_choice(comm: Communicator, kind: st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_checked_ranks_that_bring_different_buffers_fail_before_anything_moves(kind: str) -> None:
-    def body(comm: Communicator) -> str:
+def test_checked_ranks_that_bring_different_buffers_fail_before_anything_moves(kind):
+    def body(comm):
         comm.checked = True
         progress = engines.begin(comm, kind)
         data = np.ones(1000 + 64 * comm.rank, np.float32)
@@ -283,7 +276,7 @@ def test_checked_ranks_that_bring_different_buffers_fail_before_anything_moves(k
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_threads(3, deadline_s=20)
-def test_a_checked_rank_whose_call_is_refused_tells_the_others(comm: Communicator, kind: str) -> None:
+def test_a_checked_rank_whose_call_is_refused_tells_the_others(comm, kind):
     comm.checked = True
     progress = engines.begin(comm, kind)
     with pytest.raises(UsageError if comm.rank else CommunicationError, match="reduction 'mean' is unknown"):
@@ -295,7 +288,7 @@ def test_a_checked_rank_whose_call_is_refused_tells_the_others(comm: Communicato
 @pytest.mark.parametrize("algorithm", ["ring", "native"])
 @pytest.mark.parametrize("kind", KINDS)
 @on_threads(3, deadline_s=20)
-def test_checked_ranks_may_wait_before_they_start_the_next(comm: Communicator, kind: str, algorithm: str) -> None:
+def test_checked_ranks_may_wait_before_they_start_the_next(comm, kind, algorithm):
     """The others compare what comes next, and move what this one waits for meanwhile."""
     comm.checked = True
     first, second = np.ones(500), np.ones(70_000)
@@ -310,7 +303,7 @@ def test_checked_ranks_may_wait_before_they_start_the_next(comm: Communicator, k
 
 
 @on_threads(2, ranks_per_node=1)
-def test_the_event_of_a_call_that_a_thread_is_refused_ends(comm: Communicator, tmp_path: Path) -> None:
+def test_the_event_of_a_call_that_a_thread_is_refused_ends(comm, tmp_path):
     comm.events = recorder = Recorder(tmp_path / f"{comm.rank}.rec", comm.rank, comm.size)
     progress = engines.begin(comm, "thread")
     with pytest.raises(UsageError, match="choose hierarchical"):
@@ -321,7 +314,7 @@ def test_the_event_of_a_call_that_a_thread_is_refused_ends(comm: Communicator, t
 
 
 @on_threads(2)
-def test_the_event_of_a_start_that_is_refused_ends(comm: Communicator, gpu: object, tmp_path: Path) -> None:
+def test_the_event_of_a_start_that_is_refused_ends(comm, gpu, tmp_path):
     comm.events = recorder = Recorder(tmp_path / f"{comm.rank}.rec", comm.rank, comm.size)
     buffer = backend.place(np.ones(10), "gpu")
     with engines.begin(comm, "thread") as progress, pytest.raises(BufferHandoverError, match="host memory"):
@@ -343,11 +336,11 @@ class Late:
         return self.left <= 0
 
 
-def test_nothing_is_waited_for_beside_a_lane_that_can_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_waited_for_beside_a_lane_that_can_go_on(monkeypatch):
     """Another rank may wait for what it sends next, and send what this one would wait for only then."""
     went_on = []
 
-    def lane(request: Late) -> Lane:
+    def lane(request):
         yield [request]
         went_on.append(request)
 
@@ -365,7 +358,7 @@ def test_nothing_is_waited_for_beside_a_lane_that_can_go_on(monkeypatch: pytest.
 
 
 @on_threads(2, deadline_s=20)
-def test_who_waits_for_one_does_not_wait_for_what_comes_after_it(comm: Communicator) -> None:
+def test_who_waits_for_one_does_not_wait_for_what_comes_after_it(comm):
     """What was started later is the other rank's to move, and that may do something else first."""
     with engines.begin(comm, "poll") as progress:
         for _ in range(20):
@@ -378,8 +371,8 @@ def test_who_waits_for_one_does_not_wait_for_what_comes_after_it(comm: Communica
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_fails_releases_the_others(kind: str) -> None:
-    def body(comm: Communicator) -> None:
+def test_a_rank_that_fails_releases_the_others(kind):
+    def body(comm):
         with engines.begin(comm, kind) as progress:
             if comm.rank == 1:
                 raise ValueError("no gradient")
@@ -409,8 +402,8 @@ def fail_in_step(comm: Communicator, kind: str) -> ProgressEngine:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_a_failure_nothing_goes_on(kind: str) -> None:
-    def body(comm: Communicator) -> None:
+def test_after_a_failure_nothing_goes_on(kind):
+    def body(comm):
         progress = fail_in_step(comm, kind)
         with pytest.raises(CommunicationError, match="failed before|not started"):
             progress.iallreduce(np.zeros(3), "ring").wait()
@@ -422,8 +415,8 @@ def test_after_a_failure_nothing_goes_on(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_leaves_through_the_context_without_the_other_ranks(kind: str) -> None:
-    def body(comm: Communicator) -> None:
+def test_an_error_leaves_through_the_context_without_the_other_ranks(kind):
+    def body(comm):
         with engines.begin(comm, kind) as progress:
             progress.iallreduce(np.zeros(3), "ring").wait()
             raise ValueError(f"rank {comm.rank} has an error of its own")
@@ -434,7 +427,7 @@ def test_an_error_leaves_through_the_context_without_the_other_ranks(kind: str) 
 
 
 @on_threads(2, deadline_s=20)
-def test_close_raises_what_nobody_waited_for(comm: Communicator) -> None:
+def test_close_raises_what_nobody_waited_for(comm):
     progress = engines.begin(comm, "thread")
     first, second = unequal(comm, progress)
     with pytest.raises(CommunicationError, match="met a buffer of"):
@@ -447,8 +440,8 @@ def test_close_raises_what_nobody_waited_for(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_recorder_sees_calls_in_another_order(kind: str, tmp_path: Path) -> None:
-    def body(comm: Communicator) -> None:
+def test_the_recorder_sees_calls_in_another_order(kind, tmp_path):
+    def body(comm):
         comm.events = recorder = Recorder(tmp_path / f"rank-{comm.rank:05d}.rec", comm.rank, comm.size)
         progress = fail_in_step(comm, kind)
         with pytest.raises(CommunicationError):
@@ -462,8 +455,8 @@ def test_the_recorder_sees_calls_in_another_order(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_close(kind: str) -> None:
-    def body(comm: Communicator) -> None:
+def test_after_close(kind):
+    def body(comm):
         data = np.ones(100)
         progress = engines.begin(comm, kind)
         handle = progress.iallreduce(data)
@@ -479,7 +472,7 @@ def test_after_close(kind: str) -> None:
     assert not running()
 
 
-def test_a_thread_ends_with_the_last_reference_to_its_progress() -> None:
+def test_a_thread_ends_with_the_last_reference_to_its_progress():
     progress = engines.begin(single_rank(), "thread")
     (thread,) = running()
     assert thread.is_alive()
@@ -488,7 +481,7 @@ def test_a_thread_ends_with_the_last_reference_to_its_progress() -> None:
     assert not thread.is_alive()
 
 
-def test_a_process_ends_though_nobody_closed() -> None:
+def test_a_process_ends_though_nobody_closed():
     code = (
         "import numpy as np\n"
         "from hpcdist.collectives.nonblocking import engines\n"
@@ -501,8 +494,8 @@ def test_a_process_ends_though_nobody_closed() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scratch_is_kept_and_counted(kind: str) -> None:
-    def body(comm: Communicator) -> tuple[int, int]:
+def test_scratch_is_kept_and_counted(kind):
+    def body(comm):
         ledger = Ledger()
         collectives.account(ledger)
         try:
@@ -518,7 +511,7 @@ def test_scratch_is_kept_and_counted(kind: str) -> None:
         assert during == peak == 512 * 4, "a chunk of the ring, once"
 
 
-def test_what_cannot_be_had_is_refused(gpu: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_had_is_refused(gpu, monkeypatch):
     refusals: list[tuple[type[Exception], str, Callable[[], object]]] = []
     comm = single_rank()
     poll, thread = engines.begin(comm, "poll"), engines.begin(comm, "thread")
@@ -539,7 +532,7 @@ def test_what_cannot_be_had_is_refused(gpu: object, monkeypatch: pytest.MonkeyPa
 
 
 @on_threads(2)
-def test_a_thread_takes_no_device_memory(comm: Communicator, gpu: object) -> None:
+def test_a_thread_takes_no_device_memory(comm, gpu):
     buffer = backend.place(np.full(10, comm.rank + 1.0), "gpu")
     with engines.begin(comm, "thread") as progress, pytest.raises(BufferHandoverError, match="host memory"):
         progress.iallreduce(buffer, "ring")

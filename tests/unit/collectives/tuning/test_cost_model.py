@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 
 from hpcdist import collectives
-from hpcdist.collectives.tuning.cost_model import (
-    CROWDED,
-    FORMULAS,
-    NODE,
-    WIRE,
-    LinkParameters,
-    MachineCosts,
-    Topology,
-)
+from hpcdist.collectives.tuning.cost_model import CROWDED, FORMULAS, NODE, WIRE, LinkParameters, MachineCosts, Topology
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.events import NULL_SINK
 from hpcdist.comm.threads.communicator import run_threads

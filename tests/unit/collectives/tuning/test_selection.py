@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from hpcdist import collectives
 from hpcdist.collectives.dispatch import AlgorithmTable, parse_algorithm
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import UsageError
@@ -70,7 +69,7 @@ def test_limits_must_ascend_and_names_be_one_more():
 def test_a_table_is_called_like_an_algorithm(rng, algorithm):
     inputs = {size: rng.standard_normal((3, size)).astype(np.float32) for size in (1024, 1025, 65537)}
 
-    def body(comm: Communicator) -> tuple[list[bytes], set[str]]:
+    def body(comm):
         found = []
         with count_traffic(comm) as traffic:
             for data in inputs.values():
@@ -79,7 +78,7 @@ def test_a_table_is_called_like_an_algorithm(rng, algorithm):
                 found.append(buffer.tobytes())
         return found, {name for name in traffic.calls if name.endswith("_allreduce")}
 
-    def forced(comm: Communicator) -> list[bytes]:
+    def forced(comm):
         found = []
         for data, name in zip(inputs.values(), ("recursive_doubling", "native", "ring"), strict=True):
             buffer = data[comm.rank].copy()

@@ -49,7 +49,7 @@ def test_ranks_agree_whatever_their_clocks_say():
     tick = itertools.count()
     own = threading.local()
 
-    def clock() -> float:
+    def clock():
         """Clocks that run at different speeds, forward by random steps, a rank's own."""
         if not hasattr(own, "time"):
             own.speed = 10.0 ** next(tick) * 1e-6
@@ -76,7 +76,7 @@ def test_a_second_start_takes_what_the_first_measured():
 
 
 def test_a_kept_choice_that_cannot_run_is_made_anew(tmp_path):
-    def body(comm: Communicator) -> autotune.Tuning:
+    def body(comm):
         return select(comm, comm, TuningRequest(max_bytes=64, dtype=FLOAT, kind="sharded", budget_s=0.1), "threads")
 
     run_threads(2, body)
@@ -96,7 +96,7 @@ def test_where_nothing_can_be_kept_the_run_goes_on(monkeypatch, tmp_path):
 
 
 def test_several_groups_that_measure_at_once_agree():
-    def body(comm: Communicator) -> tuple[autotune.Tuning, autotune.Tuning]:
+    def body(comm):
         pair = comm.split(comm.rank // 2)
         assert pair is not None
         first = select(pair, comm, TuningRequest(max_bytes=1024, dtype=FLOAT, budget_s=0.1), "threads")
@@ -108,7 +108,7 @@ def test_several_groups_that_measure_at_once_agree():
 
 
 def test_sharding_has_one_algorithm_for_all_sizes():
-    def body(comm: Communicator) -> autotune.Tuning:
+    def body(comm):
         wanted = TuningRequest(max_bytes=4096, dtype=FLOAT, kind="sharded", budget_s=0.1)
         return select(comm, comm, wanted, "threads")
 
@@ -175,7 +175,7 @@ class Course:
 
 
 def test_the_time_is_that_of_the_slowest_rank():
-    def body(comm: Communicator) -> dict[str, float]:
+    def body(comm):
         return Course({"native": 1.0 + comm.rank, "ring": 3.5 - comm.rank}).race(comm, 100.0)
 
     for found in run_threads(3, body):
@@ -183,7 +183,7 @@ def test_the_time_is_that_of_the_slowest_rank():
 
 
 def test_hopeless_candidates_are_dropped_early_and_the_share_is_kept():
-    def body(comm: Communicator) -> tuple[dict[str, float], dict[str, int], float]:
+    def body(comm):
         course = Course({"native": 9.0, "ring": 1.0, "double_tree": 2.5})
         return course.race(comm, 150.0), course.calls, course.now
 
@@ -195,7 +195,7 @@ def test_hopeless_candidates_are_dropped_early_and_the_share_is_kept():
 
 
 def test_a_race_whose_time_is_up_has_a_result_all_the_same():
-    def body(comm: Communicator) -> tuple[dict[str, float], float]:
+    def body(comm):
         course = Course({"native": 9.0, "ring": 1.0, "double_tree": 2.5})
         return course.race(comm, 0.0), course.now
 
@@ -205,8 +205,8 @@ def test_a_race_whose_time_is_up_has_a_result_all_the_same():
 
 
 def test_what_one_rank_cannot_run_nobody_runs():
-    def body(comm: Communicator) -> dict[str, float]:
-        def refuse() -> None:
+    def body(comm):
+        def refuse():
             if comm.rank == 1:
                 raise MissingCapabilityError("not here")
 
@@ -216,7 +216,7 @@ def test_what_one_rank_cannot_run_nobody_runs():
 
 
 def test_other_failures_are_not_swallowed():
-    def fail() -> None:
+    def fail():
         raise OSError("a bug")
 
     with pytest.raises(OSError, match="a bug"):
@@ -227,7 +227,7 @@ def test_the_budget_holds_where_every_call_is_slow():
     """A clock on which each look at it takes a tenth of a second: after the first race, time is up."""
     own = threading.local()
 
-    def clock() -> float:
+    def clock():
         own.time = getattr(own, "time", 0.0) + 0.1
         return own.time
 

@@ -80,7 +80,7 @@ def test_it_says_what_a_launcher_does_with_signals(vendor, tmp_path, monkeypatch
 
 
 def test_a_missing_library_and_launcher_are_told_apart(monkeypatch):
-    def missing(*_: object) -> None:
+    def missing(*_):
         raise MissingCapabilityError("there is none")
 
     monkeypatch.setattr(mpi_library, "load_library", missing)

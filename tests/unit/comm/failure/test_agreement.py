@@ -11,15 +11,14 @@ import hpcdist
 from harness import jobs
 from harness.jobs import called
 from hpcdist.cli import main
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.failure.rank_failures import all_agree
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_ranks_that_all_say_the_same_agree(size: int) -> None:
-    def body(comm: Communicator) -> bool:
+def test_ranks_that_all_say_the_same_agree(size):
+    def body(comm):
         first = all_agree(comm, "DataError: there is no such file")
         comm.barrier()  # and messages of others go on
         return first and all_agree(comm, "another")
@@ -28,15 +27,15 @@ def test_ranks_that_all_say_the_same_agree(size: int) -> None:
 
 
 @pytest.mark.parametrize("odd", [0, 1, 3])
-def test_one_rank_that_says_something_else_is_enough(odd: int) -> None:
+def test_one_rank_that_says_something_else_is_enough(odd):
     assert run_threads(4, lambda comm: all_agree(comm, "odd" if comm.rank == odd else "even")) == [False] * 4
 
 
 @pytest.mark.parametrize("absent", [0, 2])
-def test_nobody_waits_long_for_a_rank_that_does_not_come(absent: int) -> None:
+def test_nobody_waits_long_for_a_rank_that_does_not_come(absent):
     """The others are told, or notice; the absent rank is then still in its own work."""
 
-    def body(comm: Communicator) -> bool | None:
+    def body(comm):
         if comm.rank == absent:
             comm.recv(np.zeros(1), (absent + 1) % comm.size, 5)  # from a rank that has given up asking
             return None
@@ -75,7 +74,7 @@ def run(rank: int, agree: str, error: str = "DataError('no data')", **environmen
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_first_rank_speaks_for_all() -> None:
+def test_the_first_rank_speaks_for_all():
     code, out, errors = run(0, "yes")
     assert code == 78 and out == "asked DataError: no data\nwithdrawn\n"
     assert "[rank 0] every rank failed alike: exit code 78" in errors and errors.count("no data") == 1
@@ -83,25 +82,25 @@ def test_the_first_rank_speaks_for_all() -> None:
     assert (code, out, errors) == (78, "asked DataError: no data\nwithdrawn\n", "")
 
 
-def test_a_rank_that_fails_alone_speaks_and_aborts() -> None:
+def test_a_rank_that_fails_alone_speaks_and_aborts():
     code, out, errors = run(3, "no")
     assert code == 78 and out == "asked DataError: no data\nabort 78\n"
     assert "[rank 3] rank 3 failed: exit code 78" in errors and "no data" in errors
 
 
-def test_an_error_of_the_code_is_not_put_to_a_vote() -> None:
+def test_an_error_of_the_code_is_not_put_to_a_vote():
     """Its traceback differs from rank to rank, and the first one matters."""
     code, out, errors = run(3, "yes", "RuntimeError('a bug')")
     assert code == 1 and out == "abort 1\n" and "a bug" in errors
 
 
-def test_a_vote_that_fails_itself_hides_nothing() -> None:
+def test_a_vote_that_fails_itself_hides_nothing():
     program = PROGRAM.replace('print("asked", text) or agree', "1 / 0").format(error="DataError('no data')")
     done = jobs.python(program, "1", "yes")
     assert done.returncode == 78 and "no data" in done.stderr and "abort 78" in done.stdout
 
 
-def test_what_the_launcher_will_show_is_not_said_twice(tmp_path: Path) -> None:
+def test_what_the_launcher_will_show_is_not_said_twice(tmp_path):
     _, _, errors = run(0, "yes", HPCDIST_FAILURE_DIR=str(tmp_path))
     assert errors == "" and "no data" in (tmp_path / "rank-0.txt").read_text()
     _, _, errors = run(0, "yes", HPCDIST_FAILURE_DIR=str(tmp_path / "of another host"))
@@ -109,9 +108,7 @@ def test_what_the_launcher_will_show_is_not_said_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rank", "waits"), [(None, []), ("0", []), ("2", [main.GIVE_WAY_S])])
-def test_before_a_job_has_started_rank_0_speaks_first(
-    rank: str | None, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_before_a_job_has_started_rank_0_speaks_first(rank, waits, monkeypatch, capsys):
     slept: list[float] = []
     monkeypatch.setattr(main.time, "sleep", slept.append)
     for name in [name for name in os.environ if name.startswith(("OMPI_COMM_WORLD", "PMI_", "SLURM_"))]:

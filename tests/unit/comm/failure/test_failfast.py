@@ -48,16 +48,12 @@ def run(source: str, *arguments: str, **environment: str) -> subprocess.Complete
         ("failfast.guarded(lambda: sys.exit(-1))", 255, "SystemExit: -1"),
         ("failfast.guarded(lambda: sys.exit('give up'))", 1, "give up"),
         ("failfast.guarded(lambda: 5)", 5, "SystemExit: 5"),
-        (
-            "threading.Thread(target=lambda: 1 / 0, name='w').start(); time.sleep(60)",
-            1,
-            "rank 2, thread w failed",
-        ),
+        ("threading.Thread(target=lambda: 1 / 0, name='w').start(); time.sleep(60)", 1, "rank 2, thread w failed"),
         ("threading.Thread(target=sys.exit, args=(9,)).start(); time.sleep(60)", 9, "SystemExit: 9"),
         ("raise CommunicationError('echo')", 1, "CommunicationError: echo"),
     ],
 )
-def test_failures_abort_with_their_code(source: str, code: int, text: str) -> None:
+def test_failures_abort_with_their_code(source, code, text):
     ended = run(source)
     assert (ended.returncode, ended.stdout) == (code, f"abort {code}\n"), ended
     assert text in ended.stderr
@@ -79,7 +75,7 @@ def test_failures_abort_with_their_code(source: str, code: int, text: str) -> No
         ("failfast.uninstall()\nsys.exit(failfast.guarded(lambda: 6))", 6),
     ],
 )
-def test_what_is_no_failure_passes(source: str, code: int) -> None:
+def test_what_is_no_failure_passes(source, code):
     ended = run(source)
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", "")
 
@@ -87,7 +83,7 @@ def test_what_is_no_failure_passes(source: str, code: int) -> None:
 OUTLIVED = "failfast.set_survivable(lambda error: isinstance(error, CommunicationError))\n"
 
 
-def test_where_deaths_are_outlived_a_thread_that_meets_one_says_nothing() -> None:
+def test_where_deaths_are_outlived_a_thread_that_meets_one_says_nothing():
     source = """
 def work(error):
     raise error
@@ -103,7 +99,7 @@ time.sleep(60)
     assert "ValueError: own" in ended.stderr and "died" not in ended.stderr
 
 
-def test_where_deaths_are_outlived_the_main_thread_still_fails_by_one(tmp_path: Path) -> None:
+def test_where_deaths_are_outlived_the_main_thread_still_fails_by_one(tmp_path):
     ended = run(OUTLIVED + "raise CommunicationError('died')", HPCDIST_LAUNCH_DIR=str(tmp_path))
     assert (ended.returncode, ended.stdout) == (1, "abort 1\n") and "CommunicationError: died" in ended.stderr
     assert (tmp_path / "ended").read_text() == "1", "the launcher may not end by the abort"
@@ -112,14 +108,14 @@ def test_where_deaths_are_outlived_the_main_thread_still_fails_by_one(tmp_path: 
     assert (tmp_path / "ended").read_text() == "1", "a failure comes before the end of the others"
 
 
-def test_where_deaths_are_outlived_an_agreed_end_is_told_and_immediate(tmp_path: Path) -> None:
+def test_where_deaths_are_outlived_an_agreed_end_is_told_and_immediate(tmp_path):
     source = "import atexit; atexit.register(print, 'finalised')\nfailfast.guarded(lambda: failfast.agreed_exit(75))"
     ended = run(OUTLIVED + source, HPCDIST_LAUNCH_DIR=str(tmp_path))
     assert (ended.returncode, ended.stdout, ended.stderr) == (75, "", "")
     assert (tmp_path / "ended").read_text() == "75"
 
 
-def test_who_does_not_go_on_within_the_limit_ends_the_job() -> None:
+def test_who_does_not_go_on_within_the_limit_ends_the_job():
     ended = run("failfast.set_recovery_limit(60)\nfailfast.set_recovery_limit(0.05)\ntime.sleep(60)")
     assert (ended.returncode, ended.stdout) == (1, "abort 1\n")
     assert "DeadlineError: a rank died, and the others did not go on within 0.05 s" in ended.stderr
@@ -128,23 +124,23 @@ def test_who_does_not_go_on_within_the_limit_ends_the_job() -> None:
     assert (gone_on.returncode, gone_on.stdout, gone_on.stderr) == (0, "", "")
 
 
-def test_a_rank_that_moved_fails_under_its_new_number() -> None:
+def test_a_rank_that_moved_fails_under_its_new_number():
     ended = run("failfast.set_rank(1)\n1 / 0")
     assert ended.returncode == 1 and "[rank 1] rank 1 failed" in ended.stderr
 
 
-def test_without_install_exceptions_are_pythons_own() -> None:
+def test_without_install_exceptions_are_pythons_own():
     ended = run("failfast.uninstall()\nfailfast.guarded(lambda: 1 / 0)")
     assert ended.returncode == 1 and ended.stderr.startswith("Traceback") and "[rank" not in ended.stderr
 
 
 @pytest.mark.parametrize("how", ["raise OSError('no')", "return", "time.sleep(600)"])
-def test_an_abort_that_does_not_end_the_process_is_helped(how: str) -> None:
+def test_an_abort_that_does_not_end_the_process_is_helped(how):
     ended = run(f"def broken(code):\n    {how}\nfailfast.install(broken, None, 2)\nraise ConfigurationError('bad')")
     assert ended.returncode == 78 and "ConfigurationError: bad" in ended.stderr
 
 
-def test_only_the_first_thread_speaks() -> None:
+def test_only_the_first_thread_speaks():
     source = """
 start = threading.Barrier(8)
 def work(n):
@@ -158,7 +154,7 @@ time.sleep(60)
     assert ended.returncode == 1 and ended.stderr.count("ValueError: ") == 1
 
 
-def test_copy_for_the_launcher_and_note_for_the_recorder(tmp_path: Path) -> None:
+def test_copy_for_the_launcher_and_note_for_the_recorder(tmp_path):
     source = """
 recorder = Recorder(Path(sys.argv[1]), 2, 4)
 failfast.attach(recorder)
@@ -176,7 +172,7 @@ raise ConfigurationError("bad\\nsecond line")
 LAUNCHED = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
 
 
-def test_a_launcher_that_reads_late_gets_the_failure_before_the_abort(tmp_path: Path) -> None:
+def test_a_launcher_that_reads_late_gets_the_failure_before_the_abort(tmp_path):
     """It drops what is in its pipes when it is told to abort."""
     abort = """
 def abort(code):
@@ -204,7 +200,7 @@ failfast.READ_S = 60.0
 
 
 @pytest.mark.parametrize("stderr", ["full", "closed"])
-def test_where_stderr_takes_nothing_a_file_has_the_failure_and_the_abort_names_it(stderr: str, tmp_path: Path) -> None:
+def test_where_stderr_takes_nothing_a_file_has_the_failure_and_the_abort_names_it(stderr, tmp_path):
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with suppress(BlockingIOError):
@@ -231,7 +227,7 @@ raise FileNotFoundError(os.fsdecode(b"data-\\xff"))
     assert (ended.returncode, aborted) == (1, "abort 1")
 
 
-def test_a_failure_lies_beside_the_record_of_its_rank(tmp_path: Path) -> None:
+def test_a_failure_lies_beside_the_record_of_its_rank(tmp_path):
     source = "failfast.attach(Recorder(Path(sys.argv[1]), 2, 4))\n1 / 0"
     (tmp_path / "rank-00002.failed").write_text("of an earlier start")
     ended = run(source, str(tmp_path / "rank-00002.rec"), **LAUNCHED)
@@ -239,23 +235,23 @@ def test_a_failure_lies_beside_the_record_of_its_rank(tmp_path: Path) -> None:
     assert f"a copy is in {tmp_path / 'rank-00002.failed'}" in ended.stderr
 
 
-def test_a_failure_dir_that_is_gone_does_not_hide_the_failure(tmp_path: Path) -> None:
+def test_a_failure_dir_that_is_gone_does_not_hide_the_failure(tmp_path):
     ended = run("1 / 0", HPCDIST_FAILURE_DIR=str(tmp_path / "gone"))
     assert ended.returncode == 1 and "ZeroDivisionError" in ended.stderr and "no copy for the launcher" in ended.stderr
 
 
-def test_closed_stderr_does_not_keep_the_process() -> None:
+def test_closed_stderr_does_not_keep_the_process():
     ended = run("sys.stderr.close()\n1 / 0")
     assert (ended.returncode, ended.stdout) == (1, "abort 1\n")
 
 
-def test_normal_end_is_noted(tmp_path: Path) -> None:
+def test_normal_end_is_noted(tmp_path):
     path = tmp_path / "rank-00002.rec"
     assert run("failfast.attach(Recorder(Path(sys.argv[1]), 2, 4))", str(path)).returncode == 0
     assert flight_recorder.read(path).notes["finished"].text == "end of the program"
 
 
-def test_sigusr2_shows_all_stacks_and_goes_on() -> None:
+def test_sigusr2_shows_all_stacks_and_goes_on():
     source = """
 def here_it_sleeps():
     time.sleep(600)
@@ -284,5 +280,5 @@ print("on it goes")
         (SystemExit(259), 3),
     ],
 )
-def test_exit_code(error: BaseException, code: int) -> None:
+def test_exit_code(error, code):
     assert failfast.exit_code(error) == code

@@ -48,9 +48,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
         rank.recorder.close()
 
 
-def test_expired_operation_ends_the_process(
-    make: Callable[..., Rank], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_expired_operation_ends_the_process(make, tmp_path, capfd):
     rank = make(0, 0.3)
     rank.begin()
     rank.watchdog.start()
@@ -64,7 +62,7 @@ def test_expired_operation_ends_the_process(
     assert f"hpcdist hang {tmp_path.parent}" in stderr and "Current thread" in stderr
 
 
-def test_the_other_ranks_write_their_stacks(make: Callable[..., Rank], tmp_path: Path) -> None:
+def test_the_other_ranks_write_their_stacks(make, tmp_path):
     absent, waiting = make(1, 0.5), make(0, 0.5)
     absent.watchdog.start()
     waiting.begin()
@@ -76,7 +74,7 @@ def test_the_other_ranks_write_their_stacks(make: Callable[..., Rank], tmp_path:
     assert stacks.count("the deadline of another rank") == 1
 
 
-def test_two_expired_ranks_speak_once(make: Callable[..., Rank], capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_expired_ranks_speak_once(make, capfd):
     ranks = [make(0, 0.3), make(1, 0.3)]
     for rank in ranks:
         rank.begin()
@@ -86,7 +84,7 @@ def test_two_expired_ranks_speak_once(make: Callable[..., Rank], capfd: pytest.C
     assert all("deadline" in flight_recorder.read(rank.recorder.path).notes for rank in ranks)
 
 
-def test_a_marker_of_an_earlier_run_means_nothing(make: Callable[..., Rank], tmp_path: Path) -> None:
+def test_a_marker_of_an_earlier_run_means_nothing(make, tmp_path):
     (tmp_path / MARKER).write_text("long ago")
     rank = make(0, 0.3)
     rank.watchdog.start()
@@ -97,7 +95,7 @@ def test_a_marker_of_an_earlier_run_means_nothing(make: Callable[..., Rank], tmp
     assert (tmp_path / MARKER).read_text().startswith("rank 0: allreduce")
 
 
-def test_ended_operations_have_no_deadline(make: Callable[..., Rank]) -> None:
+def test_ended_operations_have_no_deadline(make):
     rank = make(0, 0.2)
     rank.watchdog.start()
     for _ in range(40):
@@ -106,7 +104,7 @@ def test_ended_operations_have_no_deadline(make: Callable[..., Rank]) -> None:
     assert not rank.left.is_set()
 
 
-def test_relaxed_until_tightened(make: Callable[..., Rank]) -> None:
+def test_relaxed_until_tightened(make):
     rank = make(0, 0.2, 1e6)
     rank.watchdog.relax()
     rank.watchdog.start()
@@ -117,7 +115,7 @@ def test_relaxed_until_tightened(make: Callable[..., Rank]) -> None:
     assert rank.left.wait(LIMIT_S)
 
 
-def test_a_stopped_process_is_forgiven(make: Callable[..., Rank]) -> None:
+def test_a_stopped_process_is_forgiven(make):
     # What a continued process sees: its clock has jumped over the deadline between two looks.
     rank = make(0, 10)
     hour = 3600 * 1_000_000_000
@@ -126,7 +124,7 @@ def test_a_stopped_process_is_forgiven(make: Callable[..., Rank]) -> None:
     assert not rank.watchdog._late(now + hour, now, now + hour)
 
 
-def test_signs_of_life(make: Callable[..., Rank]) -> None:
+def test_signs_of_life(make):
     rank = make(0, 0.5)
     rank.watchdog.start()
     first = flight_recorder.read(rank.recorder.path)
@@ -140,12 +138,12 @@ def test_signs_of_life(make: Callable[..., Rank]) -> None:
 
 
 @pytest.mark.parametrize("deadline_s", [0, -1.0, math.nan])
-def test_deadline_must_be_positive(make: Callable[..., Rank], deadline_s: float) -> None:
+def test_deadline_must_be_positive(make, deadline_s):
     with pytest.raises(ConfigurationError, match="deadline_s"):
         make(0, deadline_s)
 
 
-def test_no_deadline(make: Callable[..., Rank]) -> None:
+def test_no_deadline(make):
     rank = make(0, math.inf)
     rank.begin()
     rank.watchdog.start()

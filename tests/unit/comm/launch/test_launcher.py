@@ -59,11 +59,11 @@ BATCH = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
         "mpirun in sbatch",
     ],
 )
-def test_announced(environment: dict[str, str], expected: LaunchEnvironment | None) -> None:
+def test_announced(environment, expected):
     assert launch_environment(environment) == expected
 
 
-def test_singletons_are_refused_with_the_cure() -> None:
+def test_singletons_are_refused_with_the_cure():
     said = launch_environment(SRUN)
     assert said is not None
     check_world(said, 8, "Open MPI v5")
@@ -74,7 +74,7 @@ def test_singletons_are_refused_with_the_cure() -> None:
 
 
 @pytest.mark.parametrize("local_ranks", [(0, 1, 2, 3, 4, 5, 6, 7), (0, 2, 4, 6, 1, 3, 5, 7), (7, 6, 5, 4, 3, 2, 1, 0)])
-def test_local_ranks_are_taken_in_the_order_that_the_launcher_chose(local_ranks: tuple[int, ...]) -> None:
+def test_local_ranks_are_taken_in_the_order_that_the_launcher_chose(local_ranks):
     def body(comm):
         return locate(comm, LaunchEnvironment("Open MPI mpirun", 8, comm.rank, local_ranks[comm.rank])).local_rank
 
@@ -82,7 +82,7 @@ def test_local_ranks_are_taken_in_the_order_that_the_launcher_chose(local_ranks:
 
 
 @pytest.mark.parametrize("local_ranks", [(0, 0, 1, 2), (1, 2, 3, 4), (0, 1, 2, 4)])
-def test_local_ranks_that_are_no_permutation_are_refused(local_ranks: tuple[int, ...]) -> None:
+def test_local_ranks_that_are_no_permutation_are_refused(local_ranks):
     def body(comm):
         return locate(comm, LaunchEnvironment("Open MPI mpirun", 4, comm.rank, local_ranks[comm.rank]))
 
@@ -92,14 +92,14 @@ def test_local_ranks_that_are_no_permutation_are_refused(local_ranks: tuple[int,
         run_threads(4, body)
 
 
-def test_a_local_rank_that_nobody_announced_is_the_index_on_the_node() -> None:
+def test_a_local_rank_that_nobody_announced_is_the_index_on_the_node():
     def body(comm):
         return locate(comm, LaunchEnvironment("mpiexec", 3, comm.rank, None if comm.rank == 1 else 2)).local_rank
 
     assert run_threads(3, body) == [0, 1, 2]
 
 
-def test_a_process_without_a_home_gets_that_of_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_a_home_gets_that_of_its_user(monkeypatch):
     environment: dict[str, str] = {}
     monkeypatch.delenv("HOME")
     provide_home(environment)
@@ -114,7 +114,7 @@ def test_a_process_without_a_home_gets_that_of_its_user(monkeypatch: pytest.Monk
     assert environment["HOME"] == tempfile.gettempdir()
 
 
-def test_mpirun_is_found_out_without_a_home(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_mpirun_is_found_out_without_a_home(monkeypatch, capsys):
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(mpirun, "identify", lambda path: mpirun.Launcher(path, os.environ["HOME"], ""))
     with pytest.raises(SystemExit) as leaving:

@@ -32,11 +32,7 @@ def line(kind, layout, options=(), environment=None):
     ("kind", "layout", "expected"),
     [
         ("srun", LaunchRequest(4), SRUN),
-        (
-            "srun",
-            LaunchRequest(4, 2, 3, "pmix"),
-            f"{SRUN} --nodes=2 --ntasks-per-node=2 --cpus-per-task=3 --mpi=pmix",
-        ),
+        ("srun", LaunchRequest(4, 2, 3, "pmix"), f"{SRUN} --nodes=2 --ntasks-per-node=2 --cpus-per-task=3 --mpi=pmix"),
         ("srun", LaunchRequest(4, 3), f"{SRUN} --nodes=2 --ntasks-per-node=3"),
         ("mpiexec", LaunchRequest(4), "mpiexec -n 4 --genvall"),
         (

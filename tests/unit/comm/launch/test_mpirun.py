@@ -113,8 +113,7 @@ def test_command_of_mpich(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("vendor", "options"),
-    [(OPEN_MPI, "--map-by ppr:2:node --bind-to none"), (MPICH, "-ppn 2"), (INTEL_MPI, "-ppn 2")],
+    ("vendor", "options"), [(OPEN_MPI, "--map-by ppr:2:node --bind-to none"), (MPICH, "-ppn 2"), (INTEL_MPI, "-ppn 2")]
 )
 def test_ranks_per_node(tmp_path, vendor, options):
     assert mpirun.per_node(Launcher(tmp_path, vendor, ""), 2) == options.split()

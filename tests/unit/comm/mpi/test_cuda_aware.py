@@ -8,7 +8,7 @@ import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,21 +57,21 @@ def pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cuda_aware, "_two_rank_launch", lambda environment: (["mpirun", "-n", "2"], {}))
 
 
-def test_everything_passes_in_both_rounds() -> None:
+def test_everything_passes_in_both_rounds():
     children = Children({})
     verdict = cuda_aware.probe({}, "cpu", children)
     assert verdict == DevicePointerSupport(frozenset(OPERATIONS), "tried between two ranks")
     assert children.runs == [(1, list(OPERATIONS)), (2, list(OPERATIONS))]
 
 
-def test_what_dies_alone_is_not_tried_between_two() -> None:
+def test_what_dies_alone_is_not_tried_between_two():
     children = Children({1: dict.fromkeys(OPERATIONS, "SIGSEGV")})
     assert cuda_aware.probe({}, "cpu", children) == DevicePointerSupport(frozenset(), "in a world of one: SIGSEGV")
     assert all(ranks == 1 for ranks, _ in children.runs)
     assert [operations[0] for _, operations in children.runs] == list(OPERATIONS)  # a new child after each death
 
 
-def test_each_operation_has_an_answer_of_its_own() -> None:
+def test_each_operation_has_an_answer_of_its_own():
     children = Children({1: {"all_gather": "SIGSEGV"}, 2: {"allreduce": "no end within 60 s", "broadcast": "wrong"}})
     verdict = cuda_aware.probe({}, "cpu", children)
     assert verdict.operations == {"send", "reduce_scatter", "all_to_all"}
@@ -80,19 +80,19 @@ def test_each_operation_has_an_answer_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("notes", "allowed"), [(["cuda"], {"send"}), ([], set())])
-def test_without_two_ranks_the_library_itself_must_say_so(notes: list[str], allowed: set[str]) -> None:
+def test_without_two_ranks_the_library_itself_must_say_so(notes, allowed):
     verdict = cuda_aware.probe({}, "cpu", Children({}, notes, starts=False))
     assert verdict.operations == allowed and "two ranks could not be tried (exit code 1: no slots)" in verdict.reason
 
 
-def test_without_mpirun_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_mpirun_too(monkeypatch):
     monkeypatch.setattr(cuda_aware, "_two_rank_launch", lambda environment: None)
     verdict = cuda_aware.probe({}, "cpu", Children({}))
     assert not verdict.operations and "no mpirun was found" in verdict.reason
 
 
-def test_the_answer_of_the_environment_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(environment: Mapping[str, str], **_: object) -> DevicePointerSupport:
+def test_the_answer_of_the_environment_asks_nobody(monkeypatch):
+    def forbidden(environment, **_):
         raise AssertionError("a probe was started")
 
     monkeypatch.setattr(cuda_aware, "probe_cached", forbidden)
@@ -109,7 +109,7 @@ def test_the_answer_of_the_environment_asks_nobody(monkeypatch: pytest.MonkeyPat
         cuda_aware.detect(two, {})
 
 
-def test_all_nodes_must_say_yes() -> None:
+def test_all_nodes_must_say_yes():
     said = [
         DevicePointerSupport(frozenset({"send", "allreduce"}), "one"),
         None,
@@ -122,14 +122,14 @@ def test_all_nodes_must_say_yes() -> None:
         assert verdict.operations == frozenset()
 
 
-def test_children_inherit_no_world_but_the_settings_of_the_library() -> None:
+def test_children_inherit_no_world_but_the_settings_of_the_library():
     job = dict.fromkeys(("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_JOB_ID", "HYDI_CONTROL_FD"), "1")
     kept = dict.fromkeys(("PATH", "OMPI_MCA_pml", "UCX_TLS", "MPICH_GPU_SUPPORT_ENABLED", "CUDA_VISIBLE_DEVICES"), "1")
     assert cuda_aware.stripped(job | kept) == kept
 
 
-def test_a_child_that_dies_or_hangs_is_an_answer() -> None:
-    def child(code: str) -> ProbeOutcome:
+def test_a_child_that_dies_or_hangs_is_an_answer():
+    def child(code):
         return cuda_aware._run([sys.executable, "-c", f"print('{{}}', flush=True)\n{code}"], os.environ, 1.0)
 
     assert child(f"import os; os.kill(os.getpid(), {int(signal.SIGSEGV)})") == ProbeOutcome(("{}",), "SIGSEGV")
@@ -140,8 +140,8 @@ def test_a_child_that_dies_or_hangs_is_an_answer() -> None:
     assert cut_off.lines[1].startswith("in the middle") and cut_off.end == ""
 
 
-def test_a_line_that_is_cut_off_is_no_answer() -> None:
-    def run(words: Sequence[str], environment: Mapping[str, str], limit_s: float) -> ProbeOutcome:
+def test_a_line_that_is_cut_off_is_no_answer():
+    def run(words, environment, limit_s):
         whole = [json.dumps(row) for row in ({"ready": 1, "notes": []}, {"passed": "send"}, {"passed": "broadcast"})]
         ended = words[words.index(cuda_aware.MODULE) + 1 :] != list(OPERATIONS)
         return ProbeOutcome((whole[0], "[1]", "7") if ended else (*whole[:2], whole[2][:-3]), "SIGSEGV")
@@ -150,12 +150,12 @@ def test_a_line_that_is_cut_off_is_no_answer() -> None:
     assert passed == ["send"] and failures == dict.fromkeys(OPERATIONS[1:], "SIGSEGV")
 
 
-def test_all_children_together_have_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_children_together_have_one_budget(monkeypatch):
     now = 1000.0
     monkeypatch.setattr(cuda_aware, "time", SimpleNamespace(monotonic=lambda: now))
     children = Children({2: dict.fromkeys(OPERATIONS[1:], "no end")})
 
-    def slow(words: Sequence[str], environment: Mapping[str, str], limit_s: float) -> ProbeOutcome:
+    def slow(words, environment, limit_s):
         nonlocal now
         outcome = children(words, environment, limit_s)
         now += min(50.0, limit_s)
@@ -171,12 +171,8 @@ def test_all_children_together_have_one_budget(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def test_an_answer_is_kept_for_the_same_library_gpus_and_settings(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def found(
-        children: Children, environment: Mapping[str, str] = os.environ, renewed: bool = False
-    ) -> DevicePointerSupport:
+def test_an_answer_is_kept_for_the_same_library_gpus_and_settings(gpu, monkeypatch, tmp_path):
+    def found(children, environment=os.environ, renewed=False):
         return cuda_aware.probe_cached(environment, renewed, children)
 
     first, second, third, fourth = (Children({2: {"allreduce": "SIGSEGV"}}) for _ in range(4))
@@ -205,7 +201,7 @@ def test_an_answer_is_kept_for_the_same_library_gpus_and_settings(
 
 
 @pytest.mark.parametrize("spoil", ["others", "cut", "operation", "key", "list"])
-def test_a_kept_answer_that_cannot_be_trusted_is_found_again(gpu: ModuleType, spoil: str, tmp_path: Path) -> None:
+def test_a_kept_answer_that_cannot_be_trusted_is_found_again(gpu, spoil, tmp_path):
     cuda_aware.probe_cached(run=Children({1: dict.fromkeys(OPERATIONS, "SIGSEGV")}))
     (file,) = (tmp_path / "hpcdist" / "device_pointers").iterdir()
     content = json.loads(file.read_text())
@@ -223,9 +219,7 @@ def test_a_kept_answer_that_cannot_be_trusted_is_found_again(gpu: ModuleType, sp
     assert json.loads(file.read_text())["operations"] == sorted(set(OPERATIONS) - {"send"})
 
 
-def test_what_cannot_be_kept_is_found_each_time(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_cannot_be_kept_is_found_each_time(gpu, monkeypatch, tmp_path):
     nameless = Children({})
     nameless.library = ""
     assert cuda_aware.probe_cached(run=nameless) == DevicePointerSupport(
@@ -238,13 +232,13 @@ def test_what_cannot_be_kept_is_found_each_time(
     assert verdict.operations == set(OPERATIONS) and "; not kept: " in verdict.reason
 
 
-def test_the_library_is_asked_in_a_child() -> None:
+def test_the_library_is_asked_in_a_child():
     pytest.importorskip("mpi4py")
     said = cuda_aware._run([sys.executable, "-P", "-c", cuda_aware._ASK], cuda_aware.stripped(os.environ), 60.0)
     assert said.end == "" and len(said.lines) == 1 and "MPI" in said.lines[0]
 
 
-def test_the_real_children_on_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_children_on_memory_of_the_host(monkeypatch):
     """MPI takes pointers into the host's memory in every operation: the probe must find that."""
     pytest.importorskip("mpi4py")
     monkeypatch.undo()

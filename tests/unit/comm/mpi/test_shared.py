@@ -64,9 +64,7 @@ def members_of(world: _World, monkeypatch: pytest.MonkeyPatch) -> Members:
 
 @pytest.mark.parametrize("kind", [MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING])
 @pytest.mark.parametrize("visible", [True, False])
-def test_a_death_that_mpi_tells_first_is_told_as_one(
-    kind: int, visible: bool, failed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_death_that_mpi_tells_first_is_told_as_one(kind, visible, failed, monkeypatch):
     other = SELF if visible else (SELF[0], SELF[1] + 1)  # which the kernel shows alive, or not at all
     world = _World([SELF, other])
     members = members_of(world, monkeypatch)
@@ -81,7 +79,7 @@ def test_a_death_that_mpi_tells_first_is_told_as_one(
     assert caught.value.ranks == (1,)
 
 
-def test_a_death_that_both_tell_is_told_once(failed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_that_both_tell_is_told_once(failed, monkeypatch):
     world = _World([SELF, SELF])
     members = members_of(world, monkeypatch)
     members._processes = [SELF, (SELF[0], SELF[1] + 1)]  # rank 1 has ended since
@@ -93,7 +91,7 @@ def test_a_death_that_both_tell_is_told_once(failed: list[int], monkeypatch: pyt
     assert caught.value.ranks == (1,)
 
 
-def test_who_waits_in_what_was_revoked_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_in_what_was_revoked_is_released(monkeypatch):
     world = _World([SELF, SELF])
     members = members_of(world, monkeypatch)
     world.error = _MpiError(MPI.ERR_REVOKED)
@@ -104,7 +102,7 @@ def test_who_waits_in_what_was_revoked_is_released(monkeypatch: pytest.MonkeyPat
         members.check_alive(0.0)
 
 
-def test_other_errors_of_mpi_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_of_mpi_stay_what_they_are(monkeypatch):
     world = _World([SELF, SELF])
     members = members_of(world, monkeypatch)
     world.error = _MpiError(MPI.ERR_COMM)
@@ -113,7 +111,7 @@ def test_other_errors_of_mpi_stay_what_they_are(monkeypatch: pytest.MonkeyPatch)
             look()
 
 
-def test_what_cannot_be_known_any_more_is_not_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_known_any_more_is_not_a_death(monkeypatch):
     members = members_of(_World([SELF, SELF]), monkeypatch)
     for ended in (True, False, True):  # in the midst there was no descriptor to look with
         monkeypatch.setattr(shared_memory, "has_ended", lambda pid, began, ended=ended: ended)

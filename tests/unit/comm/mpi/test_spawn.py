@@ -2,13 +2,11 @@
 
 import sys
 import time
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.failure.rank_failures import is_rank_failure
 from hpcdist.comm.mpi import spawn
 from hpcdist.comm.mpi.spawn import SpawnMember, declared_nodes
@@ -20,7 +18,7 @@ from hpcdist.errors import MissingCapabilityError, RankDiedError, UsageError
 CONNECTION_BROKE, PROC_FAILED, UNKNOWN = 16, 75, 13
 
 
-def test_new_processes_are_told_of_this_job_and_of_nothing_else() -> None:
+def test_new_processes_are_told_of_this_job_and_of_nothing_else():
     environment = {"HPCDIST_SURVIVE": "replace", "PYTHONPATH": "/a:/b", "OMP_NUM_THREADS": "2", "HOME": "/root"}
     environment |= {"OMPI_COMM_WORLD_RANK": "3", "HPCDIST_EMPTY": "", "HPCDIST_LINES": "a\nb"}
     assert spawn.inherited_variables(environment) == {
@@ -38,21 +36,19 @@ def test_new_processes_are_told_of_this_job_and_of_nothing_else() -> None:
         ([0, 1, 1, 2, None, None, None], [0, 1, 1, 2, 0, 2, 0]),
     ],
 )
-def test_a_new_rank_goes_to_the_declared_node_with_the_fewest(
-    before: list[int | None], after: list[int | None]
-) -> None:
+def test_a_new_rank_goes_to_the_declared_node_with_the_fewest(before, after):
     assert declared_nodes([SpawnMember("here", declared_node=node) for node in before]) == after
 
 
-def test_where_nothing_outlives_a_death_nobody_is_started() -> None:
+def test_where_nothing_outlives_a_death_nobody_is_started():
     with pytest.raises(MissingCapabilityError, match="--with-ft ulfm"):
         spawn.spawn(solo(), 1, ["-c", "pass"])
     with pytest.raises(UsageError, match="one or more"):
         spawn.spawn(solo(), 0, ["-c", "pass"])
 
 
-def test_a_spare_sleeps_until_a_message_comes_or_somebody_dies() -> None:
-    def body(comm: Communicator) -> float | None:
+def test_a_spare_sleeps_until_a_message_comes_or_somebody_dies():
+    def body(comm):
         if comm.rank == 2:
             comm.barrier()
             raise RankDeath
@@ -71,7 +67,7 @@ def test_a_spare_sleeps_until_a_message_comes_or_somebody_dies() -> None:
     assert run_threads(3, body, fault_tolerant=True)[1] == 7.0
 
 
-def test_records_of_ranks_that_have_left_are_removed(tmp_path: Path) -> None:
+def test_records_of_ranks_that_have_left_are_removed(tmp_path):
     kept = ["rank-00000.rec", "rank-00001.stacks", "deadline", "rank-x.rec"]
     for name in [*kept, "rank-00002.rec", "rank-00010.rec", "rank-00002.stacks"]:
         (tmp_path / name).touch()
@@ -95,10 +91,10 @@ def mpi(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_errors_of_mpi_are_deaths_by_their_class_or_where_somebody_is_dead(mpi: ModuleType) -> None:
+def test_errors_of_mpi_are_deaths_by_their_class_or_where_somebody_is_dead(mpi):
     broke = mpi.Exception(CONNECTION_BROKE)
 
-    def body(comm: Communicator) -> list[bool]:
+    def body(comm):
         before = [is_rank_failure(broke, comm, patience_s=0.01)] if comm.rank == 0 else []
         comm.barrier()
         if comm.rank == 1:
@@ -112,6 +108,6 @@ def test_errors_of_mpi_are_deaths_by_their_class_or_where_somebody_is_dead(mpi: 
     assert not is_rank_failure(broke, solo())
 
 
-def test_classes_that_a_library_does_not_know_are_no_deaths(mpi: ModuleType) -> None:
+def test_classes_that_a_library_does_not_know_are_no_deaths(mpi):
     mpi.ERR_PROC_FAILED = mpi.ERR_PROC_FAILED_PENDING = mpi.ERR_REVOKED = UNKNOWN
     assert not is_rank_failure(mpi.Exception(UNKNOWN))

@@ -32,7 +32,7 @@ def begin(recorder: Recorder, op: str = "allreduce", count: int = 7, comm: str =
     return recorder.begin(comm, op, "float32", count, 28, peer, 5)
 
 
-def test_round_trip(recorder: Recorder) -> None:
+def test_round_trip(recorder):
     recorder.end(begin(recorder))
     begin(recorder, "recv", peer=2)
     record = flight_recorder.read(recorder.path)
@@ -48,7 +48,7 @@ def test_round_trip(recorder: Recorder) -> None:
     assert "recv #1 on world, 7 x float32, peer 2, at " in str(second)
 
 
-def test_call_sites_are_those_outside_comm(recorder: Recorder) -> None:
+def test_call_sites_are_those_outside_comm(recorder):
     comm = solo()
     comm.events = recorder
     line = sys._getframe().f_lineno + 1
@@ -61,7 +61,7 @@ def test_call_sites_are_those_outside_comm(recorder: Recorder) -> None:
     assert sites == [f"{__file__}:{line + step} {here}" for step in (0, 1, 3, 3, 3)]
 
 
-def test_sites_inside_collectives_name_the_caller_and_the_algorithm(recorder: Recorder, tmp_path: Path) -> None:
+def test_sites_inside_collectives_name_the_caller_and_the_algorithm(recorder, tmp_path):
     path = str(Path(hpcdist.__file__).parent / "collectives" / "made_up.py")
     recorder._algorithms = frozenset({path})
     module: dict[str, object] = {"begin": begin}
@@ -79,7 +79,7 @@ def test_sites_inside_collectives_name_the_caller_and_the_algorithm(recorder: Re
     assert sites[0] == sites[1] != sites[2]
 
 
-def test_collectives_and_messages_are_counted_apart_and_per_communicator(recorder: Recorder) -> None:
+def test_collectives_and_messages_are_counted_apart_and_per_communicator(recorder):
     for op, comm in [
         ("allreduce", "world"),
         ("send", "world"),
@@ -99,7 +99,7 @@ def test_collectives_and_messages_are_counted_apart_and_per_communicator(recorde
     assert [event.collective for event in events] == [True, False, True, True, False]
 
 
-def test_ring_keeps_the_last_and_goes_round_what_is_open(recorder: Recorder) -> None:
+def test_ring_keeps_the_last_and_goes_round_what_is_open(recorder):
     slow = begin(recorder, "irecv", peer=1)
     for _ in range(100):
         recorder.end(begin(recorder))
@@ -111,17 +111,17 @@ def test_ring_keeps_the_last_and_goes_round_what_is_open(recorder: Recorder) -> 
     assert flight_recorder.read(recorder.path).open_events == ()
 
 
-def test_requests_that_nobody_waits_for_do_not_stop_the_recorder(recorder: Recorder) -> None:
+def test_requests_that_nobody_waits_for_do_not_stop_the_recorder(recorder):
     for _ in range(40):
         begin(recorder, "isend", peer=1)
     assert len(flight_recorder.read(recorder.path).events) == 16
     assert len(recorder.running()) <= 16
 
 
-def test_threads_share_a_recorder(tmp_path: Path) -> None:
+def test_threads_share_a_recorder(tmp_path):
     recorder = Recorder(tmp_path / "rank-00000.rec", 0, 1, capacity=4096)
 
-    def work(name: str) -> None:
+    def work(name):
         for number in range(500):
             recorder.end(begin(recorder, "send", count=number, comm=name, peer=0))
 
@@ -139,7 +139,7 @@ def test_threads_share_a_recorder(tmp_path: Path) -> None:
     recorder.close()
 
 
-def test_notes(recorder: Recorder) -> None:
+def test_notes(recorder):
     recorder.note("stage", "step 1")
     recorder.note("stage", "step 2")
     recorder.note("raised", "ValueError: first ü" + "x" * 3000)
@@ -152,7 +152,7 @@ def test_notes(recorder: Recorder) -> None:
         recorder.note("unknown", "")
 
 
-def test_table_of_texts_may_fill_up(recorder: Recorder) -> None:
+def test_table_of_texts_may_fill_up(recorder):
     for number in range(600):
         recorder.end(begin(recorder, comm=f"{number}" + "x" * 900))
     events = flight_recorder.read(recorder.path).events
@@ -173,7 +173,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_survives_sigkill(tmp_path: Path) -> None:
+def test_survives_sigkill(tmp_path):
     path = tmp_path / "rank-00001.rec"
     environment = {**os.environ, "PYTHONPATH": str(Path(hpcdist.__file__).parents[1])}
     ended = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=environment, timeout=60, check=False)
@@ -185,7 +185,7 @@ def test_survives_sigkill(tmp_path: Path) -> None:
     assert record.process_state() == ""
 
 
-def test_process_state(recorder: Recorder) -> None:
+def test_process_state(recorder):
     assert flight_recorder.read(recorder.path).process_state() in ("R", "S", "D")
 
 
@@ -196,7 +196,7 @@ class _Mpi:
     Get_library_version = staticmethod(lambda: "a stand-in")
 
 
-def test_without_a_descriptor_nobody_is_declared_dead(recorder: Recorder) -> None:
+def test_without_a_descriptor_nobody_is_declared_dead(recorder):
     record, began = flight_recorder.read(recorder.path), flight_recorder.start_ticks(os.getpid())
     announced = [(os.getpid(), began), (os.getpid(), began + 1)]  # a member that lives, and one that has ended
     everybody = SimpleNamespace(
@@ -221,7 +221,7 @@ def test_without_a_descriptor_nobody_is_declared_dead(recorder: Recorder) -> Non
         members.check_alive(0.0)
 
 
-def test_a_new_recorder_leaves_the_old_mapping_alone(recorder: Recorder) -> None:
+def test_a_new_recorder_leaves_the_old_mapping_alone(recorder):
     begin(recorder)
     again = Recorder(recorder.path, 3, 8, capacity=16)
     begin(recorder)  # would be a SIGBUS had the file been truncated
@@ -230,7 +230,7 @@ def test_a_new_recorder_leaves_the_old_mapping_alone(recorder: Recorder) -> None
 
 
 @pytest.mark.parametrize("data", [b"", b"HPCDREC\0", b"x" * 1_000_000])
-def test_foreign_files_are_refused(tmp_path: Path, data: bytes) -> None:
+def test_foreign_files_are_refused(tmp_path, data):
     path = tmp_path / "rank-00000.rec"
     path.write_bytes(data)
     with pytest.raises(StorageError, match="not a file of the flight recorder"):
@@ -239,13 +239,13 @@ def test_foreign_files_are_refused(tmp_path: Path, data: bytes) -> None:
         flight_recorder.read(tmp_path / "absent.rec")
 
 
-def test_no_room_is_a_clear_error(tmp_path: Path) -> None:
+def test_no_room_is_a_clear_error(tmp_path):
     with pytest.raises(StorageError, match=r"flight recorder needs \d+ bytes"):
         Recorder(tmp_path / "no such directory" / "rank-00000.rec", 0, 1)
 
 
-def test_full_disk_is_an_error_and_no_sigbus_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+def test_full_disk_is_an_error_and_no_sigbus_later(tmp_path, monkeypatch):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
@@ -253,7 +253,7 @@ def test_full_disk_is_an_error_and_no_sigbus_later(tmp_path: Path, monkeypatch: 
         Recorder(tmp_path / "rank-00000.rec", 0, 1)
 
 
-def test_half_written_records_are_left_out(recorder: Recorder) -> None:
+def test_half_written_records_are_left_out(recorder):
     recorder.end(begin(recorder))
     recorder.end(begin(recorder))
     data = bytearray(recorder.path.read_bytes())
@@ -261,7 +261,7 @@ def test_half_written_records_are_left_out(recorder: Recorder) -> None:
     assert [event.index for event in flight_recorder.parse(bytes(data), recorder.path).events] == [1]
 
 
-def test_a_damaged_record_is_refused_by_name(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_damaged_record_is_refused_by_name(tmp_path, rng):
     recorder = Recorder(tmp_path / "rank-00000.rec", 0, 1, capacity=64)
     for number in range(100):
         recorder.end(recorder.begin("world", f"send{number % 7}", "float32", 1, 4, 0, 0))

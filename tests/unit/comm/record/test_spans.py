@@ -41,7 +41,7 @@ def add(spans: Spans, span: Span) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 30])
-def test_the_last_ones_are_read_back(path: Path, rng: np.random.Generator, count: int) -> None:
+def test_the_last_ones_are_read_back(path, rng, count):
     spans = Spans(path, rank=3, world=5, capacity=8)
     wanted = drawn(rng, count)
     for span in wanted:
@@ -54,7 +54,7 @@ def test_the_last_ones_are_read_back(path: Path, rng: np.random.Generator, count
     assert record_spans.read(path) == found
 
 
-def test_drain_gives_each_span_once_without_whole_steps(path: Path, rng: np.random.Generator) -> None:
+def test_drain_gives_each_span_once_without_whole_steps(path, rng):
     spans = Spans(path, 0, 1, capacity=100)
     for _ in range(2):
         wanted = drawn(rng, 40)
@@ -66,7 +66,7 @@ def test_drain_gives_each_span_once_without_whole_steps(path: Path, rng: np.rand
     assert spans.drain().shape == (0, 3)
 
 
-def test_what_nobody_drains_is_bounded(path: Path, rng: np.random.Generator) -> None:
+def test_what_nobody_drains_is_bounded(path, rng):
     spans = Spans(path, 0, 1, capacity=10)
     for number in range(1000):
         spans.add("compute", "FORWARD", number, 2 * number, 2 * number + 1)
@@ -74,7 +74,7 @@ def test_what_nobody_drains_is_bounded(path: Path, rng: np.random.Generator) -> 
     assert spans.drain()[:, 1].tolist() == list(range(1980, 2000, 2))
 
 
-def test_operations_of_a_phase_in_a_row_are_drained_as_one(path: Path) -> None:
+def test_operations_of_a_phase_in_a_row_are_drained_as_one(path):
     """So that many operations a step leave none out: compute, compute, communication, and compute after a gap."""
     spans = Spans(path, 0, 1, capacity=10)
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_operations_of_a_phase_in_a_row_are_drained_as_one(path: Path) -> None:
     assert len(record_spans.read(path).spans) == 10  # the ring has them one by one
 
 
-def test_more_names_than_the_table_holds_lose_only_themselves(path: Path) -> None:
+def test_more_names_than_the_table_holds_lose_only_themselves(path):
     spans = Spans(path, 0, 1, capacity=2000)
     for number in range(1000):
         spans.add("other", f"{number:0200d}", number, number, number + 1)
@@ -97,12 +97,12 @@ def test_more_names_than_the_table_holds_lose_only_themselves(path: Path) -> Non
     assert all(int(span.name) == span.step for span in found[:-1])
 
 
-def test_numbers_beyond_the_field_are_cut(path: Path) -> None:
+def test_numbers_beyond_the_field_are_cut(path):
     Spans(path, 0, 1).add("compute", "FORWARD", 1, 1, 2, microbatch=10**6, unit=2)
     assert record_spans.read(path).spans[0].microbatch == 0x7FFF
 
 
-def test_a_killed_writer_leaves_its_spans(path: Path) -> None:
+def test_a_killed_writer_leaves_its_spans(path):
     code = (
         "import os, signal, sys; from pathlib import Path; from hpcdist.comm.record.spans import Spans\n"
         "spans = Spans(Path(sys.argv[1]), 0, 1)\n"
@@ -114,7 +114,7 @@ def test_a_killed_writer_leaves_its_spans(path: Path) -> None:
     assert [span.step for span in record_spans.read(path).spans] == list(range(100))
 
 
-def test_damage_is_an_error_or_leaves_spans_out(path: Path, rng: np.random.Generator) -> None:
+def test_damage_is_an_error_or_leaves_spans_out(path, rng):
     spans = Spans(path, 0, 1, capacity=64)
     for span in drawn(rng, 64):
         add(spans, span)
@@ -131,6 +131,6 @@ def test_damage_is_an_error_or_leaves_spans_out(path: Path, rng: np.random.Gener
             assert len(record_spans.parse(bytes(damaged), path).spans) <= 64
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written(tmp_path):
     with pytest.raises(StorageError, match=r"telemetry.trace = false"):
         Spans(tmp_path / "missing" / "rank-0.spans", 0, 1)

@@ -139,7 +139,7 @@ def test_threads_are_apart_and_nothing_is_lost(rng):
     timing, ready = OperationTiming(), threading.Barrier(4)
     calls = int(rng.integers(200, 2000))
 
-    def work() -> None:
+    def work():
         ready.wait()
         for _ in range(calls):
             outer = begin(timing, "ring_allreduce", 2)

@@ -54,11 +54,11 @@ def mortals(size: int, body: Callable[[Communicator], object], **options: int) -
 
 
 @pytest.mark.parametrize("name", [*NEEDS_ALL, *NEEDS_RANK_1])
-def test_the_living_hear_of_a_death_where_they_need_the_dead(name: str) -> None:
+def test_the_living_hear_of_a_death_where_they_need_the_dead(name):
     operation = NEEDS_ALL.get(name) or NEEDS_RANK_1[name]
     buried = threading.Event()
 
-    def body(comm: Communicator) -> tuple[int, ...]:
+    def body(comm):
         if comm.rank == 1:
             if name in NEEDS_RANK_1:
                 comm.recv(np.zeros(1), 0, tag=9)  # the others are about to wait, or already do
@@ -78,8 +78,8 @@ def test_the_living_hear_of_a_death_where_they_need_the_dead(name: str) -> None:
     assert mortals(3, body) == [(1,), None, (1,)]
 
 
-def test_the_others_reach_each_other_past_a_death() -> None:
-    def body(comm: Communicator) -> float:
+def test_the_others_reach_each_other_past_a_death():
+    def body(comm):
         if comm.rank == 1:
             raise RankDeath
         received = np.zeros(1)
@@ -90,8 +90,8 @@ def test_the_others_reach_each_other_past_a_death() -> None:
 
 
 @pytest.mark.parametrize("made", ["split", "dup", "nodes", "child of a child"])
-def test_revoking_releases_those_who_wait_for_the_living_in_what_was_made(made: str) -> None:
-    def body(comm: Communicator) -> None:
+def test_revoking_releases_those_who_wait_for_the_living_in_what_was_made(made):
+    def body(comm):
         child = {
             "split": lambda: comm.split(comm.rank % 2),
             "dup": comm.dup,
@@ -119,10 +119,10 @@ def test_revoking_releases_those_who_wait_for_the_living_in_what_was_made(made: 
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_shrinking_keeps_the_living_in_order_with_what_looks_on(size: int) -> None:
+def test_shrinking_keeps_the_living_in_order_with_what_looks_on(size):
     dies = size // 2
 
-    def body(comm: Communicator) -> tuple[int, int, float]:
+    def body(comm):
         comm.checked = True
         if size > 1 and comm.rank == dies:
             raise RankDeath
@@ -140,8 +140,8 @@ def test_shrinking_keeps_the_living_in_order_with_what_looks_on(size: int) -> No
     assert [found[rank] for rank in living] == [(index, len(living), sum(living)) for index in range(len(living))]
 
 
-def test_nodes_are_kept_when_the_living_go_on() -> None:
-    def body(comm: Communicator) -> tuple[tuple[int, ...], ...]:
+def test_nodes_are_kept_when_the_living_go_on():
+    def body(comm):
         if comm.rank in (1, 4):
             raise RankDeath
         return comm.shrink().nodes().members
@@ -149,8 +149,8 @@ def test_nodes_are_kept_when_the_living_go_on() -> None:
     assert mortals(6, body, ranks_per_node=2)[0] == ((0,), (1, 2), (3,))
 
 
-def test_the_living_agree_the_same_on_all_while_others_die() -> None:
-    def body(comm: Communicator) -> list[bool]:
+def test_the_living_agree_the_same_on_all_while_others_die():
+    def body(comm):
         found = []
         for turn in range(6):
             if comm.rank == turn and turn < 3:
@@ -161,8 +161,8 @@ def test_the_living_agree_the_same_on_all_while_others_die() -> None:
     assert mortals(6, body)[3:] == [[True, False] * 3] * 3
 
 
-def test_deaths_one_after_the_other_and_as_one() -> None:
-    def body(comm: Communicator) -> list[int]:
+def test_deaths_one_after_the_other_and_as_one():
+    def body(comm):
         own, sizes = comm.rank, []
         for dying in ((7,), (0, 3), (1, 2, 4)):
             try:
@@ -186,14 +186,14 @@ def test_deaths_one_after_the_other_and_as_one() -> None:
 
 
 @pytest.mark.parametrize("algorithm", sorted(ALLREDUCE))
-def test_no_rank_hangs_in_an_allreduce_whose_ranks_die(algorithm: str) -> None:
-    def several_allreduces(comm: Communicator) -> None:
+def test_no_rank_hangs_in_an_allreduce_whose_ranks_die(algorithm):
+    def several_allreduces(comm):
         for turn in range(4):  # who needs little of the dead may come through once
             if turn == 1 and comm.rank == 2:
                 raise RankDeath
             allreduce(comm, np.ones(1000, np.float32), algorithm)
 
-    def body(comm: Communicator) -> float:
+    def body(comm):
         with pytest.raises(RankDiedError):
             several_allreduces(comm)
         comm.revoke()
@@ -206,10 +206,10 @@ def test_no_rank_hangs_in_an_allreduce_whose_ranks_die(algorithm: str) -> None:
     assert mortals(4, body) == [3.0, 3.0, None, 3.0]
 
 
-def test_the_dead_say_nothing_on_their_way_out() -> None:
+def test_the_dead_say_nothing_on_their_way_out():
     last_words = []
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         if comm.rank == 1:
             try:
                 raise RankDeath
@@ -225,8 +225,8 @@ def test_the_dead_say_nothing_on_their_way_out() -> None:
     assert mortals(2, body) == [None, None] and len(last_words) == 1
 
 
-def test_other_errors_still_end_all_ranks() -> None:
-    def body(comm: Communicator) -> None:
+def test_other_errors_still_end_all_ranks():
+    def body(comm):
         if comm.rank == 1:
             raise ZeroDivisionError("mine")
         with pytest.raises(CommunicationError) as caught:
@@ -237,8 +237,8 @@ def test_other_errors_still_end_all_ranks() -> None:
         mortals(3, body)
 
 
-def test_without_mortality_a_death_is_a_failure_and_nothing_can_be_revoked() -> None:
-    def body(comm: Communicator) -> None:
+def test_without_mortality_a_death_is_a_failure_and_nothing_can_be_revoked():
+    def body(comm):
         raise RankDeath
 
     with pytest.raises(RankDeath):
@@ -268,11 +268,11 @@ def _raised(*errors: BaseException) -> BaseException:
         (_raised(RankDiedError("gone"), SystemExit(3)), False),
     ],
 )
-def test_a_death_is_told_from_what_led_to_an_error(error: BaseException, expected: bool) -> None:
+def test_a_death_is_told_from_what_led_to_an_error(error, expected):
     assert is_rank_failure(error) is expected
 
 
-def test_errors_that_lead_to_each_other_are_looked_at_once() -> None:
+def test_errors_that_lead_to_each_other_are_looked_at_once():
     first, second = ValueError(), OSError()
     first.__context__, second.__context__ = second, first
     assert not is_rank_failure(first)

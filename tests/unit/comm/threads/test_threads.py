@@ -5,7 +5,7 @@ import pytest
 
 from harness.threads import on_threads
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.comm.communicator import ANY, Communicator
+from hpcdist.comm.communicator import ANY
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import BufferHandoverError, CommunicationError, DeadlineError
@@ -15,7 +15,7 @@ SIZES = [1, 2, 3, 4, 7]
 
 @pytest.mark.parametrize("size", SIZES)
 @on_threads("size")
-def test_ring_of_messages(comm: Communicator, size: int) -> None:
+def test_ring_of_messages(comm, size):
     received = np.zeros(5)
     comm.sendrecv(np.full(5, float(comm.rank)), (comm.rank + 1) % size, received, (comm.rank - 1) % size)
     assert (received == (comm.rank - 1) % size).all()
@@ -23,7 +23,7 @@ def test_ring_of_messages(comm: Communicator, size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @on_threads("size")
-def test_native_collectives(comm: Communicator, size: int) -> None:
+def test_native_collectives(comm, size):
     ranges = split(50, size, 8)
     data = np.arange(50.0) + comm.rank
     total = np.arange(50.0) * size + size * (size - 1) / 2
@@ -45,7 +45,7 @@ def test_native_collectives(comm: Communicator, size: int) -> None:
 
 
 @on_threads(2)
-def test_tags_and_matched_probe_keep_messages_apart(comm: Communicator) -> None:
+def test_tags_and_matched_probe_keep_messages_apart(comm):
     if comm.rank == 0:
         comm.send(np.array([1, 2], np.int32), 1, tag=7)
         comm.send(np.array([3], np.int32), 1, tag=8)
@@ -60,7 +60,7 @@ def test_tags_and_matched_probe_keep_messages_apart(comm: Communicator) -> None:
 
 
 @on_threads(2)
-def test_poll_takes_what_has_come_and_waits_for_nothing(comm: Communicator) -> None:
+def test_poll_takes_what_has_come_and_waits_for_nothing(comm):
     if comm.rank == 0:
         assert comm.poll() is None
         comm.barrier()
@@ -79,7 +79,7 @@ def test_poll_takes_what_has_come_and_waits_for_nothing(comm: Communicator) -> N
 
 
 @on_threads(3)
-def test_requests_complete_in_any_order(comm: Communicator) -> None:
+def test_requests_complete_in_any_order(comm):
     if comm.rank == 0:
         buffers = [np.zeros(1), np.zeros(1)]
         requests = [comm.irecv(buffers[0], 1, tag=1), comm.irecv(buffers[1], 2, tag=2)]
@@ -90,7 +90,7 @@ def test_requests_complete_in_any_order(comm: Communicator) -> None:
 
 
 @on_threads(2)
-def test_receives_match_in_the_order_in_which_they_were_posted(comm: Communicator) -> None:
+def test_receives_match_in_the_order_in_which_they_were_posted(comm):
     if comm.rank == 0:
         first, second = np.zeros(1), np.zeros(1)
         requests = [comm.irecv(first, 1), comm.irecv(second, 1)]
@@ -102,8 +102,8 @@ def test_receives_match_in_the_order_in_which_they_were_posted(comm: Communicato
         comm.send(np.array([2.0]), 0)
 
 
-def test_waiting_for_any_request_has_a_deadline() -> None:
-    def body(comm: Communicator) -> None:
+def test_waiting_for_any_request_has_a_deadline():
+    def body(comm):
         if comm.rank == 0:
             comm.wait_any([comm.irecv(np.zeros(1), 1)])
 
@@ -112,7 +112,7 @@ def test_waiting_for_any_request_has_a_deadline() -> None:
 
 
 @on_threads(5, ranks_per_node=2)
-def test_split_dup_and_declared_nodes(comm: Communicator) -> None:
+def test_split_dup_and_declared_nodes(comm):
     parity = comm.split(comm.rank % 2, key=-comm.rank)
     assert parity is not None and parity.allgather_object(comm.rank) == sorted(
         [r for r in range(5) if r % 2 == comm.rank % 2], reverse=True
@@ -125,7 +125,7 @@ def test_split_dup_and_declared_nodes(comm: Communicator) -> None:
 
 
 @on_threads(3)
-def test_shared_memory_is_seen_by_all(comm: Communicator) -> None:
+def test_shared_memory_is_seen_by_all(comm):
     block = comm.shared(16)
     block.views[comm.rank][...] = comm.rank + 1
     comm.barrier()
@@ -134,8 +134,8 @@ def test_shared_memory_is_seen_by_all(comm: Communicator) -> None:
     block.close()
 
 
-def test_the_first_failure_is_raised_and_the_others_are_released() -> None:
-    def body(comm: Communicator) -> None:
+def test_the_first_failure_is_raised_and_the_others_are_released():
+    def body(comm):
         if comm.rank == 1:
             raise ZeroDivisionError("mine")
         if comm.rank == 0:
@@ -146,13 +146,13 @@ def test_the_first_failure_is_raised_and_the_others_are_released() -> None:
         run_threads(3, body)
 
 
-def test_a_message_that_never_comes_passes_its_deadline() -> None:
+def test_a_message_that_never_comes_passes_its_deadline():
     with pytest.raises(DeadlineError, match="receive from rank 1"):
         run_threads(2, lambda comm: comm.recv(np.zeros(1), 1) if comm.rank == 0 else None, deadline_s=0.2)
 
 
-def test_a_message_of_another_size_is_an_error() -> None:
-    def body(comm: Communicator) -> None:
+def test_a_message_of_another_size_is_an_error():
+    def body(comm):
         comm.sendrecv(np.zeros(3), 1 - comm.rank, np.zeros(2 + comm.rank), 1 - comm.rank)
 
     with pytest.raises(CommunicationError, match="met a buffer"):
@@ -164,12 +164,12 @@ def test_a_message_of_another_size_is_an_error() -> None:
     [np.zeros((2, 2)), np.zeros(4)[::2], np.zeros(2, ">f4"), np.zeros(2, complex), np.array(1.0)],
     ids=["2-D", "strided", "foreign byte order", "complex", "0-D"],
 )
-def test_buffers_that_cannot_travel_are_refused(buffer: np.ndarray) -> None:
+def test_buffers_that_cannot_travel_are_refused(buffer):
     with pytest.raises(BufferHandoverError):
         solo().send(buffer, 0)
 
 
-def test_read_only_buffers_are_refused_for_receiving() -> None:
+def test_read_only_buffers_are_refused_for_receiving():
     buffer = np.zeros(3)
     buffer.flags.writeable = False
     solo().send(buffer, 0)
@@ -177,12 +177,12 @@ def test_read_only_buffers_are_refused_for_receiving() -> None:
         solo().recv(buffer, 0)
 
 
-def test_native_sums_of_16_bit_floats_are_refused() -> None:
+def test_native_sums_of_16_bit_floats_are_refused():
     with pytest.raises(BufferHandoverError, match="sums in float32"):
         solo().allreduce(np.zeros(3, np.float16))
 
 
-def test_solo_is_a_world_of_one() -> None:
+def test_solo_is_a_world_of_one():
     comm = solo()
     data = np.arange(3.0)
     comm.allreduce(data)
@@ -193,7 +193,7 @@ def test_solo_is_a_world_of_one() -> None:
 
 
 @on_threads(2)
-def test_recording_counts_messages_of_children_too(comm: Communicator) -> None:
+def test_recording_counts_messages_of_children_too(comm):
     nodes = comm.nodes()
     with count_traffic(comm) as traffic:
         comm.sendrecv(np.zeros(10, np.float32), 1 - comm.rank, np.zeros(10, np.float32), 1 - comm.rank)

@@ -1,7 +1,5 @@
 """Adaptive levels: never worse than equally spaced ones on what was counted, and far better where tails are heavy."""
 
-from types import ModuleType
-
 import numpy as np
 import pytest
 from hypothesis import given as drawn
@@ -117,7 +115,7 @@ def test_the_sample_is_bounded_and_spread():
         assert counted * block <= max(1 << 16, block) and counted >= 1
 
 
-def test_a_gpu_counts_of_many_blocks_the_same_ones(gpu: ModuleType) -> None:
+def test_a_gpu_counts_of_many_blocks_the_same_ones(gpu):
     given = students(300 * 256 + 5, 8)
     compressor = Adaptive()
     want = encoded(compressor, given)

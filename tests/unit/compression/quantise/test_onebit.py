@@ -1,7 +1,5 @@
 """1-bit Adam against its formulas in float64: the warm-up, the frozen steps on several ranks, and what may not move."""
 
-from types import ModuleType
-
 import numpy as np
 import pytest
 
@@ -58,7 +56,7 @@ def warmed(n: int, ranks: int, rng: np.random.Generator, compressor: Compressor 
     return states
 
 
-def test_the_warm_up_is_adam(rng: np.random.Generator) -> None:
+def test_the_warm_up_is_adam(rng):
     n = 500
     state = OneBitAdam(n, 0, 1, MOMENTS)
     m, v = np.zeros((2, n))
@@ -76,7 +74,7 @@ def test_the_warm_up_is_adam(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("scale", ["mean", "norm"])
 @pytest.mark.parametrize(("n", "ranks"), [(200, 1), (200, 3), (20, 4)])
-def test_frozen_steps_are_those_of_the_formulas(n: int, ranks: int, scale: str, rng: np.random.Generator) -> None:
+def test_frozen_steps_are_those_of_the_formulas(n, ranks, scale, rng):
     states = warmed(n, ranks, rng, SignSgd(scale=scale))
     one = states[0]
     moves = one.v > 0
@@ -110,7 +108,7 @@ def test_frozen_steps_are_those_of_the_formulas(n: int, ranks: int, scale: str, 
             np.testing.assert_allclose(state.worker_error * moves, error, atol=1e-5)
 
 
-def test_two_sided_feedback_loses_nothing(rng: np.random.Generator) -> None:
+def test_two_sided_feedback_loses_nothing(rng):
     n, ranks = 300, 3
     states = [OneBitAdam(n, rank, ranks, AdamMoments(beta1=0.0)) for rank in range(ranks)]
     for state in states:
@@ -129,7 +127,7 @@ def test_two_sided_feedback_loses_nothing(rng: np.random.Generator) -> None:
     assert np.linalg.norm(taken / steps - mean) < 0.15 * np.linalg.norm(mean)
 
 
-def test_chunks_and_bytes() -> None:
+def test_chunks_and_bytes():
     for n, ranks in ((1 << 20, 8), (1000, 3), (5, 4), (0, 2)):
         states = [OneBitAdam(n, rank, ranks, MOMENTS) for rank in range(ranks)]
         sizes = [chunk.size for chunk in states[0].chunks]
@@ -146,7 +144,7 @@ def test_chunks_and_bytes() -> None:
     assert onebit_adam.places([3, 0, 65, 1])[-1].start == 72
 
 
-def test_bad_input_is_refused() -> None:
+def test_bad_input_is_refused():
     state = OneBitAdam(8, 0, 1, MOMENTS)
     gradient = np.ones(8, np.float32)
     with pytest.raises(UsageError, match="not frozen; call warm"):
@@ -167,7 +165,7 @@ def test_bad_input_is_refused() -> None:
             AdamMoments(**wrong)
 
 
-def test_on_a_gpu_the_same_bits_without_a_wait(gpu: ModuleType, rng: np.random.Generator) -> None:
+def test_on_a_gpu_the_same_bits_without_a_wait(gpu, rng):
     n = 700
     host, there = (OneBitAdam(n, 0, 1, MOMENTS, on=on) for on in ("cpu", "gpu"))
     gradients = [rng.standard_normal(n).astype(np.float32) for _ in range(4)]

@@ -1,7 +1,5 @@
 """Packing against a sentence of Python: for every width, number of codes, and on both processors."""
 
-from types import ModuleType
-
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -63,7 +61,7 @@ def test_the_loop_packs_a_group_as_the_arrays_do(n, bits, seed):
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_a_gpu_packs_alike(gpu: ModuleType, bits: int) -> None:
+def test_a_gpu_packs_alike(gpu, bits):
     codes = _codes(2 * GROUP + 77, bits, 1)
     packed, back = gpu.empty(packed_bytes(codes.size, bits), np.uint8), gpu.empty(codes.size, np.uint8)
     pack_arrays(gpu.asarray(codes), bits, packed)

@@ -1,7 +1,5 @@
 """DGC against its formulas in float64: what is accumulated, what is sent and forgotten, and its limits."""
 
-from types import ModuleType
-
 import numpy as np
 import pytest
 
@@ -24,7 +22,7 @@ def step_of(state: DeepGradientCompression, gradient: np.ndarray, k: int, scale:
 
 @pytest.mark.parametrize("masks", [True, False])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_the_formulas(nesterov: bool, masks: bool, rng: np.random.Generator) -> None:
+def test_the_formulas(nesterov, masks, rng):
     m, k = 0.9, 30
     state = DeepGradientCompression(N, momentum=m, nesterov=nesterov, masks_velocity=masks)
     u, v = np.zeros((2, N))
@@ -46,7 +44,7 @@ def test_the_formulas(nesterov: bool, masks: bool, rng: np.random.Generator) -> 
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_with_everything_sent_it_is_momentum_sgd_and_masked_plain_sgd(nesterov: bool, rng: np.random.Generator) -> None:
+def test_with_everything_sent_it_is_momentum_sgd_and_masked_plain_sgd(nesterov, rng):
     m, rate = 0.8, 0.1
     open_, masked = (
         DeepGradientCompression(N, momentum=m, nesterov=nesterov, masks_velocity=False),
@@ -66,14 +64,14 @@ def test_with_everything_sent_it_is_momentum_sgd_and_masked_plain_sgd(nesterov: 
     assert np.abs(dense - plain).max() > 0.1
 
 
-def test_nothing_is_lost_without_momentum(rng: np.random.Generator) -> None:
+def test_nothing_is_lost_without_momentum(rng):
     state = DeepGradientCompression(N, momentum=0.0)
     gradients = rng.integers(-50, 50, (STEPS, N)).astype(np.float32)  # whole numbers: sums are exact
     sent = sum(step_of(state, gradient, 3) for gradient in gradients)
     assert np.array_equal(sent + state.unsent, gradients.sum(axis=0))
 
 
-def test_the_share_that_is_sent_falls_in_stages() -> None:
+def test_the_share_that_is_sent_falls_in_stages():
     sparsity = [100 * (1 - dgc.density_at(step, 0.001, 10)) for step in range(0, 70, 10)]
     assert sparsity[:3] == [75, 93.75, 98.4375] and sparsity[3] == pytest.approx(99.6, abs=0.05)
     assert sparsity[4:] == [99.9] * 3
@@ -85,7 +83,7 @@ def test_the_share_that_is_sent_falls_in_stages() -> None:
             dgc.density_at(*wrong)
 
 
-def test_local_clipping_keeps_the_norm_of_the_sum(rng: np.random.Generator) -> None:
+def test_local_clipping_keeps_the_norm_of_the_sum(rng):
     ranks, limit = 16, 2.0
     clipped = [g * dgc.clip_factor(float(g @ g), limit, ranks) for g in rng.standard_normal((ranks, 5000))]
     for one in clipped:
@@ -97,7 +95,7 @@ def test_local_clipping_keeps_the_norm_of_the_sum(rng: np.random.Generator) -> N
             dgc.clip_factor(*wrong)
 
 
-def test_bad_input_is_refused() -> None:
+def test_bad_input_is_refused():
     with pytest.raises(UsageError, match="momentum 1.0"):
         DeepGradientCompression(4, momentum=1.0)
     state = DeepGradientCompression(4, momentum=0.9)
@@ -109,7 +107,7 @@ def test_bad_input_is_refused() -> None:
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_on_a_gpu_the_same_bits_without_a_wait(nesterov: bool, gpu: ModuleType, rng: np.random.Generator) -> None:
+def test_on_a_gpu_the_same_bits_without_a_wait(nesterov, gpu, rng):
     host, there = (DeepGradientCompression(N, momentum=0.9, nesterov=nesterov, on=on) for on in ("cpu", "gpu"))
     payload, sent = np.empty(80, np.uint8), backend.empty(80, np.dtype(np.uint8), "gpu")
     for _ in range(4):

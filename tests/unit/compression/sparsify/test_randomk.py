@@ -1,7 +1,5 @@
 """Random-k: the same indices for the same key, each as often as the others, and payloads that may be summed."""
 
-from types import ModuleType
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -21,14 +19,14 @@ def encoded(compressor: RandomK, values: np.ndarray, key: RandomKey) -> np.ndarr
 
 
 @given(st.integers(1, 5000), st.floats(1e-4, 1), st.integers(0, 2**64 - 1), st.integers(0, 2**40))
-def test_indices_are_distinct_and_within(n: int, density: float, seed: int, step: int) -> None:
+def test_indices_are_distinct_and_within(n, density, seed, step):
     payload = encoded(RandomK(density=density), np.zeros(n, np.float32), RandomKey(seed, step, 0, 3))
     where = randomk.indices(payload, n)
     assert where.min() >= 0 and where.max() < n and np.unique(where).size == where.size
     assert (np.diff(where) < 0).sum() <= 1  # in order, but for one turn
 
 
-def test_bytes_and_round_trip(rng: np.random.Generator) -> None:
+def test_bytes_and_round_trip(rng):
     values = rng.standard_normal(1000).astype(np.float32)
     out = np.full(1000, np.nan, np.float32)
     for compressor, scale in ((RandomK(density=0.03), 1000 / 30), (RandomK(density=0.03, scaled=False), 1)):
@@ -48,7 +46,7 @@ def test_bytes_and_round_trip(rng: np.random.Generator) -> None:
     everything.decode(encoded(everything, empty, RandomKey(1, 2, 0, 3)), empty)
 
 
-def test_payloads_of_all_ranks_may_be_summed(rng: np.random.Generator) -> None:
+def test_payloads_of_all_ranks_may_be_summed(rng):
     compressor, key = RandomK(density=0.1), RandomKey(5, 6, 0, 7)
     ranks = [rng.integers(-100, 100, 640).astype(np.float32) for _ in range(5)]  # sums of whole numbers are exact
     payloads = [encoded(compressor, values, key) for values in ranks]
@@ -61,7 +59,7 @@ def test_payloads_of_all_ranks_may_be_summed(rng: np.random.Generator) -> None:
     assert np.array_equal(summed, expected)
 
 
-def test_other_keys_other_indices() -> None:
+def test_other_keys_other_indices():
     zeros = np.zeros(4000, np.float32)
     keys = [
         RandomKey(0, 0, 0, 0),
@@ -77,7 +75,7 @@ def test_other_keys_other_indices() -> None:
 
 
 @pytest.mark.parametrize(("n", "density"), [(7, 0.4), (23, 0.5), (64, 0.05)])
-def test_every_index_is_taken_as_often(n: int, density: float, rng: np.random.Generator) -> None:
+def test_every_index_is_taken_as_often(n, density, rng):
     draws, seed = 6_000, int(rng.integers(2**62))
     compressor = RandomK(density=density)
     payload, zeros = np.empty(compressor.payload_bytes(n), np.uint8), np.zeros(n, np.float32)
@@ -90,7 +88,7 @@ def test_every_index_is_taken_as_often(n: int, density: float, rng: np.random.Ge
     assert np.abs(counts - draws * share).max() <= 6 * np.sqrt(draws * share * (1 - share))
 
 
-def test_the_error_is_that_of_the_formula(rng: np.random.Generator) -> None:
+def test_the_error_is_that_of_the_formula(rng):
     n, draws, seed = 200, 4000, int(rng.integers(2**62))
     values = rng.standard_normal(n).astype(np.float32)
     norm = np.sum(values.astype(np.float64) ** 2)
@@ -104,7 +102,7 @@ def test_the_error_is_that_of_the_formula(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2, 1000])
-def test_the_longest_segments(k: int, gpu: ModuleType, rng: np.random.Generator) -> None:
+def test_the_longest_segments(k, gpu, rng):
     n = 2**31 - 1
     payload = np.zeros(16 + 4 * k, np.uint8)
     payload[:16] = rng.integers(0, 256, 16)
@@ -113,7 +111,7 @@ def test_the_longest_segments(k: int, gpu: ModuleType, rng: np.random.Generator)
     assert np.array_equal(randomk.indices(backend.place(payload, "gpu"), n).get(), where)
 
 
-def test_bad_input_is_refused() -> None:
+def test_bad_input_is_refused():
     for density in (0.0, 1.01, float("nan")):
         with pytest.raises(ConfigurationError, match="above 0 and at most 1"):
             RandomK(density=density)
@@ -123,7 +121,7 @@ def test_bad_input_is_refused() -> None:
         encoded(RandomK(density=0.5), np.zeros(4), RandomKey(0, 0, 0, 0))
 
 
-def test_on_a_gpu_the_same_bits_without_a_wait(gpu: ModuleType, rng: np.random.Generator) -> None:
+def test_on_a_gpu_the_same_bits_without_a_wait(gpu, rng):
     for n, density in ((3001, 0.037), (17, 1.0), (1, 0.5)):
         compressor, key = RandomK(density=density), RandomKey(2**45 + 3, 9, 0, 4)
         values = rng.standard_normal(n).astype(np.float32)

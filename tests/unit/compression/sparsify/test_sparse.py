@@ -1,7 +1,5 @@
 """Sparse payloads are added by index and then by rank: one order of summation, on both kinds of processor."""
 
-from types import ModuleType
-
 import numpy as np
 import pytest
 
@@ -34,7 +32,7 @@ def by_index_then_rank(found: list[np.ndarray], n: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("n", "counts"), [(50, [5, 5, 5]), (50, [50, 0, 1, 7]), (10_000, [900, 900, 30, 2, 900]), (1, [1])]
 )
-def test_the_sum_has_the_bits_of_its_definition(n: int, counts: list[int], rng: np.random.Generator) -> None:
+def test_the_sum_has_the_bits_of_its_definition(n, counts, rng):
     found = payloads(rng, n, counts)
     expected = by_index_then_rank(found, n)
     out = np.full(n, np.nan, np.float32)
@@ -46,7 +44,7 @@ def test_the_sum_has_the_bits_of_its_definition(n: int, counts: list[int], rng: 
     assert np.array_equal(out, expected)
 
 
-def test_on_a_gpu_the_same_bits_without_a_wait(gpu: ModuleType, rng: np.random.Generator) -> None:
+def test_on_a_gpu_the_same_bits_without_a_wait(gpu, rng):
     found = payloads(rng, 700, [40, 0, 40, 13])
     sizes = [payload.size for payload in found]
     gathered, out = backend.place(np.concatenate(found), "gpu"), backend.empty(700, np.dtype(np.float32), "gpu")
@@ -59,7 +57,7 @@ def test_on_a_gpu_the_same_bits_without_a_wait(gpu: ModuleType, rng: np.random.G
     assert not expected[coo.indices(found[0])].any() and out.get().tobytes() == expected.tobytes()
 
 
-def test_payloads_of_another_tensor_are_refused(rng: np.random.Generator) -> None:
+def test_payloads_of_another_tensor_are_refused(rng):
     (payload,) = payloads(rng, 60, [4])
     coo.indices(payload)[-1] = 99
     out = np.zeros(60, np.float32)

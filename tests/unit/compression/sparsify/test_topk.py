@@ -1,7 +1,5 @@
 """Top-k is exact: for every k what a stable sort by magnitude puts first, with its bytes by formula."""
 
-from types import ModuleType
-
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -31,14 +29,14 @@ def selected(values: np.ndarray, k: int) -> np.ndarray:
 
 @given(st.lists(st.sampled_from(AWKWARD), min_size=1, max_size=70))
 @example([0.0, -0.0, 0.0])
-def test_every_k_with_ties(drawn: list[float]) -> None:
+def test_every_k_with_ties(drawn):
     values = np.array(drawn, np.float32)
     for k in range(1, values.size + 1):
         assert selected(values, k).tolist() == first_by_stable_sort(values, k).tolist()
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=70), st.data())
-def test_any_floats(drawn: list[float], data: st.DataObject) -> None:
+def test_any_floats(drawn, data):
     values = np.array(drawn, np.float32)
     k = data.draw(st.integers(1, values.size))
     assert selected(values, k).tolist() == first_by_stable_sort(values, k).tolist()
@@ -59,7 +57,7 @@ def long_segments(rng: np.random.Generator) -> dict[str, np.ndarray]:
     }
 
 
-def test_long_segments_of_every_kind(rng: np.random.Generator) -> None:
+def test_long_segments_of_every_kind(rng):
     for name, values in long_segments(rng).items():
         order = np.argsort(-np.abs(values.astype(np.float64)), kind="stable")
         for k in (1, 77, values.size // 100, values.size // 5, values.size // 2, values.size - 1, values.size):
@@ -67,19 +65,17 @@ def test_long_segments_of_every_kind(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("drawn", ["too low", "too high"])
-def test_a_misleading_sample_costs_no_exactness(
-    drawn: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_misleading_sample_costs_no_exactness(drawn, rng, monkeypatch):
     values = long_segments(rng)["normal"]
 
-    def mislead(words: np.ndarray, sample: np.ndarray) -> None:
+    def mislead(words, sample):
         sample[:] = np.float32(0.0 if drawn == "too low" else 100.0).view(np.uint32)
 
     monkeypatch.setattr(topk, "_draw", mislead)
     assert np.array_equal(selected(values, 700), first_by_stable_sort(values, 700))
 
 
-def test_bytes_and_round_trip(rng: np.random.Generator) -> None:
+def test_bytes_and_round_trip(rng):
     compressor = TopK(density=0.07)
     assert compressor.payload_bytes(100) == 8 * 7  # not 8: 0.07 * 100 is above 7 in floats
     assert (compressor.payload_bytes(1), compressor.payload_bytes(101), compressor.payload_bytes(0)) == (8, 64, 0)
@@ -101,14 +97,14 @@ def test_bytes_and_round_trip(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("n", [40, 100_000])
-def test_what_is_not_finite_is_refused(bad: float, n: int, rng: np.random.Generator) -> None:
+def test_what_is_not_finite_is_refused(bad, n, rng):
     values = rng.standard_normal(n).astype(np.float32)
     values[rng.integers(n)] = bad
     with pytest.raises(NonFiniteError, match="before anything is compressed"):
         selected(values, 3)
 
 
-def test_bad_input_is_refused(rng: np.random.Generator) -> None:
+def test_bad_input_is_refused(rng):
     values = rng.standard_normal(10).astype(np.float32)
     for nbytes in (0, 88, 12):
         with pytest.raises(UsageError, match=r"8 for each of k elements, 1 <= k <= n"):
@@ -121,7 +117,7 @@ def test_bad_input_is_refused(rng: np.random.Generator) -> None:
         TopK(density=1e-3).payload_bytes(2**31)
 
 
-def test_on_a_gpu_the_same_bits_without_a_wait(gpu: ModuleType, rng: np.random.Generator) -> None:
+def test_on_a_gpu_the_same_bits_without_a_wait(gpu, rng):
     compressor = TopK(density=0.03)
     for values in (rng.standard_normal(3001), np.round(rng.standard_normal(3001)), np.zeros(5)):
         host = values.astype(np.float32)

@@ -209,10 +209,7 @@ def test_damaged_and_foreign_files_are_clean_errors(tmp_path, damage):
 
 
 def test_options_that_do_not_fit_are_refused(tmp_path):
-    for options in (
-        ("--carbon-intensity", 1, "--carbon", "x.csv"),
-        ("--carbon-source", "operator"),
-    ):
+    for options in (("--carbon-intensity", 1, "--carbon", "x.csv"), ("--carbon-source", "operator")):
         with pytest.raises(UsageError):
             report(tmp_path, *options)
     with pytest.raises(HpcdistError, match=r"x\.csv"):

@@ -140,10 +140,7 @@ tell([values, track.failed_reads, track.explain()])
 
 def test_without_a_driver_the_loader_is_asked_and_the_reason_told(program):
     source = "tell([refused(driver), 'pynvml' in sys.modules])"
-    assert program([], source, LD_LIBRARY_PATH="") == [
-        "no NVIDIA driver answers (NVML Shared Library Not Found)",
-        True,
-    ]
+    assert program([], source, LD_LIBRARY_PATH="") == ["no NVIDIA driver answers (NVML Shared Library Not Found)", True]
     assert "Driver Not Loaded" in program([], source, NVML_STUB="/nowhere")[0]
 
 

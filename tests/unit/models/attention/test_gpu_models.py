@@ -1,7 +1,5 @@
 """Models on the double of a GPU: the numbers of the CPU, and nothing on the way to the host; losses stay there too."""
 
-from types import ModuleType
-
 import numpy as np
 import pytest
 
@@ -12,9 +10,7 @@ BOUNDS = {"float32": 1e-5, "float64": 1e-12}
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("case", MODELS)
-def test_forward_and_backward_are_those_of_the_cpu(
-    gpu: ModuleType, case: str, dtype: str, rng: np.random.Generator
-) -> None:
+def test_forward_and_backward_are_those_of_the_cpu(gpu, case, dtype, rng):
     batches, seed = batches_of(case, rng), int(rng.integers(1 << 30))
     host, device = ModelRun(case, dtype, "cpu", seed), ModelRun(case, dtype, "gpu", seed)
     expected, there = host.step(batches), placed(batches, "gpu")
@@ -27,7 +23,7 @@ def test_forward_and_backward_are_those_of_the_cpu(
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_evaluation_and_logits_are_those_of_the_cpu(gpu: ModuleType, case: str, rng: np.random.Generator) -> None:
+def test_evaluation_and_logits_are_those_of_the_cpu(gpu, case, rng):
     batches, seed = batches_of(case, rng)[:1], int(rng.integers(1 << 30))
     host, device = ModelRun(case, "float64", "cpu", seed), ModelRun(case, "float64", "gpu", seed)
     ((x, targets),), ((there, answers),) = batches, placed(batches, "gpu")
@@ -41,7 +37,7 @@ def test_evaluation_and_logits_are_those_of_the_cpu(gpu: ModuleType, case: str, 
 
 
 @pytest.mark.parametrize("case", ["gpt tied", "mlp gelu"])
-def test_a_backward_in_two_passes_is_that_of_the_cpu(gpu: ModuleType, case: str, rng: np.random.Generator) -> None:
+def test_a_backward_in_two_passes_is_that_of_the_cpu(gpu, case, rng):
     batches, seed = batches_of(case, rng), int(rng.integers(1 << 30))
     host, device = ModelRun(case, "float64", "cpu", seed), ModelRun(case, "float64", "gpu", seed)
     host.split_step(batches, together=False)

@@ -1,7 +1,6 @@
 """Attention in 16-bit floats on the tensor cores of a GPU, here by their definition, against float64."""
 
 import math
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -55,9 +54,7 @@ def joined(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", UNIT)
-def test_against_the_formula(
-    gpu: ModuleType, dtype: str, shape: tuple[int, ...], causal: bool, dropout: float, rng: np.random.Generator
-) -> None:
+def test_against_the_formula(gpu, dtype, shape, causal, dropout, rng):
     """Probabilities and their gradients are rounded to 16 bits on the way: errors are some units of the largest."""
     batch, context, heads, shared, size = shape
     kind, group = dtype_of(dtype), heads // shared
@@ -79,10 +76,7 @@ def test_against_the_formula(
     repeated = [np.repeat(split(x, shared), group, axis=1) for x in (k, v)]
     factors = factors.reshape(batch, heads, context, context)
     want, *gradients = reference(split(q, heads), *repeated, split(dy, heads), causal, factors)
-    dq, dk, dv = (
-        gradients[0],
-        *(x.reshape(batch, shared, group, context, size).sum(axis=2) for x in gradients[1:]),
-    )
+    dq, dk, dv = (gradients[0], *(x.reshape(batch, shared, group, context, size).sum(axis=2) for x in gradients[1:]))
     whole = [joined(dq), joined(dk), joined(dv)]
     parts = (found,) if together else found
     got = np.concatenate([backend.to_host(part).astype(np.float64) for part in parts], axis=2)
@@ -90,9 +84,7 @@ def test_against_the_formula(
     close(got, np.concatenate(whole, axis=2), UNIT[dtype])
 
 
-def test_more_pairs_than_a_grid_has_blocks_across(
-    gpu: ModuleType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_pairs_than_a_grid_has_blocks_across(gpu, rng, monkeypatch):
     monkeypatch.setattr(cuda_compiler, "BLOCKS_ACROSS", 2)  # blocks of rows; pairs have no such limit
     test_against_the_formula(gpu, "float16", (3, 70, 2, 1, 16), True, 0.0, rng)
     with pytest.raises(Exception, match="CUDA_ERROR_INVALID_VALUE"):
@@ -105,7 +97,7 @@ def close(got: np.ndarray, want: np.ndarray, unit: float) -> None:
     assert np.linalg.norm(error) <= 2 * unit * np.linalg.norm(want)
 
 
-def test_what_is_not_finite_shows_in_its_row_and_in_no_earlier_one(gpu: ModuleType, rng: np.random.Generator) -> None:
+def test_what_is_not_finite_shows_in_its_row_and_in_no_earlier_one(gpu, rng):
     qkv = rng.standard_normal((1, 70, 48)).astype(np.float16)
     qkv[0, 30, 5] = np.nan  # of a query
     qkv[0, 50, 20] = np.inf  # of a key
@@ -114,6 +106,6 @@ def test_what_is_not_finite_shows_in_its_row_and_in_no_earlier_one(gpu: ModuleTy
     assert np.isnan(y[50:]).any()
 
 
-def test_heads_that_no_kernel_has_are_refused(gpu: ModuleType) -> None:
+def test_heads_that_no_kernel_has_are_refused(gpu):
     with pytest.raises(UsageError, match=r"heads of 144; its kernels have heads of at most 128: choose model.heads"):
         LocalAttention().forward(backend.zeros((1, 2, 432), np.dtype("float16"), "gpu"), 144, Arena(on="gpu").saved(0))

@@ -1,6 +1,5 @@
 """Every kernel for a GPU, compiled for the host, against its formula in float64, for all float types and odd shapes."""
 
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -55,7 +54,7 @@ def gate(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ROWS)
-def test_activations(gpu: ModuleType, dtype: str, shape: tuple[int, int], rng: np.random.Generator) -> None:
+def test_activations(gpu, dtype, shape, rng):
     x, dy = drawn(rng, shape, dtype, 3.0), drawn(rng, shape, dtype)
     x64, d64, s = wide(x), wide(dy), gate(wide(x))
     y = empty(shape, x.dtype)
@@ -75,7 +74,7 @@ def test_activations(gpu: ModuleType, dtype: str, shape: tuple[int, int], rng: n
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_activations_of_huge_numbers(gpu: ModuleType, dtype: str) -> None:
+def test_activations_of_huge_numbers(gpu, dtype):
     largest = 3e4 if dtype == "float16" else 1e300 if dtype == "float64" else 3e38
     magnitudes = np.logspace(np.log10(2000), np.log10(largest), 40)
     x = np.concatenate([magnitudes, -magnitudes]).astype(dtype_of(dtype))
@@ -95,7 +94,7 @@ def test_activations_of_huge_numbers(gpu: ModuleType, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ROWS)
-def test_swiglu(gpu: ModuleType, dtype: str, shape: tuple[int, int], rng: np.random.Generator) -> None:
+def test_swiglu(gpu, dtype, shape, rng):
     rows, w = shape
     x, dy = drawn(rng, (rows, 2 * w), dtype, 2.0), drawn(rng, shape, dtype)
     g, v, d = wide(x)[:, :w], wide(x)[:, w:], wide(dy)
@@ -111,7 +110,7 @@ def test_swiglu(gpu: ModuleType, dtype: str, shape: tuple[int, int], rng: np.ran
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_in_place(gpu: ModuleType, dtype: str, rng: np.random.Generator) -> None:
+def test_sums_in_place(gpu, dtype, rng):
     for shape, tail in (((3, 5, 7), (3, 5, 7)), ((3, 5, 16), (5, 16)), ((4, 6), (6,)), ((0, 4), (4,))):
         y, x = drawn(rng, shape, dtype), drawn(rng, tail, dtype)
         got = there(y)
@@ -122,7 +121,7 @@ def test_sums_in_place(gpu: ModuleType, dtype: str, rng: np.random.Generator) ->
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*ROWS, (700, 5), (2, 8197)])
-def test_norms(gpu: ModuleType, kind: str, dtype: str, shape: tuple[int, int], rng: np.random.Generator) -> None:
+def test_norms(gpu, kind, dtype, shape, rng):
     rows, hidden = shape
     x, dy, residual = (drawn(rng, shape, dtype) for _ in range(3))
     scale, bias = drawn(rng, hidden, dtype), drawn(rng, hidden, dtype)
@@ -156,7 +155,7 @@ def test_norms(gpu: ModuleType, kind: str, dtype: str, shape: tuple[int, int], r
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*ROWS, (700, 3)])
-def test_column_sums(gpu: ModuleType, dtype: str, shape: tuple[int, int], rng: np.random.Generator) -> None:
+def test_column_sums(gpu, dtype, shape, rng):
     rows, before = drawn(rng, shape, dtype), drawn(rng, shape[1], dtype)
     total, size = wide(rows).sum(axis=0), np.abs(wide(rows)).sum(axis=0)
     for add in (False, True):
@@ -167,7 +166,7 @@ def test_column_sums(gpu: ModuleType, dtype: str, shape: tuple[int, int], rng: n
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ROWS)
-def test_cross_entropy(gpu: ModuleType, dtype: str, shape: tuple[int, int], rng: np.random.Generator) -> None:
+def test_cross_entropy(gpu, dtype, shape, rng):
     tokens, classes = shape
     logits, targets = drawn(rng, shape, dtype, 4.0), rng.integers(-1, classes, tokens)
     z, counts = wide(logits), targets >= 0
@@ -185,7 +184,7 @@ def test_cross_entropy(gpu: ModuleType, dtype: str, shape: tuple[int, int], rng:
     check(device_logits, (p - onehot) * 0.37 * counts[:, None], dtype, 32, 0.37 * (1 + np.abs(z)) * (p + onehot))
 
 
-def test_what_is_wrong_with_logits_and_targets_shows(gpu: ModuleType) -> None:
+def test_what_is_wrong_with_logits_and_targets_shows(gpu):
     targets = there(np.array([0, 1, 5, -1]))
     for row, bad in ((0, np.nan), (0, np.inf), (0, -np.inf), (2, 0.0), (3, np.nan)):
         logits = np.zeros((4, 3), np.float32)
@@ -201,9 +200,7 @@ def test_what_is_wrong_with_logits_and_targets_shows(gpu: ModuleType) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("classes", [2000, 2001, 8200])  # a pack or an element a thread; several packs
-def test_cross_entropy_where_a_part_of_a_row_is_minus_infinity(
-    gpu: ModuleType, dtype: str, classes: int, rng: np.random.Generator
-) -> None:
+def test_cross_entropy_where_a_part_of_a_row_is_minus_infinity(gpu, dtype, classes, rng):
     logits, targets = drawn(rng, (4, classes), dtype, 4.0), rng.integers(classes // 2, classes, 4)
     kept = rng.random((4, classes)) < 0.5  # of row 0
     kept[1] = np.arange(classes) >= 40  # whole packs
@@ -229,7 +226,7 @@ def test_cross_entropy_where_a_part_of_a_row_is_minus_infinity(
 
 @pytest.mark.parametrize("classes", [2000, 8200])
 @pytest.mark.parametrize("beside", [-np.inf, np.nan, 1.0])
-def test_a_nan_in_the_first_logits_of_a_thread_shows(gpu: ModuleType, beside: float, classes: int) -> None:
+def test_a_nan_in_the_first_logits_of_a_thread_shows(gpu, beside, classes):
     logits = np.zeros((1, classes), np.float32)
     logits[0, :4] = beside, np.nan, beside, beside
     here, statistics = there(logits), empty((1, 2), np.float32)
@@ -240,7 +237,7 @@ def test_a_nan_in_the_first_logits_of_a_thread_shows(gpu: ModuleType, beside: fl
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("hidden", "vocabulary"), [(1, 5), (7, 400), (64, 5), (1030, 5), (1030, 400)])
-def test_rows_of_a_table(gpu: ModuleType, dtype: str, hidden: int, vocabulary: int, rng: np.random.Generator) -> None:
+def test_rows_of_a_table(gpu, dtype, hidden, vocabulary, rng):
     n = 600  # some tokens come for the first time after others have come twice
     table, rows = drawn(rng, (vocabulary, hidden), dtype), drawn(rng, (n, hidden), dtype)
     tokens = rng.integers(0, vocabulary - 1, n)  # the last one never comes
@@ -262,9 +259,7 @@ def test_rows_of_a_table(gpu: ModuleType, dtype: str, hidden: int, vocabulary: i
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size", "heads", "others"), [(2, 1, 0), (6, 3, 5), (64, 2, 64)])
-def test_rotary_positions(
-    gpu: ModuleType, dtype: str, size: int, heads: int, others: int, rng: np.random.Generator
-) -> None:
+def test_rotary_positions(gpu, dtype, size, heads, others, rng):
     batch, context, rotated = 2, 5, size * heads
     x = drawn(rng, (batch, context, rotated + others), dtype)
     angles = np.arange(context)[:, None] * 10000.0 ** (-2 * np.arange(size // 2) / size)
@@ -281,7 +276,7 @@ def test_rotary_positions(
     assert np.abs(wide(got) - wide(x)).max() <= 8 * UNIT[dtype] * np.abs(wide(x)).max()
 
 
-def test_a_launch_refuses_what_a_kernel_would_misread(gpu: ModuleType, rng: np.random.Generator) -> None:
+def test_a_launch_refuses_what_a_kernel_would_misread(gpu, rng):
     x = there(drawn(rng, (4, 6), "float32"))
     with pytest.raises(TypeError, match="strides"):
         cuda_kernels.gelu(x[:, ::2], empty((4, 3), np.float32))
@@ -301,7 +296,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("message", BROKEN)
-def test_the_host_ends_a_launch_that_would_hang(gpu: ModuleType, message: str) -> None:
+def test_the_host_ends_a_launch_that_would_hang(gpu, message):
     code = f'extern "C" __global__ void broken(float* y) {{ {BROKEN[message]} }}'
     kernel = cuda_compiler.RawKernel(code, "broken")
     array = there(np.zeros(64, np.float32))

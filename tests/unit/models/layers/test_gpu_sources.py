@@ -29,7 +29,7 @@ SPILLED_BYTES = 64  # a thread, at most
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_the_compiler_takes_every_source(name: str, tmp_path: Path) -> None:
+def test_the_compiler_takes_every_source(name, tmp_path):
     """Needs nvcc, not a GPU."""
     compiler = shutil.which("nvcc")
     if compiler is None:
@@ -47,7 +47,7 @@ def test_the_compiler_takes_every_source(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_what_cupy_compiles_with_takes_every_source(name: str) -> None:
+def test_what_cupy_compiles_with_takes_every_source(name):
     """Needs NVRTC, not a GPU: it has no headers, and other rules for functions than nvcc."""
     library = _nvrtc()
     if library is None:
@@ -79,7 +79,7 @@ def _nvrtc() -> ctypes.CDLL | None:
     return None
 
 
-def test_a_source_says_what_it_has_no_kernels_for() -> None:
+def test_a_source_says_what_it_has_no_kernels_for():
     with pytest.raises(Exception, match=r"attention.cu has no kernels for float32, only for float16, bfloat16"):
         flash.FUSED_KERNELS.code(REAL=dtype_of("float32"), HEAD=16)
     assert isinstance(cuda_kernels.NORM, KernelSource) and cuda_kernels.NORM.takes(dtype_of("float64"))

@@ -10,16 +10,7 @@ from hpcdist.arrays import jit
 from hpcdist.arrays.store import FlatStore
 from hpcdist.models.attention import kernels
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.layers import (
-    activation,
-    convolution,
-    cross_entropy,
-    dropout,
-    embedding,
-    linear,
-    norm,
-    vector_math,
-)
+from hpcdist.models.layers import activation, convolution, cross_entropy, dropout, embedding, linear, norm, vector_math
 from hpcdist.models.model import LOCAL
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Operations

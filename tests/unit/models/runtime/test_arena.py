@@ -21,7 +21,7 @@ def _step(arena: Arena, batch: int) -> list[np.ndarray]:
     return arrays
 
 
-def test_later_steps_take_no_new_memory() -> None:
+def test_later_steps_take_no_new_memory():
     ledger = Ledger()
     arena = Arena(ledger)
     _step(arena, 16)
@@ -32,7 +32,7 @@ def test_later_steps_take_no_new_memory() -> None:
     assert first >= 6 * 16 * (7 * 4 + 15 * 8)
 
 
-def test_arrays_alive_at_once_do_not_overlap() -> None:
+def test_arrays_alive_at_once_do_not_overlap():
     arena = Arena()
     for _ in range(2):
         saved = [arena.saved(layer) for layer in range(4)]
@@ -45,7 +45,7 @@ def test_arrays_alive_at_once_do_not_overlap() -> None:
             one.release()
 
 
-def test_shape_dtype_and_alignment() -> None:
+def test_shape_dtype_and_alignment():
     saved = Arena().saved(0)
     array = saved.empty("x", (3, 5), np.float64)
     assert array.shape == (3, 5) and array.dtype == np.float64 and array.flags.c_contiguous
@@ -54,7 +54,7 @@ def test_shape_dtype_and_alignment() -> None:
     assert saved.empty("nothing", (0, 4), np.float32).shape == (0, 4)
 
 
-def test_values_live_until_release() -> None:
+def test_values_live_until_release():
     arena = Arena()
     arena.saved(2, 1).keep("kind", "gelu")
     assert arena.saved(2, 1)["kind"] == "gelu"
@@ -63,14 +63,14 @@ def test_values_live_until_release() -> None:
         arena.saved(2, 1)["kind"]
 
 
-def test_saving_a_name_twice_is_a_bug_of_the_caller() -> None:
+def test_saving_a_name_twice_is_a_bug_of_the_caller():
     saved = Arena().saved(0)
     saved.keep("x", 1)
     with pytest.raises(AssertionError, match="release it first"):
         saved.keep("x", 2)
 
 
-def test_scratch_is_shared_and_grows() -> None:
+def test_scratch_is_shared_and_grows():
     arena = Arena()
     small = arena.saved(0).scratch("t", (4,), np.float32)
     assert np.may_share_memory(small, arena.saved(1).scratch("t", (2, 2), np.float32))
@@ -80,7 +80,7 @@ def test_scratch_is_shared_and_grows() -> None:
     assert not np.may_share_memory(large, arena.saved(1).scratch("u", (4,), np.float32))
 
 
-def test_ledger_sees_the_arena_go() -> None:
+def test_ledger_sees_the_arena_go():
     ledger = Ledger()
     arena = Arena(ledger)
     arena.saved(0).empty("x", (1000,), np.float64)

@@ -37,7 +37,7 @@ def gradients(model: Model, x: Any, targets: Any, draw: Draw | None, microbatche
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("kind", ["gpt", "mlp"])
-def test_gradients_are_the_same_bits(kind: str, dropout: float, rng: np.random.Generator) -> None:
+def test_gradients_are_the_same_bits(kind, dropout, rng):
     config = ModelConfig(
         kind=kind, layers=3, hidden=32, heads=4, vocabulary=50, dropout=dropout, activation="gelu", tied=kind == "gpt"
     )
@@ -59,7 +59,7 @@ def test_gradients_are_the_same_bits(kind: str, dropout: float, rng: np.random.G
         assert not np.array_equal(expected[0], gradients(model, x, targets, None)[0])
 
 
-def test_memory_is_that_of_one_block_and_the_outputs(rng: np.random.Generator) -> None:
+def test_memory_is_that_of_one_block_and_the_outputs(rng):
     model = models.build(ModelConfig(layers=12, hidden=64, heads=4, vocabulary=16), "float32", context=64)
     x, targets = rng.integers(0, 16, (2, 4, 64))
     whole, less = (gradients(one, x, targets, None, 1)[2] for one in (model, with_recomputation(model)))
@@ -67,7 +67,7 @@ def test_memory_is_that_of_one_block_and_the_outputs(rng: np.random.Generator) -
     assert less < 0.35 * whole and less > outputs
 
 
-def test_a_backward_in_two_passes_is_refused(rng: np.random.Generator) -> None:
+def test_a_backward_in_two_passes_is_refused(rng):
     model = with_recomputation(models.build(ModelConfig(layers=1, hidden=16, heads=2, vocabulary=16), context=8))
     model.operations = split_operations(model.operations)
     x, targets = rng.integers(0, 16, (2, 4, 8))

@@ -73,18 +73,18 @@ def check(found: Steady) -> None:
 
 
 @pytest.mark.parametrize("case", ALONE)
-def test_a_step_of_one_rank_allocates_nothing(case: str) -> None:
+def test_a_step_of_one_rank_allocates_nothing(case):
     check(steady(COMMON | ALONE[case]))
 
 
 @pytest.mark.parametrize("case", TOGETHER)
-def test_a_step_of_two_ranks_allocates_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_two_ranks_allocates_nothing(case, monkeypatch):
     unseen_messages(monkeypatch)
     check(steady(COMMON | TOGETHER[case], ranks=2))
 
 
 @pytest.mark.parametrize("case", ["sequential", "recompute", "lamb", "bfloat16"])
-def test_a_larger_model_allocates_no_more(case: str) -> None:
+def test_a_larger_model_allocates_no_more(case):
     small, large = steady(COMMON | ALONE[case]), steady(COMMON | ALONE[case] | LARGER)
     assert large.largest >= 4 * small.largest
     assert large.transient <= small.transient + MORE
@@ -92,9 +92,7 @@ def test_a_larger_model_allocates_no_more(case: str) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("strategy", "ranks"), [("allreduce", 1), ("zero3", 2)])
-def test_activations_take_what_the_closed_form_says(
-    strategy: str, ranks: int, recompute: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_activations_take_what_the_closed_form_says(strategy, ranks, recompute, monkeypatch):
     """Within 10 %, whatever becomes of gradients and parameters beside them."""
     unseen_messages(monkeypatch)
     keys = {"parallel.strategy": strategy, "parallel.recompute": str(recompute).lower()}
@@ -104,7 +102,7 @@ def test_activations_take_what_the_closed_form_says(
     assert found.after[1]["activations"] == pytest.approx(expected, rel=0.1)
 
 
-def test_what_a_step_allocates_is_seen() -> None:
+def test_what_a_step_allocates_is_seen():
     """One array of activations that is made anew in each step, and one that stays."""
     kept = []
 

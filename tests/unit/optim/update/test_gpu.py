@@ -1,7 +1,5 @@
 """Optimizers and clipping on the double of a GPU: the numbers of the CPU, and no more transfers than they need."""
 
-from types import ModuleType
-
 import numpy as np
 import pytest
 
@@ -18,7 +16,7 @@ WORKING = {"float32": "bfloat16", "float64": "float32"}
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_updates_are_those_of_the_cpu(gpu: ModuleType, name: str, dtype: str, rng: np.random.Generator) -> None:
+def test_updates_are_those_of_the_cpu(gpu, name, dtype, rng):
     start = drawn(rng, dtype)
     host, device = (OptimizerRun(name, dtype, on, start, WORKING[dtype]) for on in ("cpu", "gpu"))
     for _ in range(UPDATES):
@@ -36,7 +34,7 @@ def test_updates_are_those_of_the_cpu(gpu: ModuleType, name: str, dtype: str, rn
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_the_norm_of_several_ranges_waits_once(gpu: ModuleType, dtype: str, rng: np.random.Generator) -> None:
+def test_the_norm_of_several_ranges_waits_once(gpu, dtype, rng):
     host = drawn(rng, dtype)
     device = FlatStore(TENSORS, dtype_of(dtype), on="gpu")
     device.copy_from(host)
@@ -47,7 +45,7 @@ def test_the_norm_of_several_ranges_waits_once(gpu: ModuleType, dtype: str, rng:
     np.testing.assert_allclose(got, sum(norms.sum_of_squares(host, part) for part in parts), rtol=1e-12)
 
 
-def test_a_nan_on_the_device_is_refused_and_named(gpu: ModuleType, rng: np.random.Generator) -> None:
+def test_a_nan_on_the_device_is_refused_and_named(gpu, rng):
     device = FlatStore(TENSORS, np.dtype(np.float32), on="gpu")
     device.copy_from(drawn(rng, "float32"))
     assert norms.first_nonfinite(device) is None

@@ -1,7 +1,5 @@
 """Models that compute in 16-bit floats on the double of a GPU, with a float32 master, against float64 on the CPU."""
 
-from types import ModuleType
-
 import numpy as np
 import pytest
 
@@ -26,9 +24,7 @@ def in_float64(run: ModelRun, case: str) -> ModelRun:
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("case", MODELS)
-def test_forward_and_backward_are_those_of_float64(
-    gpu: ModuleType, case: str, dtype: str, rng: np.random.Generator
-) -> None:
+def test_forward_and_backward_are_those_of_float64(gpu, case, dtype, rng):
     batches = batches_of(case, rng)
     batches = [(x.astype(dtype_of(dtype)) if x.dtype.kind == "f" else x, targets) for x, targets in batches]
     device = ModelRun(case, dtype, "gpu", int(rng.integers(1 << 30)))
@@ -47,7 +43,7 @@ def test_forward_and_backward_are_those_of_float64(
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_updates_too_small_for_16_bits_are_not_lost(gpu: ModuleType, dtype: str, rng: np.random.Generator) -> None:
+def test_updates_too_small_for_16_bits_are_not_lost(gpu, dtype, rng):
     """Twenty steps of a rate at which a 16-bit weight would never change; the float32 master does."""
     run = ModelRun("gpt tied", dtype, "gpu", int(rng.integers(1 << 30)))
     run.store.array[...] = run.store.array * run.store.dtype.type(0.25)

@@ -325,7 +325,7 @@ def test_the_commented_file_shows_every_field_and_reads_with_all_of_them():
     assert known <= {line.split(" = ")[0] for line in lines if " = " in line}
 
 
-def test_a_fit_that_missed_its_unseen_sizes_by_far_is_read() -> None:
+def test_a_fit_that_missed_its_unseen_sizes_by_far_is_read():
     """A busy machine measures such: its file says so, and is not lost."""
     cluster = toml_file.read("a100-selene")
     said = toml_file.dump(dataclasses.replace(cluster, fits=(dataclasses.replace(cluster.fits[0], error=366.9),)))

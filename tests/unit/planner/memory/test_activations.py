@@ -36,7 +36,7 @@ def table_2(shape: TransformerShape, tensor: int, row: tuple[str, bool]) -> floa
 @pytest.mark.parametrize("by_tokens", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_table_2(shape: TransformerShape, recompute: str, by_tokens: bool, tensor: int) -> None:
+def test_table_2(shape, recompute, by_tokens, tensor):
     layout = ParallelLayout(tensor=tensor, recompute=recompute, sequence_parallel=by_tokens, **MEGATRON)  # type: ignore[arg-type]
     embedding, block, head = of_units(describe(shape, "gpt"), layout)
     assert block.kept == pytest.approx(table_2(shape, tensor, (recompute, by_tokens)), rel=1e-12)
@@ -52,7 +52,7 @@ def test_table_2(shape: TransformerShape, recompute: str, by_tokens: bool, tenso
         assert block.held == pytest.approx(32 * s * h, rel=1e-12)
 
 
-def test_the_sums_hold_for_other_blocks() -> None:
+def test_the_sums_hold_for_other_blocks():
     shape = named("llama-3-8b")
     s, h, a = shape.context, shape.hidden, shape.heads
     kv, f = 8 * 128, 14336
@@ -75,7 +75,7 @@ def test_the_sums_hold_for_other_blocks() -> None:
     ("name", "recompute"),
     [*((name, False) for name in SCHEDULES), *((name, True) for name in ("gpipe", "1f1b", "interleaved"))],
 )
-def test_closed_forms_are_what_the_schedules_do(name: str, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_forms_are_what_the_schedules_do(name, recompute, monkeypatch):
     schedule = SCHEDULES[name]
     monkeypatch.setattr("hpcdist.planner.memory.device.EXACT_RANKS", 0)
     in_flight.cache_clear()
@@ -98,7 +98,7 @@ def test_closed_forms_are_what_the_schedules_do(name: str, recompute: bool, monk
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(4, 2), (8, 3), (35, 3)])
-def test_interleaving_needs_more_by_its_factor(ranks: int, chunks: int) -> None:
+def test_interleaving_needs_more_by_its_factor(ranks, chunks):
     # arXiv:2205.05198, section 4.2.3: L (1 + (p - 1) / (p m)) blocks on the first rank.
     moment = max(
         in_flight("interleaved", ranks, 4 * ranks, chunks, 0, recompute=False),
@@ -128,7 +128,7 @@ OURS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ),
     ],
 )
-def test_ours_are_those_of_the_cut(keys: dict[str, Any], inputs: dict[str, Any], split: TensorSplit) -> None:
+def test_ours_are_those_of_the_cut(keys, inputs, split):
     config = ModelConfig(**keys)
     found = of_config(config, **inputs)
     layout = ParallelLayout(tensor=split.ranks, sequence_parallel=split.by_tokens, precision="float32", microbatch=3)
@@ -150,7 +150,7 @@ def test_ours_are_those_of_the_cut(keys: dict[str, Any], inputs: dict[str, Any],
 
 
 @pytest.mark.parametrize(("keys", "inputs"), OURS[:3])
-def test_ours_computed_again_are_those_of_the_counts(keys: dict[str, Any], inputs: dict[str, Any]) -> None:
+def test_ours_computed_again_are_those_of_the_counts(keys, inputs):
     config = ModelConfig(**{**keys, "layers": 6})
     found = of_config(config, **inputs)
     layout = ParallelLayout(precision="float32", microbatch=5, recompute="full")
@@ -160,7 +160,7 @@ def test_ours_computed_again_are_those_of_the_counts(keys: dict[str, Any], input
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_ranks_of_the_context_axis_have_their_own_tokens(tensor: int) -> None:
+def test_ranks_of_the_context_axis_have_their_own_tokens(tensor):
     shape = replace(named("llama-3-8b"), context=65536)
     found, ranks = describe(shape, "long"), 16
     whole = ParallelLayout(tensor=tensor, microbatch=2)

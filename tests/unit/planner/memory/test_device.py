@@ -8,7 +8,6 @@ import pytest
 from harness.made_plans import cluster_of
 from harness.trainings import losses, trainer_of
 from hpcdist import models
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
@@ -99,12 +98,12 @@ RUNS: dict[str, tuple[int, dict[str, object], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_our_runs_hold_what_was_planned(name: str) -> None:
+def test_our_runs_hold_what_was_planned(name):
     ranks, keys, fields = RUNS[name]
     if "pipeline" in fields and "parallel.pipeline" not in keys:
         keys = {**keys, "parallel.pipeline": 2, "parallel.microbatches": 4}
 
-    def body(comm: Communicator) -> int:
+    def body(comm):
         trainer = trainer_of(comm, {**RUN, **keys})
         losses(trainer, 2)
         return trainer.ledger.peak_total
@@ -124,7 +123,7 @@ def test_our_runs_hold_what_was_planned(name: str) -> None:
         *((name, True) for name in ("gpipe", "1f1b", "interleaved")),  # what goes back in one pass
     ],
 )
-def test_each_rank_of_a_pipeline_has_what_its_table_says(schedule: str, tensor: int, recompute: bool) -> None:
+def test_each_rank_of_a_pipeline_has_what_its_table_says(schedule, tensor, recompute):
     config = ModelConfig(layers=11, hidden=64, heads=4, vocabulary=300, tied=True)
     found, each = of_config(config, context=24), 2 if schedule in ("interleaved", "zb-v") else 1
     layout = ParallelLayout(
@@ -158,7 +157,7 @@ def test_each_rank_of_a_pipeline_has_what_its_table_says(schedule: str, tensor: 
     assert memory(found, layout, BARE, 12).bytes == max(sum(terms.values()) for terms in by_rank(found, layout, 12))
 
 
-def test_messages_are_as_large_as_what_crosses_the_border() -> None:
+def test_messages_are_as_large_as_what_crosses_the_border():
     config = ModelConfig(kind="mlp", layers=5, hidden=64)
     found = of_config(config, features=32, classes=1000)
     parallel = ParallelConfig(pipeline=2, microbatches=4, stage_units=(3, 3))
@@ -172,7 +171,7 @@ def test_messages_are_as_large_as_what_crosses_the_border() -> None:
         assert terms["messages"] == row.bytes["messages"] == 2 * 3 * 64 * 4
 
 
-def test_a_context_axis_cuts_all_activations() -> None:
+def test_a_context_axis_cuts_all_activations():
     found = describe(named("llama-3-8b"), "llama-3-8b")
     for implementation in ("hpcdist", "megatron"):
         for recompute in ("none", "full"):
@@ -184,7 +183,7 @@ def test_a_context_axis_cuts_all_activations() -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "each"), [("megatron-175b", 8, 3), ("megatron-530b", 35, 3), ("megatron-1t", 64, 1)]
 )
-def test_the_first_stage_of_the_paper(name: str, ranks: int, each: int) -> None:
+def test_the_first_stage_of_the_paper(name, ranks, each):
     # arXiv:2205.05198, section 4.2.3 and 4.3, with its table 3: sequence parallelism and selective recomputation.
     shape = named(name)
     s, h, layers = shape.context, shape.hidden, shape.layers
@@ -210,7 +209,7 @@ def test_the_first_stage_of_the_paper(name: str, ranks: int, each: int) -> None:
     assert states == pytest.approx(18 * parameters, rel=1e-12)
 
 
-def test_what_does_not_fit_says_what_breaks_first() -> None:
+def test_what_does_not_fit_says_what_breaks_first():
     found = describe(named("llama-3-8b"), "llama-3-8b")
     alone = memory(found, ParallelLayout(implementation="megatron", recompute="full"), CLUSTER, 1)
     assert not alone.fits and alone.breaks_first == "optimizer" and alone.limit_bytes == 80e9
@@ -222,7 +221,7 @@ def test_what_does_not_fit_says_what_breaks_first() -> None:
     assert not all_kept.fits and all_kept.breaks_first == "activations"
 
 
-def test_experts_lie_on_several_ranks() -> None:
+def test_experts_lie_on_several_ranks():
     found = describe(named("mixtral-8x7b"), "mixtral-8x7b")
     layout = ParallelLayout(implementation="megatron", data=64, strategy="zero1", recompute="full")
     one, eight = (memory(found, replace(layout, expert=expert), CLUSTER, 64).terms for expert in (1, 8))
@@ -232,7 +231,7 @@ def test_experts_lie_on_several_ranks() -> None:
     assert one["optimizer"] == pytest.approx(eight["optimizer"])
 
 
-def test_a_server_may_need_most() -> None:
+def test_a_server_may_need_most():
     found = of_config(ModelConfig(**MODEL), context=1)  # type: ignore[arg-type]
     layout = ParallelLayout(data=4, servers=1, strategy="parameter_server", precision="float32")
     alone = memory(found, layout, BARE, 4)
@@ -251,7 +250,7 @@ PAPER = {
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_what_the_paper_ran_fits_and_its_baseline_does_not(name: str) -> None:
+def test_what_the_paper_ran_fits_and_its_baseline_does_not(name):
     # Its figure 1: tensor parallelism alone is beyond the 80 GB of an A100 in all four, both techniques are below.
     tensor, ranks, each, samples = PAPER[name]
     layout = ParallelLayout(
@@ -277,12 +276,12 @@ def test_what_the_paper_ran_fits_and_its_baseline_does_not(name: str) -> None:
         ({"pipeline": 9}, "9 parts of a pipeline"),
     ],
 )
-def test_pipelines_that_cannot_run_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_pipelines_that_cannot_run_are_refused(fields, message):
     with pytest.raises(ConfigurationError, match=message):
         memory(of_config(ModelConfig(), context=8), replace(ParallelLayout(pipeline=2), **fields), BARE, 4)
 
 
-def test_buckets_of_16_bits_are_summed_in_float32() -> None:
+def test_buckets_of_16_bits_are_summed_in_float32():
     half = ParallelLayout(data=4, precision="bfloat16", algorithm="ring")
     assert exchanged(replace(half, precision="float32"), 1e9, 1e6) == 2**20  # a quarter of 4 MiB arrives
     # 4 MiB of 16-bit numbers are 8 MiB in float32, and a quarter of those arrives.
@@ -295,12 +294,12 @@ def test_buckets_of_16_bits_are_summed_in_float32() -> None:
     assert gradient_item_bytes(narrow) == 4 and states(narrow).gradient == 2
 
 
-def test_what_is_reserved_counts() -> None:
+def test_what_is_reserved_counts():
     cluster = toml_file.read("h100-hgx")
     description, layout = describe(named("gpt2"), "gpt2"), ParallelLayout()
     used = sum(by_rank(description, layout, 1)[0].values())
 
-    def fits(memory_bytes: float, reserved: float) -> bool:
+    def fits(memory_bytes, reserved):
         device = replace(cluster.device, memory_bytes=memory_bytes, reserved_bytes=reserved)
         found = memory(description, layout, replace(cluster, device=device), 1)
         assert found.terms["reserved"] == reserved and found.bytes == used + reserved

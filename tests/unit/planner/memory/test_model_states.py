@@ -30,7 +30,7 @@ TABLE = {
 
 @pytest.mark.parametrize("implementation", ["hpcdist", "megatron"])
 @pytest.mark.parametrize(("model", "printed"), TABLE.items())
-def test_table_1_of_zero(implementation: str, model: tuple[float, int], printed: tuple[str, ...]) -> None:
+def test_table_1_of_zero(implementation, model, printed):
     billions, ranks = model
     for stage, text in enumerate(printed, start=1):
         layout = ParallelLayout(
@@ -62,23 +62,23 @@ def test_table_1_of_zero(implementation: str, model: tuple[float, int], printed:
         ({"precision": "bfloat16", "strategy": "parameter_server", "servers": 3}, 4, 0),
     ],
 )
-def test_rules(ranks: int, keys: dict[str, object], rest: int, cut: int) -> None:
+def test_rules(ranks, keys, rest, cut):
     found = states(ParallelLayout(data=ranks, **keys))  # type: ignore[arg-type]
     assert found.total == pytest.approx(rest + cut / ranks, rel=1e-15)
 
 
-def test_a_context_axis_shares_the_states_too() -> None:
+def test_a_context_axis_shares_the_states_too():
     layout = ParallelLayout(data=4, context=8, strategy="zero1", implementation="megatron")
     assert states(layout).total == 6 + 12 / 32
 
 
-def test_experts_have_fewer_copies() -> None:
+def test_experts_have_fewer_copies():
     layout = ParallelLayout(data=16, expert=8, strategy="zero1", implementation="megatron")
     assert states(layout).total == 6 + 12 / 16
     assert states(layout, experts=True).total == 6 + 12 / 2
 
 
-def test_the_rule_says_which_and_why() -> None:
+def test_the_rule_says_which_and_why():
     zero = states(ParallelLayout(data=64, strategy="zero1", implementation="megatron")).rule
     assert zero == (
         "6 + 12/d = 6.188 bytes a parameter, d = 64 (bfloat16: parameter 2, gradient 4, optimizer 12; ZeRO stage 1, "
@@ -93,7 +93,7 @@ def test_the_rule_says_which_and_why() -> None:
     assert served.startswith("worker 2 + 2, server 2 + 2 + 12 of its 1/2")
 
 
-def test_our_16_bit_gradients_are_added_up_in_16_bits() -> None:
+def test_our_16_bit_gradients_are_added_up_in_16_bits():
     ours, theirs = (unsharded(ParallelLayout(implementation=name)) for name in ("hpcdist", "megatron"))
     assert (ours.gradient, theirs.gradient) == (2, 4)
 
@@ -102,7 +102,7 @@ def test_our_16_bit_gradients_are_added_up_in_16_bits() -> None:
     ("compression", "precision", "owed"),
     [("int8", "float32", 4), ("topk", "bfloat16", 8), ("onebit", "float32", 4 + 4 / 8), ("none", "bfloat16", 0)],
 )
-def test_compression_keeps_what_it_has_lost(compression: str, precision: str, owed: float) -> None:
+def test_compression_keeps_what_it_has_lost(compression, precision, owed):
     layout = ParallelLayout(data=8, strategy="zero1", precision=precision, compression=compression)
     with_it, without = states(layout), states(ParallelLayout(data=8, strategy="zero1", precision=precision))
     assert with_it.total - without.total == pytest.approx(owed)

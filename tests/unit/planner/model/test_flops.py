@@ -1,7 +1,6 @@
 """Operations: the closed forms of the papers, and what they print of them."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,7 @@ def of(name: str, recompute: str = "none", implementation: str = "megatron", bat
 
 
 @pytest.mark.parametrize("name", MEGATRON)
-def test_closed_forms(name: str) -> None:
+def test_closed_forms(name):
     # arXiv:2205.05198, appendix A; with full recomputation arXiv:2104.04473, equation 3.
     shape, batch = named(name), 3
     s, h, layers, v = shape.context, shape.hidden, shape.layers, shape.vocabulary
@@ -34,16 +33,15 @@ def test_closed_forms(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mfu", "hfu"),
-    [("megatron-22b", 41.5, 43.7), ("megatron-175b", 51.4, 52.8), ("megatron-530b", 56.0, 57.0)],
+    ("name", "mfu", "hfu"), [("megatron-22b", 41.5, 43.7), ("megatron-175b", 51.4, 52.8), ("megatron-530b", 56.0, 57.0)]
 )
-def test_utilisations_that_are_printed(name: str, mfu: float, hfu: float) -> None:
+def test_utilisations_that_are_printed(name, mfu, hfu):
     # arXiv:2205.05198, table 5: both are of the same seconds, so their ratio is that of the operations.
     model, hardware = of(name, "selective")
     assert hardware / model == pytest.approx(hfu / mfu, abs=0.05 / mfu * 2)
 
 
-def test_our_attention_computes_scores_again_and_sees_the_past_only() -> None:
+def test_our_attention_computes_scores_again_and_sees_the_past_only():
     shape = named("gpt2")
     found = step_flops(describe(shape, "gpt2"), ParallelLayout(), 1)
     seen = shape.context * (shape.context + 1) // 2 * 4 * shape.layers * shape.hidden
@@ -56,7 +54,7 @@ def test_our_attention_computes_scores_again_and_sees_the_past_only() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_long_context_is_not_counted_twice(recompute: str) -> None:
+def test_a_long_context_is_not_counted_twice(recompute):
     # Nearly all is attention, and its square is twice the pairs: what is executed is 3.5 (4.5) of 6 parts.
     shape = replace(named("llama-3-8b"), context=2**24)
     found = step_flops(describe(shape, "long"), ParallelLayout(recompute=recompute), 1)
@@ -69,11 +67,11 @@ def test_a_long_context_is_not_counted_twice(recompute: str) -> None:
     assert theirs.executed_flops == theirs.hardware_flops >= theirs.model_flops == found.model_flops
 
 
-def test_our_pipelines_repeat_chunks_whose_backward_comes_later() -> None:
+def test_our_pipelines_repeat_chunks_whose_backward_comes_later():
     found = describe(named("gpt2"), "gpt2")
     block, head = (forward_flops(unit, exact=True) for unit in found.units[1:])
 
-    def again(**fields: Any) -> float:
+    def again(**fields):
         full, none = (
             step_flops(found, ParallelLayout(recompute=way, **fields), 1).executed_flops for way in ("full", "none")
         )
@@ -86,7 +84,7 @@ def test_our_pipelines_repeat_chunks_whose_backward_comes_later() -> None:
     assert again(pipeline=4, schedule="gpipe") == pytest.approx(12 * block + head)
 
 
-def test_experts_count_as_often_as_a_token_sees_them() -> None:
+def test_experts_count_as_often_as_a_token_sees_them():
     numbers = {"layers": 1, "hidden": 64, "heads": 4, "vocabulary": 100, "context": 16}
     dense, mixed = (
         step_flops(describe(TransformerShape(**numbers, **more), "x"), ParallelLayout(), 1).exact_flops  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ ROUGH = {"bert-base": 0.011, "bert-large": 0.018, "megatron-18.4b": 0.003, "llam
 
 
 @pytest.mark.parametrize("name", transformer.names())
-def test_parameters_are_those_of_the_source(name: str) -> None:
+def test_parameters_are_those_of_the_source(name):
     said, digits = transformer.printed(name)
     counted = describe(transformer.named(name), name).parameters
     if name in ROUGH:
@@ -20,7 +20,7 @@ def test_parameters_are_those_of_the_source(name: str) -> None:
     assert float(f"{counted:.{digits - 1}e}") == pytest.approx(said, rel=1e-12)
 
 
-def test_megatrons_table_is_that_of_its_equation() -> None:
+def test_megatrons_table_is_that_of_its_equation():
     # arXiv:2104.04473, equation 2, whose last norm is left out.
     rows = [name for name in transformer.names() if name.startswith("megatron-")]
     assert len(rows) == 14
@@ -32,20 +32,20 @@ def test_megatrons_table_is_that_of_its_equation() -> None:
         assert describe(shape, name).parameters == pytest.approx(told + 2 * hidden, rel=1e-12)
 
 
-def test_a_mixture_counts_all_of_its_experts() -> None:
+def test_a_mixture_counts_all_of_its_experts():
     dense, mixed = (describe(transformer.named(name), name) for name in ("mistral-7b", "mixtral-8x7b"))
     feed_forward = 3 * 4096 * 14336
     assert mixed.parameters - dense.parameters == 32 * (7 * feed_forward + 8 * 4096)
 
 
-def test_every_name_says_where_it_is_from() -> None:
+def test_every_name_says_where_it_is_from():
     for name in transformer.names():
         assert "parameters" in transformer.about(name), name
         assert transformer.about(name).split(":")[0], name
     assert transformer.named("GPT3-175B") == transformer.named("gpt3-175b")
 
 
-def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+def test_an_unknown_name_is_refused_with_the_nearest():
     with pytest.raises(ConfigurationError, match="no model called 'llama-4-70b'; the nearest names are llama-3-70b"):
         transformer.named("llama-4-70b")
     with pytest.raises(ConfigurationError, match="choose one of gpt2, "):

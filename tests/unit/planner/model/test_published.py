@@ -100,7 +100,7 @@ def figures(found: PlanEstimate) -> dict[str, object]:
     }
 
 
-def test_a_plan_does_not_depend_on_those_before_it(rng: np.random.Generator):
+def test_a_plan_does_not_depend_on_those_before_it(rng):
     cluster = toml_file.read("a100-selene")
     asked = list(walk(rng, cluster, 300))
     warm = [figures(plan(MODELS[model], layout, cluster, batch, 10)) for model, layout, batch in asked]
@@ -110,7 +110,7 @@ def test_a_plan_does_not_depend_on_those_before_it(rng: np.random.Generator):
         assert figures(plan(MODELS[model], layout, replace(cluster), batch, 10)) == known, layout
 
 
-def test_memory_looks_at_all_fields_that_decide(rng: np.random.Generator):
+def test_memory_looks_at_all_fields_that_decide(rng):
     """What is kept is known by some fields of a layout; the terms of each rank are of all of them."""
     cluster = toml_file.read("a100-selene")
     for model, layout, batch in walk(rng, cluster, 400):

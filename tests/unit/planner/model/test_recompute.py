@@ -11,7 +11,7 @@ from hpcdist.models.runtime.split_backward import RecomputedStage, with_recomput
 from hpcdist.planner.cluster.toml_file import read
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.device import memory
-from hpcdist.planner.model.description import ModelDescription, TransformerShape
+from hpcdist.planner.model.description import TransformerShape
 from hpcdist.planner.model.stage_split import UnitGroup, chunks, forward_flops, recomputed, step_flops
 from hpcdist.planner.model.transformer import describe, of_config
 from hpcdist.planner.time.step import timing
@@ -31,7 +31,7 @@ def units_of(shares: tuple[UnitGroup, ...]) -> int:
 
 @pytest.mark.parametrize(("schedule", "each"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
 @pytest.mark.parametrize("model", [BLOCKS, LAYERS], ids=lambda model: model.name)
-def test_pipelines_repeat_what_their_passes_do(model: ModelDescription, schedule: str, each: int):
+def test_pipelines_repeat_what_their_passes_do(model, schedule, each):
     ranks = 2
     layout = replace(FULL, pipeline=ranks, schedule=schedule, chunks=each)
     sizes, bounds = [units_of(chunk.shares) for chunk in chunks(model, layout)], [0]
@@ -61,7 +61,7 @@ def test_without_a_pipeline_stages_are_repeated_that_the_model_wraps():
 
 @pytest.mark.parametrize("model", [BLOCKS, LAYERS], ids=lambda model: model.name)
 @pytest.mark.parametrize("pipeline", [1, 2])
-def test_time_operations_and_memory_know_the_same(model: ModelDescription, pipeline: int):
+def test_time_operations_and_memory_know_the_same(model, pipeline):
     cluster, full = read("workstation"), replace(FULL, pipeline=pipeline, microbatch=64)
     none = replace(full, recompute="none")
     shares = [share for chunk in recomputed(model, full) for share in chunk.shares]
@@ -93,7 +93,7 @@ def test_selective_repeats_attention_of_the_published_implementation_alone():
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
-def test_megatron_repeats_blocks(pipeline: int):
+def test_megatron_repeats_blocks(pipeline):
     theirs = recomputed(BLOCKS, replace(FULL, implementation="megatron", pipeline=pipeline))
     assert {share.unit.name for chunk in theirs for share in chunk.shares} == {"block"}
     assert sum(units_of(chunk.shares) for chunk in theirs) == 14

@@ -32,7 +32,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("keys", "inputs"), CASES)
-def test_counts_are_those_of_the_models(keys: dict[str, Any], inputs: dict[str, Any]) -> None:
+def test_counts_are_those_of_the_models(keys, inputs):
     config = ModelConfig(**keys)
     found, expected = of_config(config, **inputs), counts(config, **inputs)
     assert found.parameters == expected.parameters == build(config, **inputs).layout.parameters
@@ -41,19 +41,19 @@ def test_counts_are_those_of_the_models(keys: dict[str, Any], inputs: dict[str, 
 
 
 @pytest.mark.parametrize(("keys", "inputs"), CASES[:5])
-def test_cut_parameters_are_those_that_tensor_parallelism_cuts(keys: dict[str, Any], inputs: dict[str, Any]) -> None:
+def test_cut_parameters_are_those_that_tensor_parallelism_cuts(keys, inputs):
     config = ModelConfig(**keys)
     model = build(config, **inputs)
     cut = [sum(spec.size for spec in stage.tensors() if spec.cut is not None) for stage in model.stages]
     assert [unit.cut_parameters for unit in of_config(config, **inputs).units for _ in range(unit.count)] == cut
 
 
-def test_units_that_are_alike_are_one() -> None:
+def test_units_that_are_alike_are_one():
     units = of_config(ModelConfig(kind="mlp", layers=4, hidden=8), features=8, classes=3).units
     assert [(unit.count, unit.first) for unit in units] == [(1, True), (3, False), (1, False)]
 
 
-def test_experts() -> None:
+def test_experts():
     numbers: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 50, "context": 10}
     dense = describe(TransformerShape(**numbers), "dense").units[1]
     mixed = describe(TransformerShape(**numbers, experts=8, experts_per_token=2), "mixed").units[1]
@@ -64,7 +64,7 @@ def test_experts() -> None:
     assert matrix_flops(mixed) - matrix_flops(dense) == 2 * 10 * (2 * 32 * 128 + 32 * 8)
 
 
-def test_feed_forward_widths_are_those_of_a_recipe() -> None:
+def test_feed_forward_widths_are_those_of_a_recipe():
     numbers: dict[str, Any] = {"layers": 1, "hidden": 96, "heads": 4, "vocabulary": 50, "context": 10}
     assert inner(TransformerShape(**numbers)) == 4 * 96
     assert inner(TransformerShape(**numbers, gated=True)) == ModelConfig(hidden=96, activation="swiglu").inner
@@ -82,13 +82,13 @@ def test_feed_forward_widths_are_those_of_a_recipe() -> None:
         ({"positions": "alibi"}, "model.positions = 'alibi'"),
     ],
 )
-def test_numbers_of_no_transformer_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_numbers_of_no_transformer_are_refused(changes, message):
     numbers: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 50, "context": 10}
     with pytest.raises(ConfigurationError, match=message):
         describe(TransformerShape(**{**numbers, **changes}), "bad")
 
 
-def test_what_a_recipe_does_not_say_is_asked_for() -> None:
+def test_what_a_recipe_does_not_say_is_asked_for():
     with pytest.raises(ConfigurationError, match="only the code that makes it knows its layers"):
         of_config(ModelConfig(kind="import", factory="a:b"))
     with pytest.raises(ConfigurationError, match=r"data\.context"):

@@ -41,7 +41,7 @@ def blocks(layers: int, layout: ParallelLayout) -> list[int]:
         (126, 16, [7, *[8] * 14, 7]),
     ],
 )
-def test_megatron_deals_blocks_out_evenly(layers: int, parts: int, expected: list[int]) -> None:
+def test_megatron_deals_blocks_out_evenly(layers, parts, expected):
     # arXiv:2104.04473, table 1; arXiv:2401.10241, section 5.1; arXiv:2407.21783, section 3.3.2
     layout = ParallelLayout(pipeline=parts, implementation="megatron")
     assert blocks(layers, layout) == expected
@@ -50,7 +50,7 @@ def test_megatron_deals_blocks_out_evenly(layers: int, parts: int, expected: lis
     assert sum(share.times for shares in own for share in shares) == layers + 2
 
 
-def test_interleaved_chunks_take_turns() -> None:
+def test_interleaved_chunks_take_turns():
     layout = ParallelLayout(pipeline=8, chunks=3, schedule="interleaved", implementation="megatron")
     assert blocks(22, layout) == [0, *[1] * 22, 0]  # 24 chunks for 24 units
     found = chunks(describe(named("megatron-175b"), "x"), layout)
@@ -59,7 +59,7 @@ def test_interleaved_chunks_take_turns() -> None:
     assert [[share.times for share in shares] for shares in own[:2]] == [[1, 12], [12]]
 
 
-def test_folded_chunks_go_forth_and_back() -> None:
+def test_folded_chunks_go_forth_and_back():
     found = chunks(
         describe(named("megatron-175b"), "x"), ParallelLayout(pipeline=4, schedule="zb-v", implementation="megatron")
     )
@@ -68,7 +68,7 @@ def test_folded_chunks_go_forth_and_back() -> None:
 
 @pytest.mark.parametrize(("layers", "vocabulary"), [(8, 64), (8, 4000), (13, 1000), (5, 20000)])
 @pytest.mark.parametrize(("schedule", "ranks", "each"), [("1f1b", 2, 1), ("gpipe", 3, 1), ("interleaved", 2, 2)])
-def test_ours_is_the_cut_of_a_run(layers: int, vocabulary: int, schedule: str, ranks: int, each: int) -> None:
+def test_ours_is_the_cut_of_a_run(layers, vocabulary, schedule, ranks, each):
     config = ModelConfig(layers=layers, hidden=64, heads=4, vocabulary=vocabulary)
     parallel = ParallelConfig(pipeline=ranks, microbatches=6, schedule=schedule, chunks=each)
     written = generated(parallel.order, ranks, 6, each)
@@ -92,7 +92,7 @@ def test_ours_is_the_cut_of_a_run(layers: int, vocabulary: int, schedule: str, r
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 16])
 @pytest.mark.parametrize("ends", [(0.0, 0.0), (1.0, 20.0), (300.0, 40.0), (0.0, 900.0)])
-def test_filled_parts_are_as_even_as_can_be(parts: int, ends: tuple[float, float]) -> None:
+def test_filled_parts_are_as_even_as_can_be(parts, ends):
     for inner in ([7.0] * 41, [float(3 + number * number % 11) for number in range(60)]):
         weights = [ends[0], *inner, ends[1]]
         bounds = stage_split._filled(weights, parts)
@@ -103,7 +103,7 @@ def test_filled_parts_are_as_even_as_can_be(parts: int, ends: tuple[float, float
         assert max(sum(weights[start:stop]) for start, stop in pairwise(bounds)) == pytest.approx(best.largest)
 
 
-def test_models_of_silly_sizes_are_cut_without_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_of_silly_sizes_are_cut_without_their_square(monkeypatch):
     # The programme over all pairs of 10,000 units would take a minute and gigabytes.
     monkeypatch.setattr("hpcdist.planner.model.stage_split.partition", None)
     assert blocks(10_000, ParallelLayout()) == [10_000]
@@ -111,7 +111,7 @@ def test_models_of_silly_sizes_are_cut_without_their_square(monkeypatch: pytest.
     assert sum(found) == 10_000 and max(found) - min(found) <= 2 * len(found)
 
 
-def test_fewer_units_than_parts_are_refused() -> None:
+def test_fewer_units_than_parts_are_refused():
     for implementation in ("hpcdist", "megatron"):
         with pytest.raises(ConfigurationError, match=r"6 parts of a pipeline .* has 5 units"):
             blocks(3, ParallelLayout(pipeline=6, implementation=implementation))

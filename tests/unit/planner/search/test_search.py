@@ -309,7 +309,7 @@ def test_sizes_that_are_tried_take_nothing_from_each_other(implementation, batch
     """An impossible size of micro-batch, or an uneven one, says nothing of the memory of another."""
     on = cluster(0.3e9)
 
-    def layouts(*sizes: int) -> set[ParallelLayout]:
+    def layouts(*sizes):
         base = replace(BASE, implementation=implementation)
         wanted = SearchSpec(headroom=0.0, base=base, microbatches=sizes, first=10_000, simulate=False)
         return {one.estimate.layout for one in search(MODEL, on, DEVICES, batch, wanted).found}
@@ -405,7 +405,7 @@ def test_the_first_are_explained_by_terms():
 def test_cycles_are_collected_again_after_a_search(monkeypatch):
     on, wanted, was_on = cluster(40e9), SearchSpec(base=BASE, first=1, simulate=False), []
 
-    def broken(*_: object) -> float:
+    def broken(*_):
         was_on.append(gc.isenabled())
         raise RuntimeError("broken")
 

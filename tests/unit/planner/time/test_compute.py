@@ -9,13 +9,7 @@ from harness.made_plans import cluster_of
 from hpcdist.arrays.dtypes import BFLOAT16
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner.calibrate import device_fits
-from hpcdist.planner.cluster.hardware import (
-    ITEM_BYTES,
-    Cluster,
-    Device,
-    EfficiencyCurve,
-    LinkLevel,
-)
+from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster, Device, EfficiencyCurve, LinkLevel
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import AttentionShape, ModelUnit, ProductShape, TransformerShape
 from hpcdist.planner.model.stage_split import attention_flops, matrix_flops
@@ -83,7 +77,7 @@ def test_activations_in_float32_compute_in_float32_whatever_is_stored():
 
 
 @pytest.mark.parametrize(("cut", "inner", "columns"), [("columns", 64, 32), ("inner", 32, 64), ("", 64, 64)])
-def test_the_tensor_axis_cuts_the_extent_that_the_product_says(cut: str, inner: int, columns: int):
+def test_the_tensor_axis_cuts_the_extent_that_the_product_says(cut, inner, columns):
     unit = ModelUnit(name="layer", count=1, parameters=64 * 64, products=(ProductShape(100, 64, 64, cut),))
     took = unit_seconds(unit, replace(LAYOUT, tensor=2), free_memory())
     assert took.forward_s == pytest.approx(2 * 200 * inner * columns / (PEAK * 0.5))
@@ -130,7 +124,7 @@ def test_an_input_that_is_data_has_no_gradient():
 
 
 @pytest.mark.parametrize("implementation", ["hpcdist", "megatron"])
-def test_recomputation_repeats_a_forward_or_its_attention(implementation: str):
+def test_recomputation_repeats_a_forward_or_its_attention(implementation):
     of = {
         name: unit_seconds(BLOCK, replace(LAYOUT, recompute=name, implementation=implementation), CLUSTER)
         for name in ("none", "selective", "full")
@@ -179,7 +173,7 @@ def test_kernels_have_gaps_between_them():
 
 
 @pytest.mark.parametrize(("main_gradients", "item"), [("float32", 4), ("working", 2)])
-def test_gradients_are_added_up_in_the_type_that_they_are_kept_in(main_gradients: str, item: int):
+def test_gradients_are_added_up_in_the_type_that_they_are_kept_in(main_gradients, item):
     assert unit_seconds(BLOCK, LAYOUT, CLUSTER).add_s == pytest.approx(3 * BLOCK.parameters * 4 / MOVES)
     half = replace(LAYOUT, precision="bfloat16", implementation="megatron", gradient_fusion=False)
     beside = unit_seconds(BLOCK, replace(half, main_gradients=main_gradients), CLUSTER)
@@ -246,5 +240,5 @@ def test_a_fitted_curve_is_read_as_a_plan_reads_it():
 
 
 @pytest.mark.parametrize("kind", ITEM_BYTES)
-def test_bytes_of_a_number_are_those_of_its_type(kind: str):
+def test_bytes_of_a_number_are_those_of_its_type(kind):
     assert ITEM_BYTES[kind] == (BFLOAT16 if kind == "bfloat16" else np.dtype(kind)).itemsize

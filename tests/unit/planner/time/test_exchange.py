@@ -47,7 +47,7 @@ def made(strategy: str = "allreduce", p: int = 8, **keys: object) -> ParallelLay
 
 @pytest.mark.parametrize("m", [1, 4])
 @pytest.mark.parametrize("p", [2, 8, 64])
-def test_volumes_are_those_of_the_zero_paper(p: int, m: int) -> None:
+def test_volumes_are_those_of_the_zero_paper(p, m):
     """arXiv:1910.02054, section 7: 2 Psi for stages 0 to 2, 3 Psi for stage 3, here with (p-1)/p and micro-batches."""
     psi = 4 * N * (p - 1) / p
     for strategy, volume in (("allreduce", 2), ("zero1", 2), ("zero2", 1 + m), ("zero3", 3 * m)):
@@ -94,14 +94,14 @@ def planned(units: list[int], layout: ParallelLayout, microbatches: int) -> Exch
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "zero3"])
-def test_bytes_are_those_that_our_strategies_send(strategy: str, microbatches: int) -> None:
+def test_bytes_are_those_that_our_strategies_send(strategy, microbatches):
     for p in (2, 4):
         found, units = sent(p, strategy, microbatches)
         told = planned(units, made(strategy, p, algorithm="ring"), microbatches)
         assert told.nbytes == pytest.approx(max(found), rel=0.01)
 
 
-def test_bytes_of_servers_are_those_that_ours_send() -> None:
+def test_bytes_of_servers_are_those_that_ours_send():
     colocated, units = sent(4, "parameter_server", 1)
     told = planned(units, made("parameter_server", 4), 1)
     assert told.nbytes == pytest.approx(max(colocated), rel=0.01)
@@ -112,8 +112,8 @@ def test_bytes_of_servers_are_those_that_ours_send() -> None:
         assert told.server_nbytes == pytest.approx(max(found[3:]), rel=0.01)
 
 
-def test_incast_grows_with_workers_and_falls_with_servers() -> None:
-    def took(workers: int, count: int) -> float:
+def test_incast_grows_with_workers_and_falls_with_servers():
+    def took(workers, count):
         return exchange(N, made("parameter_server", workers, servers=count), CLUSTER, 0.0).exposed_s
 
     psi = 4 * N
@@ -127,12 +127,12 @@ def test_incast_grows_with_workers_and_falls_with_servers() -> None:
     assert colocated.exposed_s == pytest.approx(2 * psi * 63 / 64 / RATE, rel=0.01)
 
 
-def test_servers_share_the_link_of_their_box() -> None:
+def test_servers_share_the_link_of_their_box():
     near = LinkLevel(name="near", devices=8, latency_s=ALPHA, bytes_per_s=100 * RATE)
     far = LinkLevel(name="far", devices=0, latency_s=ALPHA, bytes_per_s=RATE, alone_bytes_per_s=4 * RATE)
     deep = replace(CLUSTER, levels=(near, far))
 
-    def pulled(count: int) -> float:
+    def pulled(count):
         return exchange(N, made("parameter_server", 512, servers=count), deep, 0.0).exposed_s * count
 
     assert pulled(2) == pytest.approx(pulled(1), rel=1e-3)  # 4 GB/s each
@@ -140,7 +140,7 @@ def test_servers_share_the_link_of_their_box() -> None:
 
 
 @pytest.mark.parametrize("units", [1, 10])
-def test_gradients_hide_behind_the_last_backward(units: int) -> None:
+def test_gradients_hide_behind_the_last_backward(units):
     whole = exchange(N, made(overlap=0.0), CLUSTER, 1.0, units=units).exposed_s
     for backward_s in (0.0, 0.2 * whole, 10.0):
         for overlap in (0.0, 0.5, 1.0):
@@ -150,7 +150,7 @@ def test_gradients_hide_behind_the_last_backward(units: int) -> None:
             assert found.exposed_s == pytest.approx(whole - hidden_s, rel=1e-3)
 
 
-def test_buckets_are_as_long_as_latencies_ask_for() -> None:
+def test_buckets_are_as_long_as_latencies_ask_for():
     """A ring of 10,000 has 20 ms of latency: a hundred of them would take longer than what they hide behind."""
     layout = made(p=10_000, overlap=1.0, algorithm="ring")
     whole_s = 2 * 4 * N / RATE + 20e-3
@@ -159,7 +159,7 @@ def test_buckets_are_as_long_as_latencies_ask_for() -> None:
     assert short.exposed_s < 1.12 * whole_s and short.bucket_bytes > 0.1 * 4 * N
 
 
-def test_longer_buckets_than_the_default_are_asked_for_and_take_memory() -> None:
+def test_longer_buckets_than_the_default_are_asked_for_and_take_memory():
     """What is exposed, how long a bucket is and what it takes are those of one and the same plan."""
     layout = made(p=10_000, overlap=1.0, algorithm="ring")
     given = {"units": 100, "forward_s": 0.0}
@@ -183,7 +183,7 @@ def test_longer_buckets_than_the_default_are_asked_for_and_take_memory() -> None
         assert exchange(N, made(strategy), CLUSTER, 1.0).bucket_bytes == 0
 
 
-def test_buckets_of_payloads_have_a_latency_each() -> None:
+def test_buckets_of_payloads_have_a_latency_each():
     layout = made(p=64, compression="int8")
     slow = replace(CLUSTER, levels=(LinkLevel(name="flat", devices=0, latency_s=1e-3, bytes_per_s=RATE),))
     free = replace(CLUSTER, levels=(LinkLevel(name="flat", devices=0, latency_s=0.0, bytes_per_s=RATE),))
@@ -192,7 +192,7 @@ def test_buckets_of_payloads_have_a_latency_each() -> None:
     assert exchange(N, layout, slow, 0.0).exposed_s < late.exposed_s / 2
 
 
-def test_zero_hides_what_it_may() -> None:
+def test_zero_hides_what_it_may():
     half_s = 4 * N * 7 / 8 / RATE  # one reduce-scatter, or one all-gather
     keys = {"units": 100, "forward_s": 50.0}
     one = exchange(N, made("zero1", overlap=1.0), CLUSTER, 100.0, 4, **keys)
@@ -206,7 +206,7 @@ def test_zero_hides_what_it_may() -> None:
     assert short.exposed_s == pytest.approx(12 * half_s - 0.6, rel=1e-2)
 
 
-def test_a_pipeline_that_computes_again_gathers_again() -> None:
+def test_a_pipeline_that_computes_again_gathers_again():
     plain = exchange(N, made("zero3", pipeline=2), CLUSTER, 1.0, 3)
     again = exchange(N, made("zero3", pipeline=2, recompute="full"), CLUSTER, 1.0, 3)
     assert again.nbytes / plain.nbytes == pytest.approx(4 / 3)
@@ -214,7 +214,7 @@ def test_a_pipeline_that_computes_again_gathers_again() -> None:
     assert alone.nbytes == pytest.approx(plain.nbytes)
 
 
-def test_published_zero3_goes_tensor_by_tensor() -> None:
+def test_published_zero3_goes_tensor_by_tensor():
     ours, published = (
         exchange(1e6, made("zero3", implementation=name, algorithm="ring"), CLUSTER, 0.0, 3, units=10)
         for name in ("hpcdist", "megatron")
@@ -223,7 +223,7 @@ def test_published_zero3_goes_tensor_by_tensor() -> None:
     assert published.exposed_s - ours.exposed_s == pytest.approx(3 * 3 * 10 * 11 * 7 * ALPHA)
 
 
-def test_experts_are_exchanged_by_those_who_share_them() -> None:
+def test_experts_are_exchanged_by_those_who_share_them():
     found = exchange(N, made("allreduce", 16, expert=4), CLUSTER, 0.0, expert_parameters=N / 2)
     assert found.nbytes == pytest.approx(2 * 4 * N / 2 * (15 / 16 + 3 / 4))
     everyone = made("allreduce", 16, expert=16)
@@ -231,15 +231,15 @@ def test_experts_are_exchanged_by_those_who_share_them() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero3", "parameter_server"])
-def test_ranks_of_the_context_axis_have_the_same_parameters(strategy: str) -> None:
+def test_ranks_of_the_context_axis_have_the_same_parameters(strategy):
     """Their gradients are of other tokens: they are summed with those of the data axis."""
     plain = exchange(N, made(strategy, 32), CLUSTER, 1.0, 2)
     assert exchange(N, made(strategy, 8, context=4), CLUSTER, 1.0, 2) == plain
     assert exchange(N, made(strategy, 1, context=32), CLUSTER, 1.0, 2) == plain
 
 
-def test_wire_types_follow_the_implementation() -> None:
-    def of(**keys: object) -> int:
+def test_wire_types_follow_the_implementation():
+    def of(**keys):
         return gradient_item_bytes(made(**{"precision": "bfloat16", **keys}))
 
     # Main gradients are Megatron's. To owners of ours 16 bits travel; in an allreduce of ours float32 sums do.
@@ -256,7 +256,7 @@ def test_wire_types_follow_the_implementation() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "parameter_server"])
-def test_16_bit_gradients_travel_as_ours_send_them(strategy: str) -> None:
+def test_16_bit_gradients_travel_as_ours_send_them(strategy):
     """Float32 sums in an allreduce, 16 bits to owners and servers: bytes that were sent, not a rule."""
     found, units = sent(4, strategy, 1, working="bfloat16")
     told = planned(units, made(strategy, 4, algorithm="ring", precision="bfloat16"), 1)
@@ -264,7 +264,7 @@ def test_16_bit_gradients_travel_as_ours_send_them(strategy: str) -> None:
     assert bool(told.flags) == (strategy != "allreduce")  # what does not go by a ring says so
 
 
-def test_16_bit_gradients_go_to_each_owner() -> None:
+def test_16_bit_gradients_go_to_each_owner():
     half, whole = (
         exchange(1e6, made("zero1", precision=name, algorithm="ring"), CLUSTER, 0.0, units=10)
         for name in ("bfloat16", "float32")
@@ -285,7 +285,7 @@ def test_16_bit_gradients_go_to_each_owner() -> None:
         ("allreduce", {"algorithm": "tree", "compression": "topk"}),
     ],
 )
-def test_an_algorithm_that_is_not_taken_is_flagged(strategy: str, keys: dict[str, object]) -> None:
+def test_an_algorithm_that_is_not_taken_is_flagged(strategy, keys):
     asked, auto = (
         exchange(N, made(strategy, **{**keys, **more}), CLUSTER, 1.0) for more in ({}, {"algorithm": "auto"})
     )
@@ -298,7 +298,7 @@ SHAPES = [(1024, 4096), (4096, 1024), (1024, 3072)]
 
 
 @pytest.mark.parametrize("name", [name for name in COMPRESSIONS if name != "none"])
-def test_payloads_are_those_of_our_compressors(name: str) -> None:
+def test_payloads_are_those_of_our_compressors(name):
     values = sum(a * b for a, b in SHAPES)
     found = payload(name, float(values), 8, matrices=tuple((*shape, 1) for shape in SHAPES))
     assert found is not None
@@ -313,7 +313,7 @@ def test_payloads_are_those_of_our_compressors(name: str) -> None:
     assert found.nbytes == pytest.approx(ours[name](), rel=1e-3)
 
 
-def test_compression_pays_on_slow_links_and_not_on_fast_ones() -> None:
+def test_compression_pays_on_slow_links_and_not_on_fast_ones():
     fast = replace(CLUSTER, levels=(LinkLevel(name="flat", devices=0, latency_s=ALPHA, bytes_per_s=900e9),))
     for name, least in (("bfloat16", 1.9), ("int8", 3.5), ("int4", 6.5), ("onebit", 20.0)):
         dense, coded = (exchange(N, made(compression=way), CLUSTER, 0.0).exposed_s for way in ("none", name))
@@ -323,7 +323,7 @@ def test_compression_pays_on_slow_links_and_not_on_fast_ones() -> None:
     assert "square" in exchange(N, made(compression="powersgd"), CLUSTER, 0.0).flags[0]
 
 
-def test_a_node_sums_what_the_network_is_slow_for() -> None:
+def test_a_node_sums_what_the_network_is_slow_for():
     """Between 8 nodes of 8: float32 sums in a node, an eighth of the payload of each rank outside."""
     near = LinkLevel(name="near", devices=8, latency_s=ALPHA, bytes_per_s=300 * RATE)
     deep = replace(CLUSTER, levels=(near, LinkLevel(name="far", devices=0, latency_s=ALPHA, bytes_per_s=RATE)))
@@ -342,7 +342,7 @@ def test_a_node_sums_what_the_network_is_slow_for() -> None:
     assert flat.algorithm == "int8 owned"
 
 
-def test_what_compresses_nothing_is_left_out() -> None:
+def test_what_compresses_nothing_is_left_out():
     keys = {"precision": "bfloat16", "main_gradients": "working", "implementation": "megatron"}
     for strategy in ("allreduce", "zero1", "parameter_server"):
         plain, cast = (
@@ -357,25 +357,25 @@ def test_what_compresses_nothing_is_left_out() -> None:
     assert cast.nbytes == pytest.approx(plain.nbytes / 2)
 
 
-def test_compression_that_costs_time_is_flagged() -> None:
+def test_compression_that_costs_time_is_flagged():
     fast = replace(CLUSTER, levels=(LinkLevel(name="flat", devices=0, latency_s=ALPHA, bytes_per_s=9e12),))
     assert "gradients as they are" in exchange(N, made(compression="int8"), fast, 0.0).flags[0]
 
 
-def test_gathered_payloads_grow_with_the_ranks() -> None:
+def test_gathered_payloads_grow_with_the_ranks():
     """Everybody gets the payloads of everybody: 8 bytes of 1 % from each of p-1 others."""
     for p in (2, 8, 128):
         assert exchange(N, made(p=p, compression="topk"), CLUSTER, 0.0).nbytes == pytest.approx((p - 1) * 0.08 * N)
 
 
-def test_one_replica_exchanges_nothing() -> None:
+def test_one_replica_exchanges_nothing():
     for strategy in ("allreduce", "zero3"):
         assert exchange(N, made(strategy, 1), CLUSTER, 1.0) == (0.0, 0.0, 0.0, "none", (), 0.0, 0.0)
     alone = exchange(N, made("parameter_server", 1, servers=1), CLUSTER, 1.0)
     assert alone.nbytes == 4 * N and alone.server_nbytes == 4 * N
 
 
-def test_bad_input_names_what_there_is() -> None:
+def test_bad_input_names_what_there_is():
     with pytest.raises(UsageError, match="strategy 'zero4'; choose one of allreduce"):
         exchange(N, made("zero4"), CLUSTER, 1.0)
     with pytest.raises(UsageError, match="compression 'zip'; choose one of none"):

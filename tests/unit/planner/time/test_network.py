@@ -16,12 +16,7 @@ from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import UsageError
 from hpcdist.planner.cluster import toml_file
-from hpcdist.planner.cluster.hardware import (
-    Cluster,
-    Device,
-    LinkLevel,
-    MeasuredFit,
-)
+from hpcdist.planner.cluster.hardware import Cluster, Device, LinkLevel, MeasuredFit
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.time.network import collective, group, message, span
 
@@ -41,7 +36,7 @@ DEEP = made(NEAR, FAR)
 
 @pytest.mark.parametrize("p", [2, 3, 4, 7, 8, 64, 1000])
 @pytest.mark.parametrize("n", [1.0, 1e5, 1e9])
-def test_one_level_is_the_alpha_beta_of_thakur(p: int, n: float) -> None:
+def test_one_level_is_the_alpha_beta_of_thakur(p, n):
     reach = span(ParallelLayout(data=p), "data", FLAT)
     for operation, passes in (("allreduce", 2), ("reduce_scatter", 1), ("all_gather", 1)):
         found = collective(operation, n, reach, FLAT, "ring")
@@ -58,7 +53,7 @@ def test_one_level_is_the_alpha_beta_of_thakur(p: int, n: float) -> None:
 
 
 @pytest.mark.parametrize("p", [2, 4, 16, 1024])
-def test_tree_has_the_best_number_of_segments(p: int) -> None:
+def test_tree_has_the_best_number_of_segments(p):
     """Sanders et al. 2009: turns of k segments, by trial, are least at what the closed form says."""
     n, depth = 64e6, math.ceil(math.log2(p))
     turns = [2 * (2 * depth + 2 * k) * (ALPHA + n / (2 * k) * BETA) for k in range(1, 20000)]
@@ -71,7 +66,7 @@ def test_tree_has_the_best_number_of_segments(p: int) -> None:
 @pytest.mark.parametrize("name", ["ring", "recursive_doubling", "rabenseifner", "circulant"])
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, 1), (5, 1), (8, 1), (8, 2), (8, 8), (4, 16)])
 @pytest.mark.parametrize("n", [4096.0, 64e6])
-def test_two_levels_are_those_that_rank_our_algorithms(name: str, ranks: int, nodes: int, n: float) -> None:
+def test_two_levels_are_those_that_rank_our_algorithms(name, ranks, nodes, n):
     """With ``ranks`` of each of ``nodes``: NODE inside, WIRE for one message a node, CROWDED for all at once."""
     near = LinkLevel(name="near", devices=ranks, latency_s=2e-6, bytes_per_s=300e9)
     cluster = made(near, FAR)
@@ -85,7 +80,7 @@ def test_two_levels_are_those_that_rank_our_algorithms(name: str, ranks: int, no
         assert found.nbytes == pytest.approx(expected.nbytes)
 
 
-def test_hierarchical_is_its_docstring_by_tier() -> None:
+def test_hierarchical_is_its_docstring_by_tier():
     n, reach = 1e9, span(ParallelLayout(data=64), "data", DEEP)
     inside = 7 * NEAR.latency_s + 7 / 8 * n / NEAR.bytes_per_s
     between = 7 * FAR.latency_s + 7 / 8 * n / 8 / FAR.bytes_per_s
@@ -107,7 +102,7 @@ def test_hierarchical_is_its_docstring_by_tier() -> None:
     [ParallelLayout(data=1000), ParallelLayout(data=256, tensor=8), ParallelLayout(data=64, implementation="megatron")],
 )
 @pytest.mark.parametrize("n", [1e3, 1e6, 1e10])
-def test_nothing_beats_the_bandwidth_bound(layout: ParallelLayout, n: float) -> None:
+def test_nothing_beats_the_bandwidth_bound(layout, n):
     """Patarasuk and Yuan 2009: 2 (p-1)/p n leave each device, so the fastest link of all bounds every allreduce."""
     reach, p = span(layout, "data", DEEP), layout.data
     for name in ("auto", "ring", "tree", "hierarchical", "rabenseifner", "recursive_doubling", "circulant"):
@@ -135,7 +130,7 @@ def sent(ranks: int, call: Callable[[Communicator, np.ndarray], None], per_node:
 
 @pytest.mark.parametrize("p", [2, 3, 4, 7, 8])
 @pytest.mark.parametrize("name", ["ring", "tree", "rabenseifner", "recursive_doubling", "circulant"])
-def test_bytes_of_an_allreduce_are_those_that_ours_send(name: str, p: int) -> None:
+def test_bytes_of_an_allreduce_are_those_that_ours_send(name, p):
     ours = {"tree": "double_tree"}.get(name, name)
     most = max(sent(p, lambda comm, buffer: collectives.allreduce(comm, buffer, ours)))
     found = collective("allreduce", 64 * 840 * 8, span(ParallelLayout(data=p), "data", FLAT), FLAT, name)
@@ -143,15 +138,15 @@ def test_bytes_of_an_allreduce_are_those_that_ours_send(name: str, p: int) -> No
 
 
 @pytest.mark.parametrize("name", ["ring", "hierarchical", "circulant"])
-def test_bytes_of_the_halves_are_those_that_ours_send(name: str) -> None:
+def test_bytes_of_the_halves_are_those_that_ours_send(name):
     kind = collectives.SHARDED[name]
     cluster = made(LinkLevel(name="near", devices=2, latency_s=1e-6, bytes_per_s=1e11), FAR)
     reach = span(ParallelLayout(data=4), "data", cluster)
 
-    def scatter(comm: Communicator, buffer: np.ndarray) -> None:
+    def scatter(comm, buffer):
         kind.reduce_scatter(comm, buffer, kind.shares(comm, buffer.size, 8))
 
-    def gather(comm: Communicator, buffer: np.ndarray) -> None:
+    def gather(comm, buffer):
         kind.all_gather(comm, buffer, kind.shares(comm, buffer.size, 8))
 
     for operation, call in (("reduce_scatter", scatter), ("all_gather", gather)):
@@ -159,7 +154,7 @@ def test_bytes_of_the_halves_are_those_that_ours_send(name: str) -> None:
         assert found.nbytes == pytest.approx(max(sent(4, call, 2)), rel=0.01)
 
 
-def test_spans_cross_the_levels_that_the_grid_makes_them() -> None:
+def test_spans_cross_the_levels_that_the_grid_makes_them():
     """Tensor fastest, then context, data, pipeline: 2 x 2 x 16 x 4 on boxes of 8."""
     layout = ParallelLayout(tensor=2, context=2, data=16, pipeline=4)
     assert [(tier.fan, tier.latency_s) for tier in span(layout, "tensor", DEEP).tiers] == [(2, NEAR.latency_s)]
@@ -178,7 +173,7 @@ def test_spans_cross_the_levels_that_the_grid_makes_them() -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 2, 4, 8, 16])
-def test_other_groups_take_their_share_of_a_box(stride: int) -> None:
+def test_other_groups_take_their_share_of_a_box(stride):
     """``stride`` groups of each box of 8 send one message out of it at a time, at most 80 of its 160 GB/s each."""
     rate = 1 / group(64, stride, 64 * stride, DEEP.levels).tiers[-1].single
     assert rate == pytest.approx(min(80e9, 8 * 20e9 / min(stride, 8)))
@@ -186,7 +181,7 @@ def test_other_groups_take_their_share_of_a_box(stride: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 6, 7, 12, 100, 1000, 12500])
 @pytest.mark.parametrize("stride", [1, 3, 8])
-def test_fans_multiply_to_the_size_whatever_the_boxes(size: int, stride: int) -> None:
+def test_fans_multiply_to_the_size_whatever_the_boxes(size, stride):
     for total in (size * stride, 4 * size * stride):
         reach = group(
             size, stride, total, (NEAR, LinkLevel(name="row", devices=32, latency_s=5e-6, bytes_per_s=1e10), FAR)
@@ -202,7 +197,7 @@ def test_fans_multiply_to_the_size_whatever_the_boxes(size: int, stride: int) ->
     assert not group(16, 1, 32, DEEP.levels).flags
 
 
-def test_channels_use_the_links_of_all_members() -> None:
+def test_channels_use_the_links_of_all_members():
     n = 1e10
     ours = collective("allreduce", n, span(ParallelLayout(data=64), "data", DEEP), DEEP, "ring")
     theirs = collective(
@@ -221,7 +216,7 @@ def test_channels_use_the_links_of_all_members() -> None:
     assert tiny.seconds == pytest.approx(2 * (56 * NEAR.latency_s + 7 * FAR.latency_s))
 
 
-def test_what_was_measured_comes_first() -> None:
+def test_what_was_measured_comes_first():
     piecewise = MeasuredFit(
         operation="allreduce",
         ranks=4,
@@ -252,7 +247,7 @@ def test_what_was_measured_comes_first() -> None:
     assert message(1e3, ParallelLayout(pipeline=2, data=8), "pipeline", cluster).algorithm == "message"
 
 
-def test_fits_hold_for_links_of_their_level() -> None:
+def test_fits_hold_for_links_of_their_level():
     fit = MeasuredFit(
         operation="allreduce",
         ranks=16,
@@ -269,7 +264,7 @@ def test_fits_hold_for_links_of_their_level() -> None:
     assert collective("allreduce", 1e6, span(ParallelLayout(data=16), "data", wide), wide, "ring").seconds < 1.0
 
 
-def test_small_messages_go_by_the_formula() -> None:
+def test_small_messages_go_by_the_formula():
     """What was measured at megabytes with a long start says nothing of a kilobyte."""
     blocking = MeasuredFit(
         operation="message",
@@ -289,7 +284,7 @@ def test_small_messages_go_by_the_formula() -> None:
     assert "extrapolated" in message(1e9, layout, "pipeline", cluster).flags[0]
 
 
-def test_nothing_smaller_takes_longer_than_what_was_measured() -> None:
+def test_nothing_smaller_takes_longer_than_what_was_measured():
     quick = MeasuredFit(
         operation="allreduce", ranks=4, until_bytes=(1e6,), latency_s=(1e-6,), s_per_byte=(1e-12,), from_bytes=1e4
     )
@@ -305,7 +300,7 @@ def _formula(nbytes: float) -> float:
 
 
 @pytest.mark.parametrize(("library", "holds"), [("mpi", "mpi"), ("nccl", "nccl"), ("", "both")])
-def test_fits_hold_for_their_library(library: str, holds: str) -> None:
+def test_fits_hold_for_their_library(library, holds):
     slow = dict(ranks=2, until_bytes=(1e9,), latency_s=(1.0,), s_per_byte=(0.0,), library=library)
     cluster = made(
         NEAR, FAR, fits=(MeasuredFit(operation="message", **slow), MeasuredFit(operation="allreduce", **slow))
@@ -318,7 +313,7 @@ def test_fits_hold_for_their_library(library: str, holds: str) -> None:
         assert (collective("allreduce", 1e6, reach, cluster).seconds == 1.0) == (holds in (name, "both")), name
 
 
-def test_a_published_wait_of_pytorch_is_none_of_mpi() -> None:
+def test_a_published_wait_of_pytorch_is_none_of_mpi():
     selene = toml_file.read("a100-selene")
     theirs = message(20e6, ParallelLayout(pipeline=2, implementation="megatron"), "pipeline", selene)
     ours = message(20e6, ParallelLayout(pipeline=2), "pipeline", selene)
@@ -326,7 +321,7 @@ def test_a_published_wait_of_pytorch_is_none_of_mpi() -> None:
     assert ours.seconds < 0.5 * theirs.seconds
 
 
-def test_an_algorithm_that_an_operation_lacks_is_named() -> None:
+def test_an_algorithm_that_an_operation_lacks_is_named():
     reach = span(ParallelLayout(data=16), "data", DEEP)
     for operation in ("reduce_scatter", "all_gather", "all_to_all"):
         asked, best = (collective(operation, 1e6, reach, DEEP, name) for name in ("tree", "auto"))
@@ -335,13 +330,13 @@ def test_an_algorithm_that_an_operation_lacks_is_named() -> None:
     assert not collective("allreduce", 1e6, reach, DEEP, "tree").flags
 
 
-def test_a_group_of_one_and_no_bytes_cost_nothing() -> None:
+def test_a_group_of_one_and_no_bytes_cost_nothing():
     assert collective("allreduce", 1e9, span(ParallelLayout(), "data", DEEP), DEEP).seconds == 0.0
     assert collective("all_gather", 0.0, span(ParallelLayout(data=8), "data", DEEP), DEEP).nbytes == 0.0
     assert message(1e9, ParallelLayout(), "pipeline", DEEP).seconds == 0.0
 
 
-def test_bad_input_names_what_there_is() -> None:
+def test_bad_input_names_what_there_is():
     reach = span(ParallelLayout(data=8), "data", DEEP)
     with pytest.raises(UsageError, match="collective 'gather'; choose one of allreduce"):
         collective("gather", 1.0, reach, DEEP)
@@ -351,6 +346,6 @@ def test_bad_input_names_what_there_is() -> None:
         span(ParallelLayout(data=16), "data", made(NEAR))
 
 
-def test_shares_are_cut_as_the_costs_assume() -> None:
+def test_shares_are_cut_as_the_costs_assume():
     """A reduce-scatter's shares are n/p each, to a line of the cache."""
     assert max(share.size for share in split(64 * 840, 7, 8)) - 64 * 840 / 7 < 8

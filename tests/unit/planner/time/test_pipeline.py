@@ -29,7 +29,7 @@ def both(schedule: str, seconds: PlannedSeconds, ranks: int, m: int, message_s: 
 @pytest.mark.parametrize("seconds", TIMES)
 @pytest.mark.parametrize(("ranks", "m"), SIZES)
 @pytest.mark.parametrize("schedule", PLAIN)
-def test_the_closed_form_is_what_the_simulator_finds(schedule: str, ranks: int, m: int, seconds: PlannedSeconds):
+def test_the_closed_form_is_what_the_simulator_finds(schedule, ranks, m, seconds):
     found, ran = both(schedule, seconds, ranks, m)
     assert found.whole_s == pytest.approx(ran.computes_s, rel=1e-9)
 
@@ -37,26 +37,26 @@ def test_the_closed_form_is_what_the_simulator_finds(schedule: str, ranks: int, 
 @pytest.mark.parametrize("seconds", TIMES)
 @pytest.mark.parametrize(("ranks", "m"), [(ranks, m) for ranks, m in SIZES if m >= ranks])
 @pytest.mark.parametrize("each", [2, 3, 5])
-def test_interleaved_is_what_the_simulator_finds(ranks: int, m: int, seconds: PlannedSeconds, each: int):
+def test_interleaved_is_what_the_simulator_finds(ranks, m, seconds, each):
     found, ran = both("interleaved", seconds, ranks, m, each=each)
     assert found.whole_s == pytest.approx(ran.computes_s, rel=1e-9)
 
 
 @pytest.mark.parametrize(("ranks", "m"), SIZES)
-def test_zb_v_is_what_the_simulator_finds_where_passes_are_equal(ranks: int, m: int):
+def test_zb_v_is_what_the_simulator_finds_where_passes_are_equal(ranks, m):
     found, ran = both("zb-v", EQUAL, ranks, m)
     assert found.whole_s == pytest.approx(ran.computes_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("seconds", TIMES)
 @pytest.mark.parametrize(("ranks", "m"), SIZES)
-def test_zb_v_is_within_five_percent_where_they_are_not(ranks: int, m: int, seconds: PlannedSeconds):
+def test_zb_v_is_within_five_percent_where_they_are_not(ranks, m, seconds):
     found, ran = both("zb-v", seconds, ranks, m)
     assert found.whole_s == pytest.approx(ran.computes_s, rel=0.05)
 
 
 @pytest.mark.parametrize("schedule", [*PLAIN, "interleaved", "zb-v"])
-def test_bubbles_are_those_of_the_papers(schedule: str):
+def test_bubbles_are_those_of_the_papers(schedule):
     ranks, m = 4, 8
     each = 2 if schedule == "interleaved" else chunks_of(schedule)
     found = closed_time(schedule, EQUAL, EQUAL, ranks, m, chunks=each)
@@ -66,7 +66,7 @@ def test_bubbles_are_those_of_the_papers(schedule: str):
 
 
 @pytest.mark.parametrize("schedule", ["zb-h2", "zb-v"])
-def test_steps_that_overlap_lose_the_bubble_alone(schedule: str):
+def test_steps_that_overlap_lose_the_bubble_alone(schedule):
     """arXiv:2401.10241, section 4: without a barrier between steps."""
     found = closed_time(schedule, EQUAL, EQUAL, 4, 12, steps_overlap=True)
     assert found.idle_s == 0.0
@@ -77,7 +77,7 @@ def test_steps_that_overlap_lose_the_bubble_alone(schedule: str):
 
 @pytest.mark.parametrize(("ranks", "m"), SIZES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_messages_are_waited_for_as_the_simulator_says(schedule: str, ranks: int, m: int):
+def test_messages_are_waited_for_as_the_simulator_says(schedule, ranks, m):
     found, ran = both(schedule, PlannedSeconds(1.0, 1.2, 0.8), ranks, m, message_s=0.01)
     assert found.whole_s == pytest.approx(ran.computes_s, rel=1e-9)
     assert found.message_s > 0
@@ -85,35 +85,32 @@ def test_messages_are_waited_for_as_the_simulator_says(schedule: str, ranks: int
 
 @pytest.mark.parametrize(("ranks", "m"), [(2, 2), (4, 8), (4, 12), (8, 24)])
 @pytest.mark.parametrize("each", [2, 3])
-def test_messages_of_interleaved_are_waited_for_once_in_each_chunk(ranks: int, m: int, each: int):
+def test_messages_of_interleaved_are_waited_for_once_in_each_chunk(ranks, m, each):
     found, ran = both("interleaved", PlannedSeconds(1.0, 1.2, 0.8), ranks, m, message_s=0.01, each=each)
     assert found.whole_s == pytest.approx(ran.computes_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "zb-v"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_messages_of_zero_bubble_are_waited_for_nearly_so(schedule: str, ranks: int):
+def test_messages_of_zero_bubble_are_waited_for_nearly_so(schedule, ranks):
     without, _ = both(schedule, EQUAL, ranks, 6 * ranks)
     found, ran = both(schedule, EQUAL, ranks, 6 * ranks, message_s=0.01)
     assert found.message_s == pytest.approx(ran.computes_s - without.whole_s, abs=0.01 * ranks)
 
 
 @pytest.mark.parametrize(("schedule", "each"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
-def test_messages_that_block_lengthen_every_pass(schedule: str, each: int):
+def test_messages_that_block_lengthen_every_pass(schedule, each):
     found = closed_time(schedule, EQUAL, EQUAL, 4, 8, chunks=each, message_s=0.1, blocking=True)
     longer = PlannedSeconds(1 + 0.1 * each, 1 + 0.1 * each, 1.0)
     assert found.whole_s == pytest.approx(closed_time(schedule, longer, longer, 4, 8, chunks=each).whole_s)
 
 
 @pytest.mark.parametrize(
-    "seconds",
-    [EQUAL, PlannedSeconds(1.0, 1.2, 0.8), PlannedSeconds(1.0, 0.5, 0.3), PlannedSeconds(1.0, 1.0, 1.5)],
+    "seconds", [EQUAL, PlannedSeconds(1.0, 1.2, 0.8), PlannedSeconds(1.0, 0.5, 0.3), PlannedSeconds(1.0, 1.0, 1.5)]
 )
 @pytest.mark.parametrize(("ranks", "m"), [(2, 3), (2, 9), (4, 8), (4, 2), (8, 24), (5, 1)])
 @pytest.mark.parametrize(("schedule", "each"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
-def test_chunks_that_are_computed_again_ahead_are_as_the_simulator_says(
-    schedule: str, each: int, ranks: int, m: int, seconds: PlannedSeconds
-):
+def test_chunks_that_are_computed_again_ahead_are_as_the_simulator_says(schedule, each, ranks, m, seconds):
     if schedule == "interleaved" and m <= ranks:
         pytest.skip("told for more micro-batches than ranks")
     again_s = seconds.forward_s
@@ -125,13 +122,13 @@ def test_chunks_that_are_computed_again_ahead_are_as_the_simulator_says(
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES])
-def test_one_rank_has_neither_bubble_nor_messages(schedule: str):
+def test_one_rank_has_neither_bubble_nor_messages(schedule):
     assert closed_time(schedule, EQUAL, EQUAL, 1, 5, message_s=1.0) == PipelineTime(15.0, 0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("schedule", PLAIN)
 @pytest.mark.parametrize("slow", [0, 1, 3])
-def test_a_slow_rank_decides_and_the_simulator_is_near(schedule: str, slow: int):
+def test_a_slow_rank_decides_and_the_simulator_is_near(schedule, slow):
     ranks, m = 4, 16
     of_ranks = [EQUAL] * ranks
     of_ranks[slow] = PlannedSeconds(1.5, 1.5, 1.5)

@@ -8,11 +8,7 @@ import pytest
 from harness.made_plans import cluster_of
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
-from hpcdist.planner.cluster.hardware import (
-    Device,
-    EfficiencyCurve,
-    LinkLevel,
-)
+from hpcdist.planner.cluster.hardware import Device, EfficiencyCurve, LinkLevel
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model import stage_split
 from hpcdist.planner.model.description import ModelDescription, ModelUnit, ProductShape, TransformerShape
@@ -79,7 +75,7 @@ def test_on_one_device_a_step_is_its_units_and_the_update():
 
 
 @pytest.mark.parametrize(("recompute", "often"), [("none", 4), ("full", 6)])
-def test_the_tensor_axis_sends_what_megatron_says(recompute: str, often: int):
+def test_the_tensor_axis_sends_what_megatron_says(recompute, often):
     """arXiv:2104.04473, section 3.2: four allreduces of b s h a block, six where it is computed again."""
     layout = replace(LAYOUT, tensor=4, recompute=recompute)
     found = timing(MODEL, layout, CLUSTER, 4)
@@ -178,7 +174,7 @@ def test_megatron_sends_a_part_from_each_tensor_rank_and_gathers_them():
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"])
 @pytest.mark.parametrize("implementation", ["hpcdist", "megatron"])
-def test_closed_forms_and_simulator_agree_where_stages_are_alike(schedule: str, implementation: str):
+def test_closed_forms_and_simulator_agree_where_stages_are_alike(schedule, implementation):
     chunks = 2 if schedule == "interleaved" else 1
     layout = replace(LAYOUT, pipeline=4, schedule=schedule, chunks=chunks, implementation=implementation)
     # Those of zero bubble wait for messages nearly as long as is said; see test_planner_pipeline.
@@ -212,7 +208,7 @@ def test_recomputation_leaves_out_the_ends_of_the_model():
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
-def test_our_pipelines_compute_whole_chunks_again_while_they_would_wait(schedule: str, chunks: int):
+def test_our_pipelines_compute_whole_chunks_again_while_they_would_wait(schedule, chunks):
     """The ends of the model as well, and nothing on the last rank of 1f1b."""
     layout = replace(LAYOUT, pipeline=4, schedule=schedule, chunks=chunks, recompute="full")
     closed, simulated = (timing(ALIKE, layout, FAST, 24, simulate=on) for on in (False, True))
@@ -225,7 +221,7 @@ def test_our_pipelines_compute_whole_chunks_again_while_they_would_wait(schedule
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
-def test_a_heavy_head_is_computed_again_where_the_simulator_does(schedule: str, chunks: int):
+def test_a_heavy_head_is_computed_again_where_the_simulator_does(schedule, chunks):
     heavy = describe(replace(SHAPE, layers=30, vocabulary=32768), "heavy")
     layout = replace(LAYOUT, pipeline=2, schedule=schedule, chunks=chunks, recompute="full")
     closed, simulated = (timing(heavy, layout, FAST, 96, simulate=on) for on in (False, True))
@@ -245,7 +241,7 @@ def test_a_tied_tensor_is_summed_over_both_ends_of_a_pipeline():
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"])
-def test_a_tied_tensor_that_one_rank_has_is_not_sent(schedule: str):
+def test_a_tied_tensor_that_one_rank_has_is_not_sent(schedule):
     """A folded pipeline has the embedding and the head on rank 0."""
     layout = replace(LAYOUT, pipeline=2, schedule=schedule, chunks=SCHEDULES[schedule].least)
     of_ends = {chunk.rank for chunk in (stage_split.chunks(MODEL, layout)[0], stage_split.chunks(MODEL, layout)[-1])}
@@ -273,7 +269,7 @@ def test_gradients_hide_behind_the_last_backward_as_far_as_they_may():
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "zero3"])
-def test_no_more_hides_than_is_computed_meanwhile(strategy: str):
+def test_no_more_hides_than_is_computed_meanwhile(strategy):
     slow = replace(CLUSTER, levels=(LinkLevel(name="slow", devices=0, latency_s=1e-3, bytes_per_s=1e6),))
     layout = replace(LAYOUT, data=4, tensor=2, sequence_parallel=True, strategy=strategy, recompute="full")
     found = timing(MODEL, layout, slow, 16)
@@ -323,7 +319,7 @@ def test_schedules_that_cannot_run_are_refused():
         ),
     ],
 )
-def test_an_update_moves_states_and_gradients(layout: ParallelLayout, nbytes: int):
+def test_an_update_moves_states_and_gradients(layout, nbytes):
     assert bytes_each(layout) == nbytes
 
 
@@ -335,7 +331,7 @@ def test_zero_and_servers_update_a_share():
 
 
 @pytest.mark.parametrize(("pipeline", "tensor"), [(1, 1), (4, 1), (2, 2)])
-def test_dedicated_servers_share_the_whole_model(pipeline: int, tensor: int):
+def test_dedicated_servers_share_the_whole_model(pipeline, tensor):
     """However a pipeline cuts it: the fullest stage has more than its part."""
     layout = replace(LAYOUT, strategy="parameter_server", servers=4, pipeline=pipeline, tensor=tensor)
     norm_s = collective("allreduce", 4, span(layout, "all", CLUSTER), CLUSTER).seconds
@@ -358,7 +354,7 @@ def test_dedicated_servers_share_the_whole_model(pipeline: int, tensor: int):
         replace(LAYOUT, pipeline=4, schedule="zb-v"),
     ],
 )
-def test_a_timeline_has_every_pass_once_and_ends_with_the_step(layout: ParallelLayout):
+def test_a_timeline_has_every_pass_once_and_ends_with_the_step(layout):
     m = layout.microbatches(32)
     found = timeline(MODEL, layout, CLUSTER, 32)
     assert found.stages == layout.pipeline

@@ -75,7 +75,7 @@ def decided(time: Time, ranks: int = 2, **keys: Any) -> CompressionDecision:
     return found[0]
 
 
-def test_a_slow_wire_is_worth_compression(costs: tuple[Time, dict[str, float]]) -> None:
+def test_a_slow_wire_is_worth_compression(costs):
     time, taken = costs
     taken |= {"dense": 0.1, "compressed": 0.02, "codec": 0.001}
     found = decided(time)
@@ -87,9 +87,7 @@ def test_a_slow_wire_is_worth_compression(costs: tuple[Time, dict[str, float]]) 
 
 
 @pytest.mark.parametrize(("dense", "compressed", "said"), [(0.001, 0.02, "slower"), (0.1, 0.094, "not worth")])
-def test_what_does_not_pay_is_off_and_says_why(
-    costs: tuple[Time, dict[str, float]], dense: float, compressed: float, said: str
-) -> None:
+def test_what_does_not_pay_is_off_and_says_why(costs, dense, compressed, said):
     time, taken = costs
     taken |= {"dense": dense, "compressed": compressed, "codec": 0.002}
     found = decided(time)
@@ -97,22 +95,22 @@ def test_what_does_not_pay_is_off_and_says_why(
     assert found.numbers()["measured"][1]["name"] == "int8"
 
 
-def test_the_fastest_candidate_wins(costs: tuple[Time, dict[str, float]]) -> None:
+def test_the_fastest_candidate_wins(costs):
     time, taken = costs
     taken |= {"dense": 0.5, "compressed": 0.2}  # topk takes no time on this clock
     assert decided(time, candidates=("int8", "topk")).name == "topk"
 
 
-def test_one_data_rank_measures_nothing(costs: tuple[Time, dict[str, float]]) -> None:
+def test_one_data_rank_measures_nothing(costs):
     found = decided(costs[0], ranks=1)
     assert (found.name, found.rows) == ("none", ()) and "nothing travels" in found.described()
 
 
-def test_every_candidate_runs_on_several_nodes_and_by_halves() -> None:
+def test_every_candidate_runs_on_several_nodes_and_by_halves():
     config = CompressionConfig(candidates=("int8", "topk", "randomk", "powersgd"), across_nodes=True, density=0.1)
     half = CompressionConfig(candidates=("int8", "topk"), density=0.1, error_feedback=False)
 
-    def run(comm: Communicator) -> list[CompressionDecision]:
+    def run(comm):
         context = seat_of(comm)
         kept = {"budget_s": 0.0}
         return [decide(context, config, 1, halved=False, **kept), decide(context, half, 1, halved=True, **kept)]
@@ -126,13 +124,13 @@ def test_every_candidate_runs_on_several_nodes_and_by_halves() -> None:
         assert all(row.codec_s > 0 for each in found for row in each.rows[1:])
 
 
-def test_one_node_measures_nothing_of_what_leaves_nodes() -> None:
+def test_one_node_measures_nothing_of_what_leaves_nodes():
     config = CompressionConfig(across_nodes=True)
     for found in run_threads(2, lambda comm: decide(seat_of(comm), config, 1, halved=False)):
         assert (found.name, found.rows) == ("none", ()) and "nothing leaves" in found.described()
 
 
-def test_stages_with_other_buckets_decide_alike(costs: tuple[Time, dict[str, float]]) -> None:
+def test_stages_with_other_buckets_decide_alike(costs):
     """Factors are of whole layers, whose part in a bucket differs from stage to stage."""
     time, taken = costs
     taken |= {"dense": 0.1}  # and factors, which are summed by two of them, take 0.2 times their part
@@ -140,7 +138,7 @@ def test_stages_with_other_buckets_decide_alike(costs: tuple[Time, dict[str, flo
     model = models.build(replace(MODEL, vocabulary=512), "float32", context=8)
     placement = StagePlacement((range(1), range(1, len(model.stages))), (0, 1), model.skips)
 
-    def run(comm: Communicator) -> tuple[CompressionDecision, float]:
+    def run(comm):
         data, pipeline = comm.split(comm.rank % 2), comm.split(comm.rank // 2)
         given = replace(seat_of(comm), data=data, pipeline=pipeline, model=model, placement=placement)
         context = replace(given, bucket_bytes=1 << 14)  # less than the embeddings, which are one layer
@@ -153,11 +151,11 @@ def test_stages_with_other_buckets_decide_alike(costs: tuple[Time, dict[str, flo
     assert all(one == found[0][0] for one, _ in found)
 
 
-def test_many_rounds_encode_what_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rounds_encode_what_is_finite(monkeypatch):
     """Sums of sums on many ranks soon are beyond float32, and nobody would encode them."""
     monkeypatch.setattr(autoselect, "MOST", 140)
 
-    def poison(*args: Any) -> None:
+    def poison(*args):
         raise AssertionError("nothing was to be measured of values that are not finite")
 
     monkeypatch.setattr(Compressor, "poison", poison)
@@ -166,7 +164,7 @@ def test_many_rounds_encode_what_is_finite(monkeypatch: pytest.MonkeyPatch) -> N
     assert [row.name for row in found[0].rows] == ["none", "int8"]
 
 
-def test_a_choice_of_the_recipe_is_not_explained() -> None:
+def test_a_choice_of_the_recipe_is_not_explained():
     assert CompressionDecision("int8", "recipe").described() == ""
     kept = CompressionDecision("int8", "checkpoint").described()
     assert "kept from the checkpoint" in kept and "int8" in kept

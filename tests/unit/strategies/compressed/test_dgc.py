@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from harness.compressed.optimizers import layout, padded, seat_of, step, steps
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.compressed.config import CompressionConfig
@@ -65,12 +64,12 @@ class Paper:
 
 
 @pytest.mark.parametrize(("ranks", "nesterov"), [(3, True), (4, False)])
-def test_it_is_the_algorithm_of_the_paper_to_the_bit(ranks: int, nesterov: bool, rng: np.random.Generator) -> None:
+def test_it_is_the_algorithm_of_the_paper_to_the_bit(ranks, nesterov, rng):
     """Whole numbers, and powers of two as constants: no sum is rounded, so no choice hangs on rounding."""
     given = np.array([[padded(lambda n: rng.integers(-9, 10, n)) for _ in range(ranks)] for _ in range(STEPS)])
     config = CompressionConfig(density=0.1, warmup_steps=6)
 
-    def body(comm: Communicator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def body(comm):
         exchange = DgcExchange(seat_of(comm, sgd(nesterov=nesterov), WHOLE), config)
         found = steps(exchange, given[:, comm.rank])
         return found, exchange.velocity.feedback.residuals.array, exchange.unsent.feedback.residuals.array
@@ -88,12 +87,12 @@ def test_it_is_the_algorithm_of_the_paper_to_the_bit(ranks: int, nesterov: bool,
 
 
 @pytest.mark.parametrize(("ranks", "masks"), [(1, True), (2, False), (4, True)])
-def test_clipped_and_decayed_with_everything_sent(ranks: int, masks: bool, rng: np.random.Generator) -> None:
+def test_clipped_and_decayed_with_everything_sent(ranks, masks, rng):
     given = np.array([[padded(rng.standard_normal) for _ in range(ranks)] for _ in range(STEPS)])
     given *= rng.choice([0.002, 0.1], (STEPS, ranks, 1)).astype(np.float32)  # some are clipped
     keys = sgd(momentum=0.9, clip_norm=1.0, weight_decay=0.05)
 
-    def body(comm: Communicator) -> tuple[np.ndarray, list[float]]:
+    def body(comm):
         exchange = DgcExchange(seat_of(comm, keys), CompressionConfig(density=1.0), masks_velocity=masks)
         exchange.parameters.array[...] = start
         return steps(exchange, given[:, comm.rank]), [step(exchange, given[0, comm.rank])]
@@ -113,12 +112,10 @@ def test_clipped_and_decayed_with_everything_sent(ranks: int, masks: bool, rng: 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_with_everything_sent_and_nothing_masked_it_is_momentum_sgd(
-    ranks: int, nesterov: bool, rng: np.random.Generator
-) -> None:
+def test_with_everything_sent_and_nothing_masked_it_is_momentum_sgd(ranks, nesterov, rng):
     given = np.array([[padded(rng.standard_normal) for _ in range(ranks)] for _ in range(STEPS)])
 
-    def body(comm: Communicator) -> np.ndarray:
+    def body(comm):
         context = seat_of(comm, sgd(momentum=0.9, nesterov=nesterov))
         exchange = DgcExchange(context, CompressionConfig(density=1.0), masks_velocity=False)
         return steps(exchange, given[:, comm.rank])[-1]
@@ -131,10 +128,10 @@ def test_with_everything_sent_and_nothing_masked_it_is_momentum_sgd(
         np.testing.assert_allclose(weights, w, atol=1e-4)
 
 
-def test_one_rank_is_momentum_sgd_whatever_the_density(rng: np.random.Generator) -> None:
+def test_one_rank_is_momentum_sgd_whatever_the_density(rng):
     given = [padded(lambda n: rng.integers(-9, 10, n)) for _ in range(STEPS)]
 
-    def body(comm: Communicator) -> np.ndarray:
+    def body(comm):
         return steps(DgcExchange(seat_of(comm, sgd()), CompressionConfig(density=0.01)), given)[-1]
 
     w, velocity = np.zeros((2, LAYOUT.size))
@@ -145,10 +142,10 @@ def test_one_rank_is_momentum_sgd_whatever_the_density(rng: np.random.Generator)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_is_sent_weighs_what_the_formula_says(ranks: int, rng: np.random.Generator) -> None:
+def test_what_is_sent_weighs_what_the_formula_says(ranks, rng):
     gradient = padded(rng.standard_normal)
 
-    def body(comm: Communicator) -> list[int]:
+    def body(comm):
         config = CompressionConfig(density=0.001, warmup_steps=8)
         exchange, found = DgcExchange(seat_of(comm, sgd(), WHOLE), config), []
         for _ in range(10):

@@ -9,7 +9,6 @@ import pytest
 from harness.combinations import EXCHANGES, HALF, SMALL
 from harness.threads import on_threads
 from harness.trainings import bits, losses, outcomes, state, trainer_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.compressed.config import COMPRESSORS
@@ -54,8 +53,8 @@ def spoil(exchange: CompressedExchange, value: float) -> None:
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_replicas_stay_identical_and_learn(keys: dict[str, Any], name: str) -> None:
-    def run(comm: Communicator, given: dict[str, Any]) -> tuple[list[float], np.ndarray]:
+def test_replicas_stay_identical_and_learn(keys, name):
+    def run(comm, given):
         trainer = trainer_of(comm, given)
         return losses(trainer, STEPS), trainer.exchange.parameters.array.copy()
 
@@ -69,7 +68,7 @@ def test_replicas_stay_identical_and_learn(keys: dict[str, Any], name: str) -> N
 
 @pytest.mark.parametrize("bucket_bytes", [1, 20_000, 4 << 20])
 @on_threads(2)
-def test_factors_travel_in_buckets_of_whole_layers(comm: Communicator, keys: dict[str, Any], bucket_bytes: int) -> None:
+def test_factors_travel_in_buckets_of_whole_layers(comm, keys, bucket_bytes):
     trainer = trainer_of(comm, compressed(keys, "powersgd", communication__bucket_bytes=bucket_bytes))
     layers = sorted(trainer.model.layout.units.values(), reverse=True)
     found = [op.range for op in trainer.operations if op.kind is Kind.REDUCE]
@@ -81,8 +80,8 @@ def test_factors_travel_in_buckets_of_whole_layers(comm: Communicator, keys: dic
     assert len(found) == {1: len(layers), 4 << 20: 1}.get(bucket_bytes, len(found))
 
 
-def test_the_first_updates_are_dense(keys: dict[str, Any]) -> None:
-    def run(comm: Communicator, given: dict[str, Any]) -> list[float]:
+def test_the_first_updates_are_dense(keys):
+    def run(comm, given):
         return losses(trainer_of(comm, given), STEPS)
 
     dense, late = (
@@ -94,10 +93,10 @@ def test_the_first_updates_are_dense(keys: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["int8", "topk", "randomk", "powersgd"])
-def test_a_resumed_run_owes_what_was_owed(keys: dict[str, Any], tmp_path: Path, name: str, ranks: int) -> None:
+def test_a_resumed_run_owes_what_was_owed(keys, tmp_path, name, ranks):
     given = compressed(keys, name)
 
-    def begun(comm: Communicator) -> tuple[Path, Any, Any, dict[Any, np.ndarray]]:
+    def begun(comm):
         trainer = trainer_of(comm, given)
         outcomes(trainer, HALF, 0)
         path = CheckpointSaver(trainer, tmp_path).save(HALF)
@@ -105,7 +104,7 @@ def test_a_resumed_run_owes_what_was_owed(keys: dict[str, Any], tmp_path: Path, 
         saved = state(trainer)
         return path, kept, outcomes(trainer, 2 * HALF, HALF), saved
 
-    def resumed(comm: Communicator, path: Path) -> tuple[Any, Any, np.ndarray]:
+    def resumed(comm, path):
         trainer = trainer_of(comm, given, path)
         residuals = exchange_of(trainer).residuals
         assert residuals is not None
@@ -130,10 +129,10 @@ def test_a_resumed_run_owes_what_was_owed(keys: dict[str, Any], tmp_path: Path, 
 
 
 @pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
-def test_an_overflow_of_one_rank_changes_nothing(keys: dict[str, Any], name: str) -> None:
+def test_an_overflow_of_one_rank_changes_nothing(keys, name):
     given = compressed(keys, name) | {"precision.mode": "float16", "precision.loss_scale": 256.0}
 
-    def run(comm: Communicator) -> tuple[bool, bool]:
+    def run(comm):
         trainer = trainer_of(comm, given)
         outcomes(trainer, HALF, 0)
         before = bits(trainer)
@@ -145,10 +144,10 @@ def test_an_overflow_of_one_rank_changes_nothing(keys: dict[str, Any], name: str
     assert run_threads(2, run) == [(True, True)] * 2
 
 
-def test_a_gradient_that_is_not_finite_ends_a_float32_run(keys: dict[str, Any]) -> None:
+def test_a_gradient_that_is_not_finite_ends_a_float32_run(keys):
     given = compressed(keys, "sign")
 
-    def run(comm: Communicator) -> tuple[bytes, bytes]:
+    def run(comm):
         trainer = trainer_of(comm, given)
         outcomes(trainer, 1, 0)
         before = trainer.exchange.parameters.array.tobytes()
@@ -162,7 +161,7 @@ def test_a_gradient_that_is_not_finite_ends_a_float32_run(keys: dict[str, Any]) 
         assert before == after
 
 
-def test_the_table_of_resumed_runs_has_every_kind_of_sum() -> None:
+def test_the_table_of_resumed_runs_has_every_kind_of_sum():
     named = {row["communication.compression"] for row in EXCHANGES.values() if "communication.compression" in row}
     assert named >= {"int8", "topk", "randomk", "qsgd", "powersgd"}
 
@@ -177,12 +176,10 @@ def test_the_table_of_resumed_runs_has_every_kind_of_sum() -> None:
         ("onebit", {"compression.warmup_steps": 1}, 8 + 4 + 2),
     ],
 )
-def test_a_cut_by_memory_counts_what_is_owed(
-    keys: dict[str, Any], name: str, more: dict[str, Any], nbytes: int
-) -> None:
+def test_a_cut_by_memory_counts_what_is_owed(keys, name, more, nbytes):
     given = compressed(keys, name) | more | ({"compression.density": 0.1} if name == "dgc" else {})
 
-    def run(comm: Communicator) -> tuple[float, float]:
+    def run(comm):
         trainer = trainer_of(comm, given)
         held = trainer.ledger.peak["optimizer"] / trainer.model.layout.size
         return held, pipeline.model_state_bytes(trainer.recipe, comm.size).per_parameter

@@ -1,11 +1,8 @@
 """Compressed gradients with run.device = "gpu", on the double that refuses implicit copies: the numbers of the CPU."""
 
-from types import ModuleType
-
 import pytest
 
 from harness.trainings import Trained, check_same
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 
 OWN: dict[str, dict[str, object]] = {
@@ -19,7 +16,7 @@ ONE_OF_A_KIND = ("int8", "topk", "randomk", "powersgd")  # each sums its own way
 
 
 @pytest.mark.parametrize("name", ONE_OF_A_KIND)
-def test_a_compressed_run_on_the_gpu_is_that_of_the_cpu(gpu: ModuleType, words: dict[str, object], name: str) -> None:
+def test_a_compressed_run_on_the_gpu_is_that_of_the_cpu(gpu, words, name):
     settings = {**words, **OWN.get(name, {}), "communication.compression": name, "precision.mode": "float32"}
     host = run_threads(2, lambda comm: Trained(comm, settings))
     device = run_threads(2, lambda comm: Trained(comm, {**settings, "run.device": "gpu"}))
@@ -28,14 +25,12 @@ def test_a_compressed_run_on_the_gpu_is_that_of_the_cpu(gpu: ModuleType, words: 
     check_same(host, device, BOUNDS.get(name, 5e-4))
 
 
-def test_a_choice_is_measured_on_the_gpu(
-    gpu: ModuleType, words: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_choice_is_measured_on_the_gpu(gpu, words, monkeypatch):
     monkeypatch.setenv("HPCDIST_TUNING", "on")
     candidates = '["int8", "topk", "powersgd"]'
     settings = {**words, "communication.compression": "auto", "compression.candidates": candidates, "run.device": "gpu"}
 
-    def run(comm: Communicator) -> list[str]:
+    def run(comm):
         trained = Trained(comm, {**settings, "communication.algorithm": "ring", "precision.mode": "float32"})
         return [row.name for row in trained.trainer.compression.rows]
 

@@ -10,7 +10,6 @@ from harness.threads import on_threads
 from hpcdist import models
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import Range
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
@@ -128,7 +127,7 @@ def drawn(rng: np.random.Generator, ranks: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("ranks", "clip"), [(2, 1.0), (3, 0.0), (4, 1.0)])
-def test_it_is_the_algorithm_of_the_paper(ranks: int, clip: float, rng: np.random.Generator) -> None:
+def test_it_is_the_algorithm_of_the_paper(ranks, clip, rng):
     paper, given, expected = Paper(ranks, clip), [], []
     for number in range(STEPS):
         if number == WARM:
@@ -144,7 +143,7 @@ def test_it_is_the_algorithm_of_the_paper(ranks: int, clip: float, rng: np.rando
         given.append(gradients)
         expected.append(paper.w)
 
-    def body(comm: Communicator) -> tuple[np.ndarray, OneBitExchange]:
+    def body(comm):
         exchange = OneBitExchange(seat_of(comm, adamw(clip_norm=clip)), CompressionConfig(warmup_steps=WARM))
         return steps(exchange, [gradients[comm.rank] for gradients in given]), exchange
 
@@ -163,11 +162,11 @@ def test_it_is_the_algorithm_of_the_paper(ranks: int, clip: float, rng: np.rando
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_warm_up_and_one_rank_are_adamw(ranks: int, rng: np.random.Generator) -> None:
+def test_the_warm_up_and_one_rank_are_adamw(ranks, rng):
     given = [drawn(rng, ranks) for _ in range(STEPS if ranks == 1 else WARM)]
     start = padded(rng.standard_normal)
 
-    def body(comm: Communicator) -> tuple[list[float], list[float], np.ndarray, np.ndarray]:
+    def body(comm):
         context = seat_of(comm, adamw(clip_norm=0.5, warmup_steps=3, decay="cosine"))
         plain, exchange = AllreduceExchange(context), OneBitExchange(context, CompressionConfig(warmup_steps=WARM))
         norms = []
@@ -197,10 +196,10 @@ def bytes_of(space: Layout, ranks: int) -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_sent_weighs_what_the_formula_says(ranks: int, rng: np.random.Generator) -> None:
+def test_what_is_sent_weighs_what_the_formula_says(ranks, rng):
     given = [drawn(rng, ranks) for _ in range(WARM + 2)]
 
-    def body(comm: Communicator) -> list[int]:
+    def body(comm):
         exchange = OneBitExchange(seat_of(comm, adamw()), CompressionConfig(warmup_steps=WARM))
         with count_traffic(comm) as agreed:
             exchange.agree(np.zeros(1))
@@ -220,7 +219,7 @@ def test_what_is_sent_weighs_what_the_formula_says(ranks: int, rng: np.random.Ge
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
-def test_a_real_model_takes_28_times_fewer_bytes(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_model_takes_28_times_fewer_bytes(ranks, monkeypatch):
     monkeypatch.undo()
     space = models.build(ModelConfig(layers=4, hidden=256, heads=4), "float32", context=256).layout
     dense, sent = 2 * (ranks - 1) / ranks * 4 * space.parameters, max(bytes_of(space, ranks))
@@ -229,7 +228,7 @@ def test_a_real_model_takes_28_times_fewer_bytes(ranks: int, monkeypatch: pytest
 
 
 @on_threads(1)
-def test_resumed_numbers_that_cannot_be_are_refused(comm: Communicator) -> None:
+def test_resumed_numbers_that_cannot_be_are_refused(comm):
     exchange = OneBitExchange(seat_of(comm, adamw()), CompressionConfig(warmup_steps=WARM))
     with pytest.raises(StorageError, match="-1 ranks had errors of signs; it is damaged"):
         exchange.prepare_restore({"frozen": -1})

@@ -1,9 +1,7 @@
 """Trainings with DGC and 1-bit Adam: resumed, by other numbers of ranks, in pipelines, on GPUs, with a bad gradient."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -51,25 +49,18 @@ def text(text: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "kept", "keys"),
-    [
-        ("onebit", 3, 2, {}),
-        ("dgc", 4, 2, PIPELINE),
-        ("onebit", 4, 4, PIPELINE),
-    ],
+    ("name", "ranks", "kept", "keys"), [("onebit", 3, 2, {}), ("dgc", 4, 2, PIPELINE), ("onebit", 4, 4, PIPELINE)]
 )
-def test_a_resumed_run_has_the_bits_of_the_whole_one(
-    text: dict[str, Any], tmp_path: Path, name: str, ranks: int, kept: int, keys: dict[str, Any]
-) -> None:
+def test_a_resumed_run_has_the_bits_of_the_whole_one(text, tmp_path, name, ranks, kept, keys):
     settings, last = text | BOTH[name] | keys, 6
 
-    def whole(comm: Communicator) -> tuple[Any, Path]:
+    def whole(comm):
         trainer = trainer_of(comm, settings)
         outcomes(trainer, kept, 0)
         path = CheckpointSaver(trainer, tmp_path / "saved").save(kept)
         return (outcomes(trainer, last, kept), bits(trainer)), path
 
-    def resumed(comm: Communicator) -> Any:
+    def resumed(comm):
         trainer = trainer_of(comm, settings, path)
         found = outcomes(trainer, last, kept)
         check_replicas(trainer.data_axis, trainer.exchange.parameters, last)
@@ -99,15 +90,15 @@ def owed(trainer: Trainer) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("after", [1, 3])
 @pytest.mark.parametrize("name", BOTH)
-def test_another_number_of_ranks_owes_as_much(text: dict[str, Any], tmp_path: Path, name: str, after: int) -> None:
+def test_another_number_of_ranks_owes_as_much(text, tmp_path, name, after):
     settings = text | BOTH[name]
 
-    def before(comm: Communicator) -> tuple[Path, dict[str, np.ndarray]]:
+    def before(comm):
         trainer = trainer_of(comm, settings)
         outcomes(trainer, 5, 0)
         return CheckpointSaver(trainer, tmp_path / "saved").save(5), owed(trainer)
 
-    def now(comm: Communicator) -> tuple[dict[str, np.ndarray], bool]:
+    def now(comm):
         trainer = trainer_of(comm, settings, path)
         found = owed(trainer)
         losses = [loss for loss, *_ in outcomes(trainer, 8, 5)]
@@ -126,10 +117,10 @@ def test_another_number_of_ranks_owes_as_much(text: dict[str, Any], tmp_path: Pa
     assert all(finite for _, finite in again)
 
 
-def test_a_frozen_variance_is_for_adam_only_once_one_rank_has_thawed_it(text: dict[str, Any], tmp_path: Path) -> None:
+def test_a_frozen_variance_is_for_adam_only_once_one_rank_has_thawed_it(text, tmp_path):
     adamw = {**text, "optimizer.beta2": 0.9}
 
-    def frozen(comm: Communicator) -> Path:
+    def frozen(comm):
         trainer = trainer_of(comm, adamw | ONEBIT)
         outcomes(trainer, 4, 0)
         path = CheckpointSaver(trainer, tmp_path / "saved").save(4)
@@ -145,10 +136,10 @@ def test_a_frozen_variance_is_for_adam_only_once_one_rank_has_thawed_it(text: di
     assert theirs == pytest.approx(ours, rel=1e-6)
 
 
-def test_one_rank_pays_what_signs_owe_and_goes_on_with_adam(rng: np.random.Generator) -> None:
+def test_one_rank_pays_what_signs_owe_and_goes_on_with_adam(rng):
     given = np.array([padded(rng.standard_normal) for _ in range(6)])
 
-    def body(comm: Communicator) -> list[np.ndarray]:
+    def body(comm):
         exchange = OneBitExchange(seat_of(comm, {"name": "adamw", "clip_norm": 0.0}), CompressionConfig(warmup_steps=4))
         given_steps(exchange, given[:5])
         (held, *_) = exchange._all()
@@ -167,15 +158,12 @@ def test_one_rank_pays_what_signs_owe_and_goes_on_with_adam(rng: np.random.Gener
 
 
 @pytest.mark.parametrize(
-    ("name", "steps_before", "keys"),
-    [("onebit", 2, {}), ("dgc", 2, PIPELINE), ("onebit", 5, PIPELINE)],
+    ("name", "steps_before", "keys"), [("onebit", 2, {}), ("dgc", 2, PIPELINE), ("onebit", 5, PIPELINE)]
 )
-def test_a_bad_gradient_on_one_rank_changes_nothing_anywhere(
-    text: dict[str, Any], name: str, steps_before: int, keys: dict[str, Any]
-) -> None:
+def test_a_bad_gradient_on_one_rank_changes_nothing_anywhere(text, name, steps_before, keys):
     settings = text | BOTH[name] | keys
 
-    def body(comm: Communicator) -> str:
+    def body(comm):
         trainer = trainer_of(comm, settings)
         outcomes(trainer, steps_before, 0)
         before, healthy = bits(trainer), trainer.model.loss.backward
@@ -192,12 +180,12 @@ def test_a_bad_gradient_on_one_rank_changes_nothing_anywhere(
 
 
 @pytest.mark.parametrize("clip", [0, 0.05])
-def test_a_pipeline_steps_as_one_rank_does(text: dict[str, Any], clip: float) -> None:
+def test_a_pipeline_steps_as_one_rank_does(text, clip):
     """What is clipped is the gradient of the replica, not that of a stage."""
     settings = text | DGC | {"optimizer.clip_norm": clip, "model.dropout": 0, "compression.warmup_steps": 0}
     settings |= {"compression.density": 1, "parallel.microbatches": 2}
 
-    def body(comm: Communicator, keys: dict[str, Any]) -> tuple[Range, np.ndarray, list[float]]:
+    def body(comm, keys):
         trainer = trainer_of(comm, settings | keys)
         found = [norm for _, norm, *_ in outcomes(trainer, 4, 0)]
         part = trainer.context.part
@@ -210,10 +198,10 @@ def test_a_pipeline_steps_as_one_rank_does(text: dict[str, Any], clip: float) ->
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_tensors_that_are_not_cut_stay_the_same_on_the_tensor_axis(text: dict[str, Any], name: str) -> None:
+def test_tensors_that_are_not_cut_stay_the_same_on_the_tensor_axis(text, name):
     settings = text | BOTH[name] | {"parallel.tensor": 2, "model.dropout": 0}
 
-    def body(comm: Communicator) -> dict[str, bytes]:
+    def body(comm):
         trainer = trainer_of(comm, settings)
         losses = [loss for loss, *_ in outcomes(trainer, 6, 0)]
         assert np.isfinite(losses).all()
@@ -226,11 +214,11 @@ def test_tensors_that_are_not_cut_stay_the_same_on_the_tensor_axis(text: dict[st
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_on_a_gpu_the_numbers_of_the_cpu(gpu: ModuleType, name: str) -> None:
+def test_on_a_gpu_the_numbers_of_the_cpu(gpu, name):
     rng = np.random.default_rng(5)  # drawn once: none of these signs hangs on rounding
     given = np.array([[padded(lambda n: rng.integers(-9, 10, n)) for _ in range(2)] for _ in range(6)])
 
-    def body(comm: Communicator, on: str) -> np.ndarray:
+    def body(comm, on):
         exchange: LocalGradients
         if name == "dgc":
             keys = {"name": "sgd", "momentum": 0.5, "learning_rate": 0.25, "weight_decay": 0.0, "clip_norm": 0.0}
@@ -255,32 +243,32 @@ def listed(comm: Communicator) -> list[Operation]:
     return operations(context, exchange, build_executor(context, exchange).copies, ParallelConfig())
 
 
-def test_lists_that_send_too_early_or_too_little_are_refused() -> None:
+def test_lists_that_send_too_early_or_too_little_are_refused():
     units = dict(enumerate(layout().units.values()))
     good = run_threads(2, listed)
     kinds = [op.kind for op in good[0]]
     assert kinds.index(Kind.REDUCE) < kinds.index(Kind.AGREE) < kinds.index(Kind.COMPRESS) < kinds.index(Kind.DIRECTION)
 
-    def check(change: Callable[[list[Operation]], list[Operation]], ranks: tuple[int, ...] = (0, 1)) -> None:
+    def check(change, ranks=(0, 1)):
         lists = [change(steps) if rank in ranks else steps for rank, steps in enumerate(good)]
         verify(lists, grid=ProcessGrid(data=2), units=units, microbatches=1)
 
-    def without(kind: Kind) -> Callable[[list[Operation]], list[Operation]]:
+    def without(kind):
         return lambda steps: [op for op in steps if op.kind is not kind]
 
-    def moved(kind: Kind, before: Kind) -> Callable[[list[Operation]], list[Operation]]:
-        def change(steps: list[Operation]) -> list[Operation]:
+    def moved(kind, before):
+        def change(steps):
             rest, own = without(kind)(steps), [op for op in steps if op.kind is kind]
             at = [op.kind for op in rest].index(before)
             return [*rest[:at], *own, *rest[at:]]
 
         return change
 
-    def halved(steps: list[Operation]) -> list[Operation]:
+    def halved(steps):
         half = Range(0, next(op.range.stop for op in steps if op.kind is Kind.COMPRESS and op.range) // 2)
         return [replace(op, range=half) if op.kind is Kind.COMPRESS else op for op in steps]
 
-    def doubled(steps: list[Operation]) -> list[Operation]:
+    def doubled(steps):
         return [same for op in steps for same in ([op, op] if op.kind is Kind.COMPRESS else [op])]
 
     check(lambda steps: steps)
@@ -314,7 +302,7 @@ def test_lists_that_send_too_early_or_too_little_are_refused() -> None:
         (ONEBIT | {"communication.overlap": "thread"}, "communication.overlap"),
     ],
 )
-def test_what_does_not_go_together_is_refused(text: dict[str, Any], keys: dict[str, Any], why: str) -> None:
+def test_what_does_not_go_together_is_refused(text, keys, why):
     with pytest.raises(ConfigurationError) as refused:
         recipes.load(None, [f"{key}={value}" for key, value in (text | keys).items()], {})
     assert why in str(refused.value) and refused.value.exit_code == 78

@@ -1,7 +1,6 @@
 """Every exchange with every compressor: a pair trains, or it is refused and says what to change."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 
 from harness.combinations import SMALL
 from harness.trainings import outcomes, trainer_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import COMPRESSIONS
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
@@ -74,7 +72,7 @@ def refusal(keys: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_pair_trains_or_says_why_not(exchange: str, shared_text: Path) -> None:
+def test_a_pair_trains_or_says_why_not(exchange, shared_text):
     """The names of the keys that refuse, and of those to change, are those of the recipe."""
     for name in NAMES:
         keys = SMALL | {"model.dropout": 0, "data.path": shared_text, "communication.compression": name}
@@ -86,7 +84,7 @@ def test_a_pair_trains_or_says_why_not(exchange: str, shared_text: Path) -> None
             assert re.search(r"set |choose |use |leave", said) and len(said) > 60, said
             continue
 
-        def run(comm: Communicator, keys: dict[str, Any] = keys) -> tuple[list[float], bool]:
+        def run(comm, keys=keys):
             trainer = trainer_of(comm, keys)
             found = [done[0] for done in outcomes(trainer, STEPS, 0)]
             return found, bool(np.isfinite(trainer.exchange.parameters.array).all())

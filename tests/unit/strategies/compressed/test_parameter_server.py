@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import product
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from harness.compressed.server import (
     gradients,
     start,
 )
-from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import CommunicationConfig
 from hpcdist.comm.record.timing import count_traffic
@@ -64,14 +62,14 @@ def check_as_one_process(case: Case, given: np.ndarray) -> None:
 
 @pytest.mark.parametrize("feedback", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_ten_steps_are_those_of_one_process(name: str, feedback: bool, rng: np.random.Generator) -> None:
+def test_ten_steps_are_those_of_one_process(name, feedback, rng):
     config = CompressionConfig(density=0.1, error_feedback=feedback)
     for ranks, servers in [(2, dedicated()), (4, colocated(2))] if feedback else [(3, dedicated(1)), (3, colocated())]:
         case = Case(ranks, servers, name, config)
         check_as_one_process(case, gradients(rng, case))
 
 
-def test_every_placement_is_that_of_one_process(rng: np.random.Generator) -> None:
+def test_every_placement_is_that_of_one_process(rng):
     for ranks in (1, 2, 4):
         servers = [dedicated(number) for number in range(1, ranks)] + [colocated(n) for n in range(1, ranks + 1)]
         for each, layout in product(servers, (UNEVEN, EVEN)):
@@ -80,27 +78,27 @@ def test_every_placement_is_that_of_one_process(rng: np.random.Generator) -> Non
 
 
 @pytest.mark.parametrize("name", ["int4", "topk", "randomk"])
-def test_the_first_updates_are_dense(name: str, rng: np.random.Generator) -> None:
+def test_the_first_updates_are_dense(name, rng):
     for servers in (dedicated(2), colocated()):
         case = Case(4, servers, name, CompressionConfig(density=0.1, warmup_steps=4))
         check_as_one_process(case, gradients(rng, case))
 
 
 @pytest.mark.parametrize("across", [True, False])
-def test_one_speaks_for_a_node_and_encodes_its_sum(across: bool, rng: np.random.Generator) -> None:
+def test_one_speaks_for_a_node_and_encodes_its_sum(across, rng):
     for ranks, servers in product((3, 4, 5), (dedicated(), colocated(1), colocated())):
         case = Case(ranks, servers, "int8", CompressionConfig(across_nodes=across), per_node=2)
         check_as_one_process(case, gradients(rng, case, 4))
 
 
 @pytest.mark.parametrize("working", ["float16", "bfloat16"])
-def test_16_bit_gradients_are_encoded_without_their_scale(working: str, rng: np.random.Generator) -> None:
+def test_16_bit_gradients_are_encoded_without_their_scale(working, rng):
     for servers, name in product((dedicated(2), colocated()), ("int8", "topk")):
         case = Case(4, servers, name, CompressionConfig(density=0.1), working=working, loss_scale=64.0)
         check_as_one_process(case, gradients(rng, case, 5))
 
 
-def test_a_gpu_has_the_bits_of_the_host(gpu: ModuleType, rng: np.random.Generator) -> None:
+def test_a_gpu_has_the_bits_of_the_host(gpu, rng):
     for case in (
         Case(2, dedicated(), "topk", replace(SOME, warmup_steps=1), on="gpu"),
         Case(3, colocated(), "int8", per_node=2, on="gpu"),
@@ -110,7 +108,7 @@ def test_a_gpu_has_the_bits_of_the_host(gpu: ModuleType, rng: np.random.Generato
     assert gpu.LOG.events
 
 
-def test_a_compressor_that_loses_nothing_gives_the_bits_of_none(rng: np.random.Generator) -> None:
+def test_a_compressor_that_loses_nothing_gives_the_bits_of_none(rng):
     for ranks, servers in [(2, dedicated()), (4, dedicated(2)), (3, colocated()), (4, colocated(2, mirrored=True))]:
         case = Case(ranks, servers, "topk", CompressionConfig(density=1.0))
         given = gradients(rng, case, 4)
@@ -118,7 +116,7 @@ def test_a_compressor_that_loses_nothing_gives_the_bits_of_none(rng: np.random.G
             assert ours.exchange.parameters.array.tobytes() == theirs.exchange.parameters.array.tobytes()
 
 
-def test_any_number_of_servers_has_the_same_bits_where_tensors_are_cut_alike(rng: np.random.Generator) -> None:
+def test_any_number_of_servers_has_the_same_bits_where_tensors_are_cut_alike(rng):
     """Servers that also work encode other parts than dedicated ones, so each placement is for itself."""
     given = gradients(rng, Case(2, dedicated(), layout=EVEN), 4)
     for name in ("int4", "qsgd", "topk"):
@@ -144,14 +142,12 @@ def padded(given: np.ndarray, servers: int) -> np.ndarray:
 
 @pytest.mark.parametrize("servers", [dedicated(2), colocated(), colocated(mirrored=True)])
 @pytest.mark.parametrize("name", ["int8", "topk", "randomk", "sign"])
-def test_recorded_bytes_are_those_of_the_formula(
-    name: str, servers: ParameterServerConfig, rng: np.random.Generator
-) -> None:
+def test_recorded_bytes_are_those_of_the_formula(name, servers, rng):
     case = Case(4, servers, name, CompressionConfig(density=0.1))
     given = gradients(rng, case, 2)
     made = compressor(name, case.config)
 
-    def sent(comm: Communicator, case: Case) -> tuple[int, list[tuple[Range, int]]]:
+    def sent(comm, case):
         job = Job(comm, case)
         with count_traffic(comm) as traffic:
             for row in given:
@@ -171,14 +167,14 @@ def test_recorded_bytes_are_those_of_the_formula(
         assert ours < theirs or not pushed
 
 
-def test_a_gradient_that_is_not_finite_stops_all_before_a_weight_is_touched(rng: np.random.Generator) -> None:
+def test_a_gradient_that_is_not_finite_stops_all_before_a_weight_is_touched(rng):
     bad_values = (("int8", np.nan), ("topk", np.inf), ("sign", np.nan), ("float16", np.inf))
     for servers, (name, bad) in product((dedicated(), colocated()), bad_values):
         case = Case(3, servers, name)
         given = gradients(rng, case, 3)
         given[2, 1, 3] = bad
 
-        def body(comm: Communicator, case: Case = case, given: np.ndarray = given) -> None:
+        def body(comm, case=case, given=given):
             job = Job(comm, case)
             assert all(job.step(row[comm.rank]) for row in given[:2])
             before = job.exchange.parameters.array.tobytes()
@@ -190,14 +186,14 @@ def test_a_gradient_that_is_not_finite_stops_all_before_a_weight_is_touched(rng:
         run_threads(3, body)
 
 
-def test_a_skipped_16_bit_step_changes_no_residual(rng: np.random.Generator) -> None:
+def test_a_skipped_16_bit_step_changes_no_residual(rng):
     for servers, owes in product((dedicated(), colocated()), (False, True)):
         case = Case(3, servers, "int8", working="float16", loss_scale=256.0)
         given = gradients(rng, case, 3)
         overflowing = given[1].copy()
         overflowing[1, 3] = 1e4  # beyond float16 once it is scaled
 
-        def body(comm: Communicator, case: Case = case, rows: tuple[np.ndarray, ...] = (), owes: bool = owes) -> bytes:
+        def body(comm, case=case, rows=(), owes=owes):
             job = Job(comm, case)
             this = job.exchange
             for row in rows:
@@ -216,12 +212,12 @@ def test_a_skipped_16_bit_step_changes_no_residual(rng: np.random.Generator) -> 
         assert found[0] == found[1]
 
 
-def test_what_is_owed_of_an_own_range_is_paid_at_once(rng: np.random.Generator) -> None:
+def test_what_is_owed_of_an_own_range_is_paid_at_once(rng):
     case = Case(2, colocated(), "int8")
     given = gradients(rng, case, 1)
     owed = gradients(rng, case, 1)[0]
 
-    def body(comm: Communicator) -> tuple[np.ndarray, np.ndarray]:
+    def body(comm):
         job = Job(comm, case)
         this = job.exchange
         this.residuals.feedback.residuals.array[...] = owed[comm.rank]
@@ -237,11 +233,11 @@ def test_what_is_owed_of_an_own_range_is_paid_at_once(rng: np.random.Generator) 
     np.testing.assert_allclose(sums + residuals, pushed, rtol=1e-5, atol=1e-5)
 
 
-def test_a_lost_server_is_rebuilt_and_goes_on_to_the_bit(rng: np.random.Generator) -> None:
+def test_a_lost_server_is_rebuilt_and_goes_on_to_the_bit(rng):
     case = Case(4, dedicated(2, mirrored=True), "int8")
     given = gradients(rng, case, 4)
 
-    def body(comm: Communicator, lost: int | None) -> bytes:
+    def body(comm, lost):
         job = Job(comm, case)
         for number, row in enumerate(given):
             if number == 2 and lost is not None:
@@ -278,19 +274,17 @@ def recipe_of(servers: ParameterServerConfig, name: str, algorithm: str, across:
         (ParameterServerConfig(), "int8", "ring", True, "communication.algorithm = 'hierarchical'"),
     ],
 )
-def test_what_is_not_built_is_refused(
-    servers: ParameterServerConfig, name: str, algorithm: str, across: bool, why: str
-) -> None:
+def test_what_is_not_built_is_refused(servers, name, algorithm, across, why):
     with pytest.raises(ConfigurationError, match=why):
         recipe_of(servers, name, algorithm, across)
 
 
-def test_a_bound_of_no_steps_is_lock_step() -> None:
+def test_a_bound_of_no_steps_is_lock_step():
     recipe_of(ParameterServerConfig(consistency="ssp"), "int8", "hierarchical", across=True)
 
 
-def test_only_what_speaks_keeps_residuals() -> None:
-    def body(comm: Communicator, case: Case) -> int:
+def test_only_what_speaks_keeps_residuals():
+    def body(comm, case):
         this = Job(comm, case).exchange
         assert isinstance(this, CompressedServerExchange) and this.residuals is not None
         return this.residuals.feedback.residuals.array.size

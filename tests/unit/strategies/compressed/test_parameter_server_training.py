@@ -1,7 +1,6 @@
 """Trainings on a parameter server with compressed gradients: products, checkpoints, NaN, and what recipes refuse."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,11 +8,10 @@ import pytest
 from harness import trainings
 from harness.threads import on_threads
 from harness.trainings import PIPELINE, SERVER, Trained, assembled, refused
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.compressed.error_feedback import Residuals
-from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -36,7 +34,7 @@ def state(trainer: Trainer) -> dict[tuple[str, str, int], bytes]:
     ("axes", "lossless"),
     [(PIPELINE, False), ({"parallel.tensor": 2}, False), ({**PIPELINE, "parallel.tensor": 2}, True)],
 )
-def test_in_a_product_every_place_has_servers_of_its_own(axes: Settings, lossless: bool, words: Settings) -> None:
+def test_in_a_product_every_place_has_servers_of_its_own(axes, lossless, words):
     ranks = 2 * int(axes.get("parallel.pipeline", 1)) * int(axes.get("parallel.tensor", 1))
     settings = {**words, **COLOCATED, **axes}
     dense = run_threads(ranks, lambda comm: Trained(comm, settings).losses)[0]
@@ -63,15 +61,15 @@ def test_in_a_product_every_place_has_servers_of_its_own(axes: Settings, lossles
         (COLOCATED, {**INT8, "precision.mode": "float16", "precision.loss_scale": 1024}),
     ],
 )
-def test_a_run_goes_on_to_the_bit(placed: Settings, way: Settings, words: Settings, tmp_path: Path) -> None:
+def test_a_run_goes_on_to_the_bit(placed, way, words, tmp_path):
     settings = {**words, **placed, **way}
 
-    def through(comm: Communicator) -> tuple[list[float], dict[tuple[str, str, int], bytes]]:
+    def through(comm):
         trainer = assembled(comm, settings)
         steps(trainer, 4)
         return state(trainer)
 
-    def stopped(comm: Communicator) -> dict[tuple[str, str, int], bytes]:
+    def stopped(comm):
         trainer = assembled(comm, settings)
         steps(trainer, 2)
         again = assembled(comm, settings, CheckpointSaver(trainer, tmp_path).save(2))
@@ -86,16 +84,16 @@ def test_a_run_goes_on_to_the_bit(placed: Settings, way: Settings, words: Settin
 
 
 @pytest.mark.parametrize(("now", "after"), [(2, COLOCATED), (4, SERVER), (2, {"parallel.strategy": "allreduce"})])
-def test_what_is_owed_is_the_same_for_other_workers(now: int, after: Settings, words: Settings, tmp_path: Path) -> None:
+def test_what_is_owed_is_the_same_for_other_workers(now, after, words, tmp_path):
     settings, others = {**words, **COLOCATED, **TOPK}, {**words, **after, **TOPK}
 
-    def owed(trainer: Trainer) -> dict[str, np.ndarray]:
+    def owed(trainer):
         found = {}
         for segment, where in trainer.exchange.residuals.feedback.residuals.tensors():
             found[segment.key] = trainer.exchange.residuals.feedback.residuals.contents(where).copy()
         return found
 
-    def before(comm: Communicator) -> tuple[Path, dict[str, np.ndarray]]:
+    def before(comm):
         trainer = assembled(comm, settings)
         steps(trainer, 2)
         return CheckpointSaver(trainer, tmp_path).save(2), owed(trainer)
@@ -111,10 +109,10 @@ def test_what_is_owed_is_the_same_for_other_workers(now: int, after: Settings, w
     assert np.isfinite(run_threads(now, lambda comm: steps(assembled(comm, others, old[0][0]), 4))).all()
 
 
-def test_a_checkpoint_without_residuals_begins_with_none(words: Settings, tmp_path: Path) -> None:
+def test_a_checkpoint_without_residuals_begins_with_none(words, tmp_path):
     settings = {**words, **SERVER}
 
-    def dense(comm: Communicator) -> Path:
+    def dense(comm):
         trainer = assembled(comm, settings)
         steps(trainer, 2)
         return CheckpointSaver(trainer, tmp_path).save(2)
@@ -126,15 +124,13 @@ def test_a_checkpoint_without_residuals_begins_with_none(words: Settings, tmp_pa
 
 @pytest.mark.parametrize("placed", [SERVER, COLOCATED])
 @on_threads(3)
-def test_a_gradient_that_overflows_ends_the_run_on_all_ranks(
-    comm: Communicator, placed: Settings, words: Settings
-) -> None:
+def test_a_gradient_that_overflows_ends_the_run_on_all_ranks(comm, placed, words):
     trainer = assembled(comm, {**words, **placed, **TOPK})
     steps(trainer, 2)
     trainer = replace(trainer, first_step=2)
     handlers, push = trainer.executor._handlers, trainer.exchange.push
 
-    def overflow(op: Operation) -> None:
+    def overflow(op):
         trainer.exchange.gradients.range(op.range)[:1] = np.inf
         push(op)
 
@@ -161,6 +157,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_recipe_that_does_not_go_with_it_is_refused(case: str) -> None:
+def test_a_recipe_that_does_not_go_with_it_is_refused(case):
     settings, why = REFUSED[case]
     refused({**SERVER, **INT8, **settings}, why)

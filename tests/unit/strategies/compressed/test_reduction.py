@@ -20,7 +20,6 @@ from hpcdist.strategies.compressed import reduction
 from hpcdist.strategies.compressed.config import COMPRESSORS, LOW_RANK, QUANTISED, SUMMED, CompressionConfig
 from hpcdist.strategies.compressed.low_rank import PowerSgdReduction
 from hpcdist.strategies.compressed.reduction import (
-    CodedUnit,
     CompressedReduction,
     GatheredReduction,
     GradientCoder,
@@ -137,11 +136,11 @@ class OneProcess:
 
 @pytest.mark.parametrize("feedback", [True, False])
 @pytest.mark.parametrize("name", [name for name in COMPRESSORS if name not in LOW_RANK])
-def test_a_sum_is_that_of_one_process_that_encodes_for_all(rng: np.random.Generator, name: str, feedback: bool) -> None:
+def test_a_sum_is_that_of_one_process_that_encodes_for_all(rng, name, feedback):
     for ranks in (2, 3, 4):
         given = [gradients(rng, ranks) for _ in range(STEPS)]
 
-        def run(comm: Communicator, given: list[np.ndarray] = given) -> list[np.ndarray]:
+        def run(comm, given=given):
             made = make(comm, name, feedback=feedback)
             return [made.step(step, given[step][comm.rank]) for step in range(STEPS)]
 
@@ -158,11 +157,11 @@ def test_a_sum_is_that_of_one_process_that_encodes_for_all(rng: np.random.Genera
 
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("name", [*COMPRESSORS])
-def test_what_is_not_in_a_sum_is_in_the_residuals(rng: np.random.Generator, name: str, across: bool) -> None:
+def test_what_is_not_in_a_sum_is_in_the_residuals(rng, name, across):
     ranks, nodes = (4, 2) if across else (3, 3)
     given = [gradients(rng, ranks) for _ in range(STEPS)]
 
-    def run(comm: Communicator) -> tuple[list[np.ndarray], list[tuple[Range, np.ndarray]]]:
+    def run(comm):
         made = make(comm, name, feedback=True, across=across)
         sums = [made.step(step, given[step][comm.rank]) for step in range(STEPS)]
         assert made.codes.feedback is not None
@@ -183,12 +182,12 @@ def test_what_is_not_in_a_sum_is_in_the_residuals(rng: np.random.Generator, name
             np.testing.assert_array_equal(own, first)
 
 
-def test_powersgd_takes_the_projection_of_the_mean(rng: np.random.Generator) -> None:
+def test_powersgd_takes_the_projection_of_the_mean(rng):
     """Against subspace iteration in float64 by a QR factorisation, which spans the same columns."""
     ranks = 3
     given = [gradients(rng, ranks) for _ in range(STEPS)]
 
-    def run(comm: Communicator) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+    def run(comm):
         made = make(comm, "powersgd", feedback=True)
         assert isinstance(made.codes, PowerSgdReduction)
         first = {key: matrix.query.copy() for key, matrix in made.codes.matrices.items()}
@@ -213,12 +212,12 @@ def test_powersgd_takes_the_projection_of_the_mean(rng: np.random.Generator) -> 
 
 
 @pytest.mark.parametrize("name", [*COMPRESSORS])
-def test_one_nan_reaches_all_ranks_and_no_residual_of_its_rank(rng: np.random.Generator, name: str) -> None:
+def test_one_nan_reaches_all_ranks_and_no_residual_of_its_rank(rng, name):
     given = gradients(rng, 3)
     bad = LAYOUT.by_key["1.weight"].range
     given[1, bad.start + 7] = np.inf
 
-    def run(comm: Communicator) -> tuple[np.ndarray, bool]:
+    def run(comm):
         made = make(comm, name, feedback=True)
         found = made.step(0, given[comm.rank])
         assert made.codes.feedback is not None
@@ -254,10 +253,10 @@ def message_bytes(payloads: list[int]) -> int:
 
 
 @pytest.mark.parametrize("name", [*COMPRESSORS])
-def test_bytes_follow_the_formula(rng: np.random.Generator, name: str) -> None:
+def test_bytes_follow_the_formula(rng, name):
     given = gradients(rng, 2)
 
-    def run(comm: Communicator) -> int:
+    def run(comm):
         made = make(comm, name, feedback=True)
         with count_traffic(comm) as traffic:
             made.step(0, given[comm.rank])
@@ -271,10 +270,10 @@ def test_bytes_follow_the_formula(rng: np.random.Generator, name: str) -> None:
         assert found == [expected_bytes(name, 2, rank) for rank in range(2)]
 
 
-def test_what_one_rank_sums_is_not_encoded(rng: np.random.Generator) -> None:
+def test_what_one_rank_sums_is_not_encoded(rng):
     given = gradients(rng, 1)
 
-    def run(comm: Communicator) -> np.ndarray:
+    def run(comm):
         way = make(comm, "float16", feedback=False).reduction
         assert isinstance(way, QuantisedReduction)
         found = given[0].copy()
@@ -285,13 +284,11 @@ def test_what_one_rank_sums_is_not_encoded(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("name", ["float16", "topk"])
-def test_long_messages_travel_in_segments_between_nodes(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_long_messages_travel_in_segments_between_nodes(rng, monkeypatch, name):
     monkeypatch.setattr(reduction, "SEGMENT_BYTES", 100)
     given = gradients(rng, 3)
 
-    def run(comm: Communicator) -> tuple[np.ndarray, int, int]:
+    def run(comm):
         made = make(comm, name, feedback=True)
         with count_traffic(comm) as traffic:
             found = made.step(0, given[comm.rank])
@@ -304,8 +301,8 @@ def test_long_messages_travel_in_segments_between_nodes(
         assert one[1] < one[2] / 100 <= other[1] < one[1] + one[2] / 100, "each but the last of a message is full"
 
 
-def test_nodes_of_different_sizes_are_refused() -> None:
-    def run(comm: Communicator) -> str:
+def test_nodes_of_different_sizes_are_refused():
+    def run(comm):
         with pytest.raises(ConfigurationError, match="across_nodes"):
             make(comm, "int8", feedback=True, across=True)
         return "refused"
@@ -314,20 +311,18 @@ def test_nodes_of_different_sizes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("bucket_bytes", [100, 1000])
-def test_draws_of_no_two_pieces_have_the_same_name(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
-) -> None:
+def test_draws_of_no_two_pieces_have_the_same_name(rng, monkeypatch, bucket_bytes):
     """However short buckets are, in both phases and on all ranks."""
     found: list[RandomKey] = []
     named = GradientCoder._key
 
-    def noted(coder: GradientCoder, unit: CodedUnit) -> RandomKey:
+    def noted(coder, unit):
         found.append(named(coder, unit))
         return found[-1]
 
     monkeypatch.setattr(GradientCoder, "_key", noted)
 
-    def run(comm: Communicator) -> None:
+    def run(comm):
         made = models.build(ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64), "float32", context=8)
         given = {"world": comm, "data": comm, "pipeline": comm.split(comm.rank), "model": made, "total_steps": 1}
         context = RankContext(optimizer=OptimizerConfig(), bucket_bytes=bucket_bytes, **given)
@@ -340,7 +335,7 @@ def test_draws_of_no_two_pieces_have_the_same_name(
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
-def test_powersgd_sends_stacked_biases_as_they_are(rng: np.random.Generator, rank: int) -> None:
+def test_powersgd_sends_stacked_biases_as_they_are(rng, rank):
     """Three biases of (3, h) would be a matrix by their shape, and lose two thirds of what they have at rank 1."""
     config = ModelConfig(kind="gpt", layers=1, hidden=16, heads=2, vocabulary=32, kv_heads=1)
     for made in (config, replace(config, kv_heads=0)):
@@ -349,7 +344,7 @@ def test_powersgd_sends_stacked_biases_as_they_are(rng: np.random.Generator, ran
         biases = [segment for segment in layout.segments if segment.spec.name in ("qkv.bias", "kv.bias")]
         assert biases and all(len(segment.spec.shape) == 2 for segment in biases)
 
-        def run(comm: Communicator, layout: Layout = layout, given: np.ndarray = given) -> tuple[np.ndarray, set[str]]:
+        def run(comm, layout=layout, given=given):
             parts = list(layout.units.values())
             way, found = PowerSgdReduction(comm, layout, parts, rank, 3, "ring"), given[comm.rank].copy()
             for part in parts:

@@ -46,11 +46,11 @@ def begun(comm: Communicator, given: dict[str, Any], path: Path) -> tuple[Path, 
 
 
 @pytest.mark.parametrize("of", [FACTORS, {"communication.compression": "int8"}])
-def test_a_run_over_nodes_goes_on_bit_for_bit(keys: dict[str, Any], tmp_path: Path, of: dict[str, Any]) -> None:
+def test_a_run_over_nodes_goes_on_bit_for_bit(keys, tmp_path, of):
     """Factors differ from rank to rank of a node: each has those of its own share."""
     given = keys | of | ACROSS
 
-    def resumed(comm: Communicator, path: Path) -> tuple[Any, Any]:
+    def resumed(comm, path):
         trainer = trainer_of(comm, given, path)
         return bits(trainer), outcomes(trainer, 2 * HALF, HALF)
 
@@ -67,10 +67,8 @@ def test_a_run_over_nodes_goes_on_bit_for_bit(keys: dict[str, Any], tmp_path: Pa
         (FACTORS, FACTORS | {"compression.rank": 64}),
     ],
 )
-def test_another_compressor_takes_over_what_is_owed(
-    keys: dict[str, Any], tmp_path: Path, before: dict[str, Any], now: dict[str, Any]
-) -> None:
-    def resumed(comm: Communicator, path: Path) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def test_another_compressor_takes_over_what_is_owed(keys, tmp_path, before, now):
+    def resumed(comm, path):
         trainer = trainer_of(comm, keys | now, path)
         first = owed(trainer)
         outcomes(trainer, HALF + 1, HALF)
@@ -86,12 +84,10 @@ def test_another_compressor_takes_over_what_is_owed(
             assert not factors and not then.any(), "where nothing is encoded, all is paid with the next gradient"
 
 
-def test_biases_that_had_factors_are_paid_what_they_are_owed(
-    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_biases_that_had_factors_are_paid_what_they_are_owed(keys, tmp_path, monkeypatch):
     """A checkpoint of a version that took stacked biases for matrices."""
 
-    def resumed(comm: Communicator, path: Path) -> tuple[np.ndarray, np.ndarray]:
+    def resumed(comm, path):
         trainer = trainer_of(comm, keys | FACTORS, path)
         assert not [key for key, _ in bits(trainer) if "powersgd" in key and "bias" in key]
         bias = trainer.model.layout.by_key["1.qkv.bias"].range
@@ -106,10 +102,10 @@ def test_biases_that_had_factors_are_paid_what_they_are_owed(
         assert first.any() and not then.any()
 
 
-def test_one_rank_alone_pays_what_two_ranks_owed(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_one_rank_alone_pays_what_two_ranks_owed(keys, tmp_path):
     given = keys | {"communication.compression": "sign", "optimizer.name": "sgd", "optimizer.clip_norm": 0}
 
-    def resumed(comm: Communicator, path: Path, *, forgets: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
+    def resumed(comm, path, *, forgets):
         trainer = trainer_of(comm, given, path)
         first = owed(trainer)
         if forgets:
@@ -126,16 +122,16 @@ def test_one_rank_alone_pays_what_two_ranks_owed(keys: dict[str, Any], tmp_path:
     np.testing.assert_allclose(paid - unpaid, -rate * first, atol=1e-6)
 
 
-def test_an_overflow_does_not_lose_what_was_about_to_be_paid(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_an_overflow_does_not_lose_what_was_about_to_be_paid(keys, tmp_path):
     given = keys | {"communication.compression": "sign", "precision.mode": "float16", "precision.loss_scale": 256.0}
 
-    def resumed(comm: Communicator, path: Path) -> tuple[list[bool], list[bool]]:
+    def resumed(comm, path):
         trainer = trainer_of(comm, given, path)
         exchange, first = trainer.exchange, owed(trainer)
         assert isinstance(exchange, CompressedExchange)
         reduce, kept = exchange.reduce, exchange.handlers
 
-        def spoiled(op: Any) -> None:
+        def spoiled(op):
             exchange.gradients.range(op.range)[3] = np.inf
             reduce(op)
 
@@ -151,8 +147,8 @@ def test_an_overflow_does_not_lose_what_was_about_to_be_paid(keys: dict[str, Any
     assert run_threads(1, lambda comm: resumed(comm, found[0][0])) == [([True, False], [True, True])]
 
 
-def test_what_does_not_leave_a_node_is_not_compressed(keys: dict[str, Any]) -> None:
-    def run(comm: Communicator, more: dict[str, Any]) -> list[float]:
+def test_what_does_not_leave_a_node_is_not_compressed(keys):
+    def run(comm, more):
         return losses(trainer_of(comm, keys | {"communication.algorithm": "native"} | more), 3)
 
     dense, across = (
@@ -163,7 +159,7 @@ def test_what_does_not_leave_a_node_is_not_compressed(keys: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_another_loss_scale_changes_neither_steps_nor_what_is_owed(keys: dict[str, Any], served: bool) -> None:
+def test_another_loss_scale_changes_neither_steps_nor_what_is_owed(keys, served):
     """Powers of 2, but for what 16 bits round: a scale in the wrong place is a factor of 16, hidden by AdamW."""
     servers = {"parallel.strategy": "parameter_server", "parameter_server.placement": "colocated"}
     sgd = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.05, "optimizer.clip_norm": 0, "optimizer.momentum": 0}
@@ -171,7 +167,7 @@ def test_another_loss_scale_changes_neither_steps_nor_what_is_owed(keys: dict[st
         keys | sgd | {"communication.compression": "int4", "precision.mode": "float16"} | (servers if served else {})
     )
 
-    def run(comm: Communicator, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    def run(comm, scale):
         trainer = trainer_of(comm, given | {"precision.loss_scale": scale})
         first = trainer.exchange.parameters.array.astype(np.float32)
         assert not any(done[2] for done in outcomes(trainer, HALF, 0))
@@ -184,9 +180,7 @@ def test_another_loss_scale_changes_neither_steps_nor_what_is_owed(keys: dict[st
         assert 0.5 < np.abs(also).sum() / np.abs(kept).sum() < 2
 
 
-def test_as_many_ranks_keep_a_measured_choice_and_others_measure_again(
-    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_ranks_keep_a_measured_choice_and_others_measure_again(keys, tmp_path, monkeypatch):
     monkeypatch.setattr(selection, "decide", lambda *args, **more: CompressionDecision("int8", "measured"))
     monkeypatch.setattr(selection, "tuning_is_off", lambda world: False)
     given = keys | {"communication.compression": "auto"}

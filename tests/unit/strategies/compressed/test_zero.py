@@ -1,6 +1,5 @@
 """ZeRO with compressed messages is what its definition says, step by step, and its replicas compute with one model."""
 
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -10,12 +9,11 @@ from harness.compressed.zero import RATE, Defined, Driven, compare, cuts_of, dra
 from harness.threads import on_threads
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
+from hpcdist.strategies.zero.config import ZeroConfig
 
 STEPS = 10
 HPZ = ZeroConfig(parameters=2)
@@ -25,11 +23,11 @@ NAMES = ("float16", "bfloat16", "int8", "int4", "adaptive", "qsgd", "sign", "top
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ten_steps_are_those_of_the_definition(name: str, rng: np.random.Generator) -> None:
+def test_ten_steps_are_those_of_the_definition(name, rng):
     stage, size = 1 + NAMES.index(name) % 3, 1 + NAMES.index(name) % 4
     draw = int(rng.integers(1 << 31))
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         keys = {"density": 0.1} if name in ("topk", "randomk") else {}
         driven = Driven(comm, stage, name=name, draw=draw, **keys)
         compare(driven, Defined(driven.exchange.degrees, comm.size, name, **keys), STEPS)
@@ -58,14 +56,12 @@ WITH_REPLICAS = ZeroConfig(parameters=1, gradients=2, optimizer=2)
     ],
 )
 @on_threads(4, ranks_per_node=2)
-def test_all_degrees_and_micro_batches_are_those_of_the_definition(
-    comm: Communicator, zero: ZeroConfig, name: str, microbatches: int, keys: dict[str, Any]
-) -> None:
+def test_all_degrees_and_micro_batches_are_those_of_the_definition(comm, zero, name, microbatches, keys):
     driven = Driven(comm, 3, zero, name, microbatches=microbatches, **keys)
     degrees, across = driven.exchange.degrees, keys.get("across_nodes", False)
     blocks = degrees.parameters, degrees.gradients, degrees.optimizer
 
-    def between(level: int) -> bool:  # the first two ranks of a block are on a node
+    def between(level):  # the first two ranks of a block are on a node
         return not across or level == 3 or blocks[level] > 2
 
     compare(driven, Defined(degrees, comm.size, name, between, **keys), 4)
@@ -82,10 +78,8 @@ def test_all_degrees_and_micro_batches_are_those_of_the_definition(
         (ZeroConfig(parameters=2, gradients=2, persistent_below=1100), 8, False, (0, 2)),
     ],
 )
-def test_all_compute_with_what_is_decoded_and_owners_keep_what_is_exact(
-    zero: ZeroConfig, bits: int, across: bool, levels: tuple[int, ...], working: str | None
-) -> None:
-    def body(comm: Communicator) -> tuple[np.ndarray, dict[tuple[str, str], np.ndarray], ShardingDegrees]:
+def test_all_compute_with_what_is_decoded_and_owners_keep_what_is_exact(zero, bits, across, levels, working):
+    def body(comm):
         run = Driven(comm, 3, zero, "none", working, parameters=f"int{bits}", across_nodes=across)
         plain = Driven(comm, 3, zero, "none", working)
         for driven in (run, plain):
@@ -130,7 +124,7 @@ def message_bytes(run: Driven, part: Range, bits: int) -> int:
 
 @pytest.mark.parametrize(("bits", "size"), [(8, 3), (4, 4)])
 @on_threads("size")
-def test_bytes_are_those_of_the_formula(comm: Communicator, bits: int, size: int) -> None:
+def test_bytes_are_those_of_the_formula(comm, bits, size):
     run = Driven(comm, 3, name=f"int{bits}", microbatches=2, parameters=f"int{bits}")
     run.run()
     run.computed_with()
@@ -165,9 +159,7 @@ RESUMED = (
 
 @pytest.mark.parametrize(("stage", "zero", "name", "working", "keys"), RESUMED)
 @on_threads(4, ranks_per_node=2)
-def test_a_resumed_run_goes_on_to_the_bit(
-    comm: Communicator, stage: int, zero: ZeroConfig, name: str, working: str | None, keys: dict[str, Any]
-) -> None:
+def test_a_resumed_run_goes_on_to_the_bit(comm, stage, zero, name, working, keys):
     given = stage, zero, name, working, 2
     run, resumed = Driven(comm, *given, **keys), Driven(comm, *given, **keys)
     run.run(3)
@@ -192,8 +184,8 @@ def owed(state: dict[tuple[str, str], np.ndarray]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(("size", "stage", "zero"), [(1, 2, ZeroConfig()), (3, 3, ZeroConfig()), (4, 3, HPZ)])
-def test_another_number_of_ranks_takes_over_what_is_owed_and_pays_it(size: int, stage: int, zero: ZeroConfig) -> None:
-    def before(comm: Communicator) -> tuple[dict[tuple[str, str], np.ndarray], dict[str, Any]]:
+def test_another_number_of_ranks_takes_over_what_is_owed_and_pays_it(size, stage, zero):
+    def before(comm):
         run = Driven(comm, 2, name="int4")
         run.run(3)
         return run.saved(), run.exchange.state()
@@ -202,7 +194,7 @@ def test_another_number_of_ranks_takes_over_what_is_owed_and_pays_it(size: int, 
     lost = owed(state)
     assert sum(np.abs(values).sum() for values in lost.values()) > 0
 
-    def after(comm: Communicator) -> None:
+    def after(comm):
         run = Driven(comm, stage, zero, "int4")
         run.load(state, numbers, 3)
         for tensor, values in owed(run.saved()).items():
@@ -221,15 +213,15 @@ def test_another_number_of_ranks_takes_over_what_is_owed_and_pays_it(size: int, 
     run_threads(size, after, 2 if size == 4 else None)
 
 
-def test_what_is_owed_is_paid_by_the_first_step_that_is_applied() -> None:
-    def before(comm: Communicator) -> tuple[dict[tuple[str, str], np.ndarray], dict[str, Any]]:
+def test_what_is_owed_is_paid_by_the_first_step_that_is_applied():
+    def before(comm):
         run = Driven(comm, 2, name="int4", working="float16")
         run.run(2)
         return run.saved(), run.exchange.state()
 
     state, numbers = run_threads(2, before)[0]
 
-    def after(comm: Communicator) -> None:
+    def after(comm):
         run = Driven(comm, 2, name="int4", working="float16")
         run.load(state, numbers, 2)
         due = owed(run.saved())
@@ -243,7 +235,7 @@ def test_what_is_owed_is_paid_by_the_first_step_that_is_applied() -> None:
 
 
 @on_threads(2)
-def test_a_run_that_did_not_compress_begins_with_nothing_owed(comm: Communicator) -> None:
+def test_a_run_that_did_not_compress_begins_with_nothing_owed(comm):
     dense, run = Driven(comm, 2, name="none"), Driven(comm, 2)
     dense.run(2)
     run.load(dense.saved(), dense.exchange.state(), 2)
@@ -253,7 +245,7 @@ def test_a_run_that_did_not_compress_begins_with_nothing_owed(comm: Communicator
 
 @pytest.mark.parametrize("name", ["sign", "topk"])
 @on_threads(4)
-def test_an_overflow_on_one_rank_changes_nothing_on_any(comm: Communicator, name: str) -> None:
+def test_an_overflow_on_one_rank_changes_nothing_on_any(comm, name):
     keys: dict[str, Any] = {"density": 0.2} if name == "topk" else {}
     run, other = (Driven(comm, 3, HPZ, name, "float16", 2, parameters="int8", **keys) for _ in range(2))
     for driven in (run, other):
@@ -272,7 +264,7 @@ def test_an_overflow_on_one_rank_changes_nothing_on_any(comm: Communicator, name
 
 
 @on_threads(3)
-def test_one_bad_gradient_is_seen_by_all_where_nothing_rolls_back(comm: Communicator) -> None:
+def test_one_bad_gradient_is_seen_by_all_where_nothing_rolls_back(comm):
     run = Driven(comm, 2, name="sign")
     run.run()
     weights_before = run.exchange.parameters.array.tobytes()
@@ -283,7 +275,7 @@ def test_one_bad_gradient_is_seen_by_all_where_nothing_rolls_back(comm: Communic
 
 
 @on_threads(2)
-def test_residuals_are_in_unscaled_units(comm: Communicator) -> None:
+def test_residuals_are_in_unscaled_units(comm):
     one, other = (Driven(comm, 2, name="int8", working="bfloat16") for _ in range(2))
     assert [one.run(scale=scale) for scale in (8.0, 64.0, 1.0)] == [other.run(scale=1.0) for _ in range(3)]
     state, again = one.saved(), other.saved()
@@ -292,7 +284,7 @@ def test_residuals_are_in_unscaled_units(comm: Communicator) -> None:
 
 
 @on_threads(2)
-def test_the_first_updates_are_dense(comm: Communicator) -> None:
+def test_the_first_updates_are_dense(comm):
     run, dense = Driven(comm, 2, name="int4", warmup_steps=2), Driven(comm, 2, name="none")
     assert run.run(2) == dense.run(2)
     assert run.exchange.parameters.array.tobytes() == dense.exchange.parameters.array.tobytes()
@@ -300,7 +292,7 @@ def test_the_first_updates_are_dense(comm: Communicator) -> None:
 
 
 @on_threads(4, ranks_per_node=2)
-def test_levels_that_mix_nodes_and_parameters_that_stay_whole_are_refused(comm: Communicator) -> None:
+def test_levels_that_mix_nodes_and_parameters_that_stay_whole_are_refused(comm):
     for zero, keys in ((ZeroConfig(), {}), (ZeroConfig(gradients=4), {"parameters": "int8"})):
         with pytest.raises(ConfigurationError, match=r"neither all on one node.*zero.parameters or zero.gradients"):
             Driven(comm, 3, zero, across_nodes=True, **keys)
@@ -309,10 +301,10 @@ def test_levels_that_mix_nodes_and_parameters_that_stay_whole_are_refused(comm: 
 
 
 @pytest.mark.parametrize(("name", "working"), [("int4", "bfloat16"), ("topk", None)])
-def test_on_a_gpu_it_gives_the_bits_of_the_cpu(gpu: ModuleType, name: str, working: str | None) -> None:
+def test_on_a_gpu_it_gives_the_bits_of_the_cpu(gpu, name, working):
     keys: dict[str, Any] = {"density": 0.2} if name == "topk" else {}
 
-    def body(comm: Communicator, on: str) -> tuple[list[float], np.ndarray, dict[tuple[str, str], np.ndarray]]:
+    def body(comm, on):
         run = Driven(comm, 3, HPZ, name, working, 2, on=on, parameters="int8", **keys)
         return run.run(2), run.computed_with(), run.saved()
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from harness.trainings import losses, refused, state, trainer_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.compressed.zero import CompressedZero
 from hpcdist.strategies.core.replica_check import check_replicas, check_tensor_axis
@@ -81,12 +80,12 @@ TRAININGS: dict[str, tuple[int, dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_trainings_follow_the_dense_one(name: str, settings: dict[str, object], tmp_path: Path) -> None:
+def test_trainings_follow_the_dense_one(name, settings, tmp_path):
     size, keys = TRAININGS[name]
     if "zero.offload_directory" in keys:
         keys = {**keys, "zero.offload_directory": tmp_path}
 
-    def body(comm: Communicator, keys: dict[str, object]) -> tuple[list[float], float]:
+    def body(comm, keys):
         trainer = trainer_of(comm, {**settings, **keys})
         assert isinstance(trainer.exchange, CompressedZero) == (keys is not dense)
         found = losses(trainer, STEPS)
@@ -104,10 +103,10 @@ def test_trainings_follow_the_dense_one(name: str, settings: dict[str, object], 
         np.testing.assert_allclose(loss, plain_loss, rtol=0.05)
 
 
-def test_a_checkpoint_goes_on_to_the_bit(settings: dict[str, object], tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_to_the_bit(settings, tmp_path):
     keys = {**settings, **PLUS, "precision.mode": "float16", "precision.loss_scale": 0}
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         trainer = trainer_of(comm, keys)
         losses(trainer, 3)
         again = trainer_of(comm, keys, CheckpointSaver(trainer, tmp_path / "run").save(3))
@@ -147,5 +146,5 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("keys", "why"), REFUSED)
-def test_what_does_not_go_together_is_refused(keys: dict[str, Any], why: str) -> None:
+def test_what_does_not_go_together_is_refused(keys, why):
     refused({"data.path": "x", **keys}, why.replace(".", r"\."))

@@ -82,7 +82,7 @@ def alone(optimizer: str, dtype: str) -> tuple[list[float], np.ndarray]:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("way", WAYS)
-def test_it_is_the_run_of_one_process(way: str, optimizer: str, dtype: str) -> None:
+def test_it_is_the_run_of_one_process(way, optimizer, dtype):
     losses, weights = alone(optimizer, dtype)
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5]), "the model learns"
     for size in (1, 2, 3, 4) if ALL or dtype == "float64" else (3,):
@@ -92,11 +92,11 @@ def test_it_is_the_run_of_one_process(way: str, optimizer: str, dtype: str) -> N
             assert apart <= TOLERANCE[dtype], f"{size} ranks: {apart:.1e}"
 
 
-def test_ssp_of_0_is_bsp() -> None:
+def test_ssp_of_0_is_bsp():
     """Not by its numbers: it is the same exchange."""
     zero = ParameterServerConfig(placement="colocated", consistency="ssp", staleness=0)
 
-    def body(comm: Communicator, config: ParameterServerConfig) -> tuple[type, list[object]]:
+    def body(comm, config):
         made = served(run_of(comm, "bsp", "lamb", "float64").context, config)
         return type(made), made.plan()
 

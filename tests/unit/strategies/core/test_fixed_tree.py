@@ -43,9 +43,7 @@ def whole_run(comm: Communicator, path: Path, keys: dict[str, Any]) -> tuple[obj
         (6, {"optimizer.name": "sgd", "precision.mode": "float64", "model.kind": "mlp"}),
     ],
 )
-def test_losses_weights_and_metrics_have_the_same_bits_on_any_number_of_ranks(
-    text: Path, shards: int, keys: dict[str, Any]
-) -> None:
+def test_losses_weights_and_metrics_have_the_same_bits_on_any_number_of_ranks(text, shards, keys):
     keys = keys | {"run.logical_shards": shards}
     expected = run_threads(1, lambda comm: whole_run(comm, text, keys))[0]
     assert all(math.isfinite(number) for step in expected[0] for number in step)  # type: ignore[attr-defined]
@@ -54,7 +52,7 @@ def test_losses_weights_and_metrics_have_the_same_bits_on_any_number_of_ranks(
             assert result == expected, f"{size} ranks"
 
 
-def test_it_is_the_run_without_shards_but_for_rounding(text: Path) -> None:
+def test_it_is_the_run_without_shards_but_for_rounding(text):
     plain = run_threads(1, lambda comm: whole_run(comm, text, {"run.logical_shards": 0, "precision.mode": "float64"}))
     sharded = run_threads(3, lambda comm: whole_run(comm, text, {"precision.mode": "float64"}))
     np.testing.assert_allclose(sharded[0][0], plain[0][0], rtol=1e-11)  # type: ignore[arg-type]
@@ -62,18 +60,16 @@ def test_it_is_the_run_without_shards_but_for_rounding(text: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(4, 1), (2, 3), (1, 5)])
-def test_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks(
-    text: Path, tmp_path: Path, sizes: tuple[int, int]
-) -> None:
-    def first(comm: Communicator) -> tuple[list[tuple[float, float]], Path]:
+def test_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks(text, tmp_path, sizes):
+    def first(comm):
         trainer = trainer_of(comm, text, {})
         return train(trainer, 3), CheckpointSaver(trainer, tmp_path / "checkpoints").save(3)
 
-    def second(comm: Communicator) -> tuple[list[tuple[float, float]], str]:
+    def second(comm):
         trainer = trainer_of(comm, text, {}, resume=saved)
         return train(trainer, 6), digest(trainer)
 
-    def whole(comm: Communicator) -> tuple[list[tuple[float, float]], str]:
+    def whole(comm):
         trainer = trainer_of(comm, text, {})
         return train(trainer, 6), digest(trainer)
 
@@ -84,7 +80,7 @@ def test_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_step_is_proven_and_meets_once_a_range(text: Path, size: int) -> None:
+def test_a_step_is_proven_and_meets_once_a_range(text, size):
     trainers = run_threads(size, lambda comm: trainer_of(comm, text, {"communication.bucket_bytes": 2000}))
     lists = [trainer.operations for trainer in trainers]
     reduces = [op for op in lists[0] if op.kind is Kind.REDUCE]
@@ -103,7 +99,7 @@ def test_a_step_is_proven_and_meets_once_a_range(text: Path, size: int) -> None:
         ({Kind.ADD: Kind.REDUCE, Kind.REDUCE: Kind.ADD}, r"REDUCE\(0, .* comes before ADD\(1, "),
     ],
 )
-def test_a_broken_step_is_refused(text: Path, changes: dict[Kind, Kind | None], match: str) -> None:
+def test_a_broken_step_is_refused(text, changes, match):
     trainer = run_threads(1, lambda comm: trainer_of(comm, text, {}))[0]
     steps = list(trainer.operations)
     for old, new in changes.items():  # of the first of its kind
@@ -116,8 +112,8 @@ def test_a_broken_step_is_refused(text: Path, changes: dict[Kind, Kind | None], 
         verify([steps] * 2, grid=grid, units=units, microbatches=8, accumulates=False)
 
 
-def test_a_step_sends_the_bytes_of_the_ring(text: Path) -> None:
-    def body(comm: Communicator) -> None:
+def test_a_step_sends_the_bytes_of_the_ring(text):
+    def body(comm):
         trainer = trainer_of(comm, text, {"model.hidden": 64})
         with count_traffic(comm) as traffic:
             train(trainer, 1)
@@ -130,7 +126,7 @@ def test_a_step_sends_the_bytes_of_the_ring(text: Path) -> None:
         run_threads(size, body)
 
 
-def test_partial_sums_take_the_memory_that_is_promised(text: Path) -> None:
+def test_partial_sums_take_the_memory_that_is_promised(text):
     trainer = run_threads(1, lambda comm: _trained(comm, text))[0]
     psi = trainer.model.layout.size * 4
     assert trainer.ledger.peak["gradients"] == psi
@@ -143,8 +139,8 @@ def _trained(comm: Communicator, text: Path) -> Trainer:
     return trainer
 
 
-def test_only_the_rank_with_a_bad_value_is_blamed(text: Path) -> None:
-    def body(comm: Communicator) -> list[int]:
+def test_only_the_rank_with_a_bad_value_is_blamed(text):
+    def body(comm):
         trainer = trainer_of(comm, text, {})
         if comm.rank == 1:
             trainer.exchange.parameters.array[...] = np.nan
@@ -153,8 +149,8 @@ def test_only_the_rank_with_a_bad_value_is_blamed(text: Path) -> None:
     assert run_threads(3, body) == [[1]] * 3
 
 
-def test_other_arithmetic_is_refused(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(comm: Communicator, resume: Path | None = None, **keys: Any) -> Trainer:
+def test_other_arithmetic_is_refused(text, tmp_path, monkeypatch):
+    def start(comm, resume=None, **keys):
         return trainer_of(comm, text, {key.replace("__", "."): value for key, value in keys.items()}, resume)
 
     saved = run_threads(2, lambda comm: CheckpointSaver(start(comm), tmp_path / "checkpoints").save(1))[0]
@@ -164,7 +160,7 @@ def test_other_arithmetic_is_refused(text: Path, tmp_path: Path, monkeypatch: py
     resumed = run_threads(2, lambda comm: start(comm, saved, run__logical_shards=0))[0]
     assert resumed.first_step == 1 and resumed.exchange.algorithm != logical_shards.ALGORITHM
 
-    def two(comm: Communicator) -> None:
+    def two(comm):
         names = ["0123abcd", "4567cdef"]
         monkeypatch.setattr(logical_shards, "fp_fingerprint", lambda dtype: names.pop())
         comm.barrier()
@@ -189,10 +185,10 @@ def test_other_arithmetic_is_refused(text: Path, tmp_path: Path, monkeypatch: py
         ("run.logical_shards=-1", "run.logical_shards"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused_by_name(override: str, key: str) -> None:
+def test_what_does_not_go_with_it_is_refused_by_name(override, key):
     assert key in refused(["run.logical_shards=4", "run.global_batch=16", override])
 
 
-def test_more_ranks_than_shards_are_refused(text: Path) -> None:
+def test_more_ranks_than_shards_are_refused(text):
     with pytest.raises(ConfigurationError, match=r"run\.logical_shards = 2 with 3 data ranks: each needs"):
         run_threads(3, lambda comm: trainer_of(comm, text, {"run.logical_shards": 2}))

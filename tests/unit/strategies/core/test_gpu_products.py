@@ -8,7 +8,7 @@ use the memory that they were given until they are waited for: none is given out
 import threading
 import time
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +20,6 @@ from harness.combinations import PRODUCTS
 from harness.devices import Watch, expected_sites
 from harness.trainings import Trained, assembled, check_same, with_pointers
 from hpcdist.arrays import backend
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DivergenceError
 from hpcdist.strategies.core.replica_check import check_tensor_axis
@@ -35,13 +34,11 @@ def text(text: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_a_product_on_the_gpu_is_that_of_the_cpu(
-    gpu: ModuleType, text: dict[str, object], product: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_product_on_the_gpu_is_that_of_the_cpu(gpu, text, product, monkeypatch):
     (ranks, keys), pointers = PRODUCTS[product], list(PRODUCTS).index(product) % 2 == 0
     settings = text | keys
 
-    def on_device(comm: Communicator) -> tuple[Trained, Watch]:
+    def on_device(comm):
         if pointers:
             with_pointers(comm)
         watch = Watch(gpu, pointers)
@@ -60,12 +57,10 @@ def test_a_product_on_the_gpu_is_that_of_the_cpu(
             assert messages.total() > 0
 
 
-def test_measured_seconds_begin_and_end_where_the_gpu_is_idle(
-    gpu: ModuleType, text: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_seconds_begin_and_end_where_the_gpu_is_idle(gpu, text, monkeypatch):
     looks: list[bool] = []
 
-    def look() -> float:
+    def look():
         looks.append(gpu.LOG.kernels_pending())
         return time.perf_counter()
 
@@ -75,8 +70,8 @@ def test_measured_seconds_begin_and_end_where_the_gpu_is_idle(
     assert plans[0] is not None and looks and not any(looks)
 
 
-def test_tensor_ranks_are_compared_by_one_copy(gpu: ModuleType, text: dict[str, object]) -> None:
-    def body(comm: Communicator) -> str:
+def test_tensor_ranks_are_compared_by_one_copy(gpu, text):
+    def body(comm):
         trainer = assembled(comm, {**text, **PRODUCTS["tensor"][1], "run.device": "gpu"})
         tensor, store, name = trainer.context.tensor, trainer.exchange.parameters, threading.current_thread().name
         before = gpu.LOG.sites(name)
@@ -92,10 +87,10 @@ def test_tensor_ranks_are_compared_by_one_copy(gpu: ModuleType, text: dict[str, 
     assert all("step 8" in said and "1.norm2.scale" in said for said in run_threads(2, body))
 
 
-def test_a_nan_in_a_product_is_explained(gpu: ModuleType, text: dict[str, object]) -> None:
+def test_a_nan_in_a_product_is_explained(gpu, text):
     ranks, keys = PRODUCTS["zb-h1 x tensor by rows"]
 
-    def body(comm: Communicator) -> str:
+    def body(comm):
         trainer = assembled(comm, {**text, **keys, "run.device": "gpu"})
         if comm.rank == ranks - 1:
             trainer.exchange.parameters.array[3] = np.nan
@@ -104,17 +99,15 @@ def test_a_nan_in_a_product_is_explained(gpu: ModuleType, text: dict[str, object
     assert all(f"rank {ranks - 1}: parameter " in said for said in run_threads(ranks, body))
 
 
-def test_a_product_goes_on_from_a_checkpoint_of_the_other_side(
-    gpu: ModuleType, text: dict[str, object], tmp_path: Path
-) -> None:
+def test_a_product_goes_on_from_a_checkpoint_of_the_other_side(gpu, text, tmp_path):
     ranks, keys = PRODUCTS["zero3 x tensor by rows"]
     settings = text | keys | {"run.steps": 1}
 
-    def saved(comm: Communicator) -> Path:
+    def saved(comm):
         trainer = Trained(comm, {**settings, "run.device": "gpu"}).trainer
         return CheckpointSaver(trainer, tmp_path / "checkpoints").save(1)
 
-    def resumed(comm: Communicator, on: str) -> dict[str, bytes]:
+    def resumed(comm, on):
         trainer = assembled(comm, {**settings, "run.device": on}, path)
         return {f"{p.name} {p.flat.start}": backend.to_host(p.array).tobytes() for p in trainer.exchange.pieces()}
 
@@ -124,15 +117,13 @@ def test_a_product_goes_on_from_a_checkpoint_of_the_other_side(
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "chunks"), [("zb-h1", 3, 1), ("interleaved", 2, 2)])
-def test_skip_connections_on_the_gpu(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, schedule: str, ranks: int, chunks: int
-) -> None:
+def test_skip_connections_on_the_gpu(gpu, monkeypatch, schedule, ranks, chunks):
     loss, evaluated, expected = skipping.alone(4, "gpu")
     host = skipping.alone(4)
     late_messages.install(monkeypatch)
     found: dict[str, bytes] = {}
 
-    def body(comm: Communicator) -> tuple[float, float, dict[str, bytes]]:
+    def body(comm):
         with_pointers(comm)
         return skipping.run(comm, skipping.planned(schedule, ranks, chunks, 4), "gpu")
 

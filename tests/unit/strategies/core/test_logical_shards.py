@@ -54,7 +54,7 @@ def whole_run(comm: Communicator, path: Path, keys: dict[str, Any]) -> tuple[obj
     ],
     ids=lambda keys: keys["optimizer.name"],
 )
-def test_all_exchanges_have_the_same_bits_on_any_number_of_ranks(text: Path, keys: dict[str, Any]) -> None:
+def test_all_exchanges_have_the_same_bits_on_any_number_of_ranks(text, keys):
     expected = run_threads(1, lambda comm: whole_run(comm, text, keys))[0]
     clipped = [norm > 0.1 for _, norm in expected[0]]  # type: ignore[attr-defined]
     assert all(clipped), "clipping takes part"
@@ -65,7 +65,7 @@ def test_all_exchanges_have_the_same_bits_on_any_number_of_ranks(text: Path, key
 
 
 @pytest.mark.parametrize("degrees", [(2, 2, 2), (2, 4, 4), (1, 2, 4), (1, 1, 2), (1, 1, 1)])
-def test_degrees_decide_no_bit(text: Path, degrees: tuple[int, int, int]) -> None:
+def test_degrees_decide_no_bit(text, degrees):
     keys: dict[str, Any] = {"optimizer.name": "lamb"}
     expected = run_threads(1, lambda comm: whole_run(comm, text, keys))[0]
     way = dict(zip(("zero.parameters", "zero.gradients", "zero.optimizer"), degrees, strict=True))
@@ -74,15 +74,13 @@ def test_degrees_decide_no_bit(text: Path, degrees: tuple[int, int, int]) -> Non
 
 
 @pytest.mark.parametrize(("degrees", "made"), [((2, 2, 2), 2), ((2, 4, 4), 2), ((4, 4, 4), 0), ((1, 2, 2), 2)])
-def test_what_joins_the_levels_is_given_back(
-    text: Path, monkeypatch: pytest.MonkeyPatch, degrees: tuple[int, int, int], made: int
-) -> None:
+def test_what_joins_the_levels_is_given_back(text, monkeypatch, degrees, made):
     """Level 0 and what is between its groups, or between the owners of the same part: never the data axis itself."""
     way = dict(zip(("zero.parameters", "zero.gradients", "zero.optimizer"), degrees, strict=True))
     freed: list[str] = []
     monkeypatch.setattr(ThreadCommunicator, "free", lambda comm: freed.append(comm.name))
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         trainer = trainer_of(comm, text, ZERO3 | way)
         train(trainer, 1)
         comm.barrier()
@@ -94,7 +92,7 @@ def test_what_joins_the_levels_is_given_back(
     assert len(freed) == 4 * made and all("data of" in name for name in freed)
 
 
-def test_states_in_a_file_decide_no_bit(text: Path, tmp_path: Path) -> None:
+def test_states_in_a_file_decide_no_bit(text, tmp_path):
     keys: dict[str, Any] = {"optimizer.name": "lars"}
     expected = run_threads(1, lambda comm: whole_run(comm, text, keys))[0]
     way = {"zero.offload_optimizer": "file", "zero.offload_parameters": "file", "zero.offload_directory": tmp_path}
@@ -102,10 +100,10 @@ def test_states_in_a_file_decide_no_bit(text: Path, tmp_path: Path) -> None:
         assert result == expected
 
 
-def test_a_run_goes_on_with_the_same_bits_by_another_exchange(text: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_the_same_bits_by_another_exchange(text, tmp_path):
     keys: dict[str, Any] = {"optimizer.name": "lamb"}
 
-    def go_on(comm: Communicator, way: dict[str, str], last: int, resume: Path | None) -> tuple[list[Any], Path, Any]:
+    def go_on(comm, way, last, resume):
         trainer = trainer_of(comm, text, keys | way, resume)
         kept = trainer.exchange.state()
         assert kept["arithmetic"] and kept["count"] == trainer.first_step
@@ -123,7 +121,7 @@ def test_a_run_goes_on_with_the_same_bits_by_another_exchange(text: Path, tmp_pa
 
 @pytest.mark.parametrize("way", WAYS[1:], ids=str)
 @pytest.mark.parametrize("size", [1, 3, 4])
-def test_a_step_is_proven_and_meets_once_a_layer(text: Path, way: dict[str, Any], size: int) -> None:
+def test_a_step_is_proven_and_meets_once_a_layer(text, way, size):
     trainers = run_threads(size, lambda comm: trainer_of(comm, text, way))
     layers, microbatches = len(trainers[0].context.ranges), -(-SHARDS // size)
     for trainer in trainers:
@@ -142,10 +140,10 @@ def test_a_step_is_proven_and_meets_once_a_layer(text: Path, way: dict[str, Any]
         ({"parallel.strategy": "zero1", "zero.optimizer": 2}, lambda p: (p - 1) / 2 + 1 / 2),
     ],
 )
-def test_a_step_sends_the_bytes_that_are_promised(text: Path, keys: dict[str, Any], times: Any) -> None:
+def test_a_step_sends_the_bytes_that_are_promised(text, keys, times):
     settings = {"model.hidden": 64, "run.logical_shards": 4} | keys
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         trainer = trainer_of(comm, text, settings)
         with count_traffic(comm) as traffic:
             train(trainer, 1)
@@ -157,8 +155,8 @@ def test_a_step_sends_the_bytes_that_are_promised(text: Path, keys: dict[str, An
         run_threads(size, body)
 
 
-def test_whole_layers_of_partial_sums_are_what_is_kept(text: Path) -> None:
-    def body(comm: Communicator) -> tuple[dict[str, int], int]:
+def test_whole_layers_of_partial_sums_are_what_is_kept(text):
+    def body(comm):
         trainer = trainer_of(comm, text, {"model.hidden": 64, "parallel.strategy": "zero2", "run.logical_shards": 4})
         train(trainer, 2)
         return trainer.ledger.peak, trainer.model.layout.size * 4
@@ -172,13 +170,13 @@ def test_whole_layers_of_partial_sums_are_what_is_kept(text: Path) -> None:
 
 @pytest.mark.parametrize("way", [ALLREDUCE, ZERO3], ids=str)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_is_found_on_all_ranks(text: Path, way: dict[str, Any], bad: float) -> None:
-    def body(comm: Communicator) -> None:
+def test_what_is_not_finite_is_found_on_all_ranks(text, way, bad):
+    def body(comm):
         trainer = trainer_of(comm, text, way)
         before = trainer.exchange.parameters.array.tobytes()
         exact = trainer.exchange.norm_squared
 
-        def spoiled() -> float:
+        def spoiled():
             if comm.rank == comm.size - 1:
                 (part, *_) = trainer.exchange.sharded_update.parts  # type: ignore[attr-defined]
                 trainer.exchange.sharded_update.gradients.range(part)[0] = bad  # type: ignore[attr-defined]
@@ -200,6 +198,6 @@ def test_what_is_not_finite_is_found_on_all_ranks(text: Path, way: dict[str, Any
         ("precision.mode=bfloat16", r"run\.logical_shards"),
     ],
 )
-def test_what_does_not_go_with_zero_is_refused(override: str, match: str) -> None:
+def test_what_does_not_go_with_zero_is_refused(override, match):
     overrides = ["run.logical_shards=4", "run.global_batch=16", "parallel.strategy=zero3", override]
     refused(overrides, match)

@@ -2,10 +2,8 @@
 
 import math
 from itertools import groupby
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from hpcdist.errors import NonFiniteError
@@ -33,13 +31,13 @@ def scales(scale: DynamicLossScale, norms: str) -> list[float]:
     return found
 
 
-def test_it_halves_at_the_overflow_number_h_in_a_row_and_at_each_that_follows() -> None:
+def test_it_halves_at_the_overflow_number_h_in_a_row_and_at_each_that_follows():
     assert scales(DynamicLossScale(64.0, hysteresis=1), "x.x") == [32, 32, 16]
     assert scales(DynamicLossScale(64.0, hysteresis=2), "x.xx.xxx") == [64, 64, 64, 32, 32, 32, 16, 8]
     assert scales(DynamicLossScale(64.0, hysteresis=3), "xxxx") == [64, 64, 32, 16]
 
 
-def test_it_doubles_after_an_interval_without_overflow() -> None:
+def test_it_doubles_after_an_interval_without_overflow():
     assert scales(DynamicLossScale(8.0, interval=3, hysteresis=1), "......") == [8, 8, 16, 16, 16, 32]
     assert scales(DynamicLossScale(8.0, interval=3, hysteresis=2), "..x...") == [8, 8, 8, 8, 8, 16], "it counts anew"
     assert scales(DynamicLossScale(MAXIMUM_SCALE, interval=1), "..") == [MAXIMUM_SCALE, MAXIMUM_SCALE]
@@ -62,7 +60,7 @@ def by_runs(norms: str, start: float, interval: int, hysteresis: int, least: flo
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2, 5])
-def test_random_overflows_move_it_as_the_rules_say(hysteresis: int, rng: np.random.Generator) -> None:
+def test_random_overflows_move_it_as_the_rules_say(hysteresis, rng):
     stopped = 0
     for _ in range(200):
         likely, interval, least = rng.choice([0.1, 0.5, 0.9]), int(rng.integers(1, 6)), 2.0 ** int(rng.integers(-3, 4))
@@ -80,7 +78,7 @@ def test_random_overflows_move_it_as_the_rules_say(hysteresis: int, rng: np.rand
     assert 0 < stopped < 200, "both ends were met"
 
 
-def test_without_hysteresis_and_bounds_it_is_that_of_pytorch(rng: np.random.Generator) -> None:
+def test_without_hysteresis_and_bounds_it_is_that_of_pytorch(rng):
     torch = pytest.importorskip("torch", reason="PyTorch comes with the extra `reference`")
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
     mine = DynamicLossScale(2.0**12, interval=3, hysteresis=1, least=2.0**-24)
@@ -98,13 +96,13 @@ def test_without_hysteresis_and_bounds_it_is_that_of_pytorch(rng: np.random.Gene
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_skipped_steps_are_counted(bad: float) -> None:
+def test_skipped_steps_are_counted(bad):
     scale = DynamicLossScale()
     assert [scale.after("", norm) for norm in (1.0, bad, bad, 0.0, bad)] == [True, False, False, True, False]
     assert scale.skipped == 3
 
 
-def test_at_the_least_scale_it_gives_up_after_some_steps_in_a_row() -> None:
+def test_at_the_least_scale_it_gives_up_after_some_steps_in_a_row():
     scale = DynamicLossScale(2.0 * MINIMUM_SCALE, hysteresis=1)
     assert scales(scale, "x" + "x" * (MAXIMUM_OVERFLOWS - 1) + "." + "x" * (MAXIMUM_OVERFLOWS - 1))[-1] == MINIMUM_SCALE
     with pytest.raises(
@@ -113,7 +111,7 @@ def test_at_the_least_scale_it_gives_up_after_some_steps_in_a_row() -> None:
         scale.after("step 9", math.nan)
 
 
-def test_a_fixed_scale_stays_and_gives_up_too() -> None:
+def test_a_fixed_scale_stays_and_gives_up_too():
     scale = FixedLossScale(256.0)
     assert [scale.after("", norm) for norm in [math.inf] * (MAXIMUM_OVERFLOWS - 1) + [1.0]] == [False] * (
         MAXIMUM_OVERFLOWS - 1
@@ -124,7 +122,7 @@ def test_a_fixed_scale_stays_and_gives_up_too() -> None:
         scale.after("", math.inf)
 
 
-def test_a_restored_scale_goes_on_as_the_one_that_was_saved() -> None:
+def test_a_restored_scale_goes_on_as_the_one_that_was_saved():
     script = "..x...xx..x.x" * 4
     for cut in range(0, len(script), 5):
         whole, first, second = (DynamicLossScale(2.0**10, interval=3, hysteresis=2) for _ in range(3))
@@ -135,7 +133,7 @@ def test_a_restored_scale_goes_on_as_the_one_that_was_saved() -> None:
         assert second == whole
 
 
-def test_a_run_without_a_scale_starts_one_and_a_scaled_run_may_drop_it() -> None:
+def test_a_run_without_a_scale_starts_one_and_a_scaled_run_may_drop_it():
     scale = DynamicLossScale()
     scale.restore(NoLossScale().state())
     assert scale.scale == INITIAL_SCALE
@@ -148,7 +146,7 @@ def test_a_run_without_a_scale_starts_one_and_a_scaled_run_may_drop_it() -> None
     assert (fixed.scale, fixed.skipped) == (8.0, 3)
 
 
-def test_only_float16_has_one() -> None:
+def test_only_float16_has_one():
     assert type(build_loss_scale("bfloat16", 0.0, 10, 2)) is NoLossScale
     assert type(build_loss_scale("float32", 0.0, 10, 2)) is NoLossScale
     assert build_loss_scale("float16", 8.0, 10, 2) == FixedLossScale(8.0)
@@ -160,7 +158,7 @@ def test_only_float16_has_one() -> None:
         NoLossScale().after("step 4", math.nan)
 
 
-def test_the_metrics_keep_what_happened_and_a_resumed_run_writes_it_anew(tmp_path: Path) -> None:
+def test_the_metrics_keep_what_happened_and_a_resumed_run_writes_it_anew(tmp_path):
     path, writer = tmp_path / "metrics.h5", MetricsWriter(tmp_path / "metrics.h5", world=1)
     for step, scale, skipped in ((1, 64.0, False), (5, 64.0, True), (6, 32.0, False), (5, 64.0, False)):
         writer.put(side_tables.LOSS_SCALE, step=step, scale=scale, skipped=skipped)

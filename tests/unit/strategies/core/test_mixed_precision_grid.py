@@ -124,7 +124,7 @@ class Rule:
 
 
 @pytest.mark.parametrize(("number", "name"), list(enumerate(SCHEDULES)))
-def test_a_pipeline_follows_the_rule(text: Keys, number: int, name: str) -> None:
+def test_a_pipeline_follows_the_rule(text, number, name):
     """To the bit. Where a backward is split, what micro-batches add to vectors meets before it is rounded."""
     keys = text | SGD | {"optimizer.weight_decay": 0, "model.tied": str(number % 2 == 0).lower()}
     keys |= (BFLOAT16, FLOAT16)[number // 2 % 2]
@@ -145,9 +145,7 @@ def test_a_pipeline_follows_the_rule(text: Keys, number: int, name: str) -> None
 @pytest.mark.parametrize(
     ("mode", "layout", "servers"), [(BFLOAT16, SERVER, 2), (FLOAT16, SERVER, 1), (BFLOAT16, COLOCATED, 0)]
 )
-def test_servers_sum_in_float32_and_have_the_bits_of_allreduce(
-    text: Keys, mode: Keys, layout: Keys, servers: int
-) -> None:
+def test_servers_sum_in_float32_and_have_the_bits_of_allreduce(text, mode, layout, servers):
     keys = text | mode | {"parallel.microbatches": 2}
     losses_then, kept = run_threads(3, lambda comm: run(comm, keys, 4))[0]
     served = keys | layout | {"parameter_server.servers": servers}
@@ -170,7 +168,7 @@ GRIDS: dict[str, tuple[int, Keys]] = {
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_every_grid_is_near_one_rank(text: Keys, name: str) -> None:
+def test_every_grid_is_near_one_rank(text, name):
     """Within what sums in another order make of 16-bit roundings: 2^-9 of a bfloat16, 2^-12 of a float16, each."""
     size, layout = GRIDS[name]
     keys = text | {"optimizer.clip_norm": 0.3} | layout
@@ -252,12 +250,12 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_an_overflow_on_one_rank_of_one_stage_is_skipped_by_all(text: Keys, name: str) -> None:
+def test_an_overflow_on_one_rank_of_one_stage_is_skipped_by_all(text, name):
     """Of each rank in turn, and in the copy of a tied tensor; and it leaves no trace in the steps that follow."""
     size, layout = STEPS[name]
     keys = text | layout
 
-    def body(comm: Communicator, *, bad: bool) -> tuple[list[float], list[bytes]]:
+    def body(comm, *, bad):
         trainer = trainer_of(comm, keys)
         computing = comm.allgather_object(trainer.context.computes)
         copied = any(comm.allgather_object(bool(trainer.executor.copies.keys)))
@@ -266,7 +264,7 @@ def test_an_overflow_on_one_rank_of_one_stage_is_skipped_by_all(text: Keys, name
         with trainer.batches(2) as batches:
             first, second = (trainer.cut(batch) for batch in batches)
 
-        def step(number: int, parts: list[MicroBatch]) -> Any:
+        def step(number, parts):
             return trainer.executor.run(trainer.operations, parts, SAMPLES, number, np.ones(2))
 
         found = [step(1, first).loss]
@@ -288,8 +286,8 @@ def test_an_overflow_on_one_rank_of_one_stage_is_skipped_by_all(text: Keys, name
 
 
 @pytest.mark.parametrize("culprit", [0, 3])
-def test_bfloat16_that_is_not_finite_in_one_stage_ends_the_run_on_all_ranks(text: Keys, culprit: int) -> None:
-    def body(comm: Communicator) -> str:
+def test_bfloat16_that_is_not_finite_in_one_stage_ends_the_run_on_all_ranks(text, culprit):
+    def body(comm):
         trainer = trainer_of(comm, text | PIPELINE | BFLOAT16)
         if comm.rank == culprit:
             overflows(trainer, in_copy=False)
@@ -301,13 +299,13 @@ def test_bfloat16_that_is_not_finite_in_one_stage_ends_the_run_on_all_ranks(text
     assert len(set(run_threads(4, body))) == 1
 
 
-def test_at_the_least_scale_all_ranks_stop_with_one_message(text: Keys) -> None:
+def test_at_the_least_scale_all_ranks_stop_with_one_message(text):
     keys = (
         text | PIPELINE | {"precision.mode": "float16", "precision.minimum_scale": 2.0**15, "precision.hysteresis": 3}
     )
     last = 3 + MAXIMUM_OVERFLOWS  # two at the first scale, the third lowers it
 
-    def body(comm: Communicator) -> str:
+    def body(comm):
         trainer = trainer_of(comm, keys)
         before = everything(trainer)
         with trainer.batches(1) as batches:
@@ -330,7 +328,7 @@ def test_at_the_least_scale_all_ranks_stop_with_one_message(text: Keys) -> None:
 
 
 @pytest.mark.parametrize(("mode", "layout"), [("bfloat16", PIPELINE | TIED), ("float16", TENSOR)])
-def test_it_learns_as_float32_does(text: Keys, mode: str, layout: Keys) -> None:
+def test_it_learns_as_float32_does(text, mode, layout):
     """30 steps: within 1 % in bfloat16, 0.2 % in float16, at a scale that never overflows."""
     keys = text | {"precision.mode": mode, "optimizer.learning_rate": 3e-3} | layout
     if mode == "float16":
@@ -349,11 +347,11 @@ RESUMED: dict[str, tuple[Keys, list[tuple[int, Keys]]]] = {  # and who takes it 
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_has_the_same_bits_and_others_take_it_over(text: Keys, tmp_path: Path, name: str) -> None:
+def test_a_resumed_run_has_the_same_bits_and_others_take_it_over(text, tmp_path, name):
     layout, others = RESUMED[name]
     keys = text | layout | {"precision.mode": "float16", "precision.growth_interval": 2}  # it rises, and overflows
 
-    def whole(comm: Communicator) -> tuple[Any, ...]:
+    def whole(comm):
         trainer = trainer_of(comm, keys)
         found = losses(trainer, 4)
         saved, then = CheckpointSaver(trainer, tmp_path / "checkpoints").save(4), bits(state(trainer))
@@ -361,7 +359,7 @@ def test_a_resumed_run_has_the_same_bits_and_others_take_it_over(text: Keys, tmp
         found += losses(trainer, 9)
         return found, saved, then, bits(state(trainer)), trainer.executor.loss_scale.state()
 
-    def resumed(comm: Communicator) -> tuple[Any, ...]:
+    def resumed(comm):
         trainer = trainer_of(comm, keys, saved)
         return losses(trainer, 9), bits(state(trainer)), trainer.executor.loss_scale.state()
 
@@ -371,7 +369,7 @@ def test_a_resumed_run_has_the_same_bits_and_others_take_it_over(text: Keys, tmp
     tied = TIED if "model.tied" in layout else {}
     for size, other in others:
 
-        def taken(comm: Communicator, other: Keys = other) -> tuple[dict[tuple[str, str], bytes], list[float]]:
+        def taken(comm, other=other):
             trainer = trainer_of(comm, text | tied | other, saved)
             return bits(state(trainer)), losses(trainer, 6)
 

@@ -1,7 +1,6 @@
 """Any layout that a recipe may ask for is the run of one process: drawn at random, on at most four ranks."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from harness.trainings import alone, difference, losses, trainer_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.core.replica_check import check_tensor_axis
 from hpcdist.training.run.loop import mean_validation_loss
@@ -76,12 +74,12 @@ def layouts(draw: st.DrawFn) -> tuple[int, dict[str, object]]:
 
 @settings(max_examples=25)
 @given(layout=layouts())
-def test_any_product_is_the_run_of_one_process(text: Path, layout: tuple[int, dict[str, Any]]) -> None:
+def test_any_product_is_the_run_of_one_process(text, layout):
     ranks, changed = layout
     keys = KEYS | {"data.path": text} | changed
     expected = alone(keys, STEPS)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         together = trainer_of(comm, keys)
         np.testing.assert_allclose(losses(together, STEPS), expected.losses, rtol=1e-12)
         assert difference(together, expected.state) <= 1e-11

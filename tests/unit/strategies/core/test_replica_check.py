@@ -1,7 +1,5 @@
 """The sentinel finds what silently differs, and says where."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -10,7 +8,6 @@ from harness.trainings import survive
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.restoring.restore import newest_complete
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DataError, DivergenceError
 from hpcdist.strategies.core.replica_check import check_batch, check_replicas
@@ -21,7 +18,7 @@ LAYOUT = Layout.of([TensorSpec(0, "tokens", (10, 4)), TensorSpec(1, "weight", (5
 @pytest.mark.parametrize("algorithm", ["native", "recursive_doubling"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @on_threads("size")
-def test_equal_replicas_pass(comm: Communicator, size: int, algorithm: str) -> None:
+def test_equal_replicas_pass(comm, size, algorithm):
     store = FlatStore(LAYOUT, np.float32)
     store.array[...] = np.arange(LAYOUT.size)
     check_replicas(comm, store, 5, algorithm)
@@ -36,10 +33,10 @@ def test_equal_replicas_pass(comm: Communicator, size: int, algorithm: str) -> N
         (3, 1, "step 7: rank(s) 3 bring other targets than rank 1, and all of them compute replica 1"),
     ],
 )
-def test_the_ranks_of_a_replica_bring_the_same_batch(odd: int | None, column: int, told: str) -> None:
+def test_the_ranks_of_a_replica_bring_the_same_batch(odd, column, told):
     """Two replicas, each of its own samples: ranks 0 and 2 compute the one, 1 and 3 the other, 4 looks at nothing."""
 
-    def body(comm: Communicator) -> str:
+    def body(comm):
         replica = comm.rank % 2
         batch = [np.full((3, 2), replica, np.float32), np.full(3, replica + 5)]
         batch[column][-1] += comm.rank == odd
@@ -53,8 +50,8 @@ def test_the_ranks_of_a_replica_bring_the_same_batch(odd: int | None, column: in
     assert len(set(messages)) == 1 and messages[0].startswith(told) and bool(messages[0]) == bool(told)
 
 
-def test_one_flipped_bit_names_tensor_and_rank_everywhere() -> None:
-    def body(comm: Communicator) -> str:
+def test_one_flipped_bit_names_tensor_and_rank_everywhere():
+    def body(comm):
         store = FlatStore(LAYOUT, np.float32)
         if comm.rank == 2:
             store.view("1.weight").view(np.uint32)[7] ^= 1  # a denormal instead of 0
@@ -67,8 +64,8 @@ def test_one_flipped_bit_names_tensor_and_rank_everywhere() -> None:
         assert "step 40" in text and "1.weight" in text and "rank(s) [2]" in text and "2.bias" not in text
 
 
-def test_of_two_nobody_is_accused() -> None:
-    def body(comm: Communicator) -> str:
+def test_of_two_nobody_is_accused():
+    def body(comm):
         store = FlatStore(LAYOUT, np.float32)
         store.view("1.weight")[7] = comm.rank
         with pytest.raises(DivergenceError) as caught:
@@ -79,7 +76,7 @@ def test_of_two_nobody_is_accused() -> None:
         assert "1.weight" in text and "nobody knows which are right" in text and "rank(s)" not in text
 
 
-def test_no_checkpoint_is_made_of_replicas_that_differ(tmp_path: Path) -> None:
+def test_no_checkpoint_is_made_of_replicas_that_differ(tmp_path):
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question " * 30)
     keys = {"chaos.corrupt": ["1@3:parameters"], "checkpoint.every_steps": 1}
     with pytest.raises(DivergenceError, match="step 3: replicas differ"):
@@ -89,7 +86,7 @@ def test_no_checkpoint_is_made_of_replicas_that_differ(tmp_path: Path) -> None:
 
 
 @on_threads(2)
-def test_a_difference_in_the_padding_is_found_too(comm: Communicator) -> None:
+def test_a_difference_in_the_padding_is_found_too(comm):
     store = FlatStore(LAYOUT, np.float64)
     store.array[41] = comm.rank
     with pytest.raises(DivergenceError, match="padding"):

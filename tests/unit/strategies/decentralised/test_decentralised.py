@@ -2,10 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -137,7 +134,7 @@ GRAPHS = {
 
 @pytest.mark.parametrize("order", ["combine_first", "adapt_first"])
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 8])
-def test_gossip_is_the_recursion_of_its_matrices(size: int, order: str, rng: np.random.Generator) -> None:
+def test_gossip_is_the_recursion_of_its_matrices(size, order, rng):
     """With a heavy ball, decay, and samples that are spread unevenly."""
     n, rate, momentum, decay = size_of_model(), 0.2, 0.5, 0.01
     start, targets = rng.standard_normal((2, size, n))
@@ -165,7 +162,7 @@ def test_gossip_is_the_recursion_of_its_matrices(size: int, order: str, rng: np.
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("moments", ["keep", "average", "reset"])
-def test_local_sgd_is_steps_and_weighted_means(size: int, moments: str, rng: np.random.Generator) -> None:
+def test_local_sgd_is_steps_and_weighted_means(size, moments, rng):
     n, rate, momentum, period = size_of_model(), 0.2, 0.5, 3
     targets = rng.standard_normal((size, n))
     start = np.broadcast_to(rng.standard_normal(n), (size, n))
@@ -201,7 +198,7 @@ def test_local_sgd_is_steps_and_weighted_means(size: int, moments: str, rng: np.
 
 
 @pytest.mark.parametrize("graph", ["ring", "torus", "exponential"])
-def test_the_consensus_distance_decays_with_the_spectral_gap(graph: str, rng: np.random.Generator) -> None:
+def test_the_consensus_distance_decays_with_the_spectral_gap(graph, rng):
     """Without gradients each step contracts the distance by 1 - gap at most; without mixing it would stay."""
     size, n = 6, size_of_model()
     start = rng.standard_normal((size, n)) + 3
@@ -219,13 +216,13 @@ def test_the_consensus_distance_decays_with_the_spectral_gap(graph: str, rng: np
     np.testing.assert_allclose(found[-1].mean(axis=0), (start * mask).mean(axis=0), rtol=0, atol=1e-13)
 
 
-def test_on_a_quadratic_the_replicas_settle_where_the_matrix_says(rng: np.random.Generator) -> None:
+def test_on_a_quadratic_the_replicas_settle_where_the_matrix_says(rng):
     """The fixed point of x = W x - rate (x - c), combine first; and the mean of the replicas is the optimum."""
     size, n, rate = 5, size_of_model(), 0.3
     start, targets = np.zeros((size, n)), rng.standard_normal((size, n)) + 2
     steps = 80
 
-    def body(comm: Communicator) -> tuple[np.ndarray, float]:
+    def body(comm):
         exchange = DECENTRALISED_EXCHANGES["gossip"](
             seat_of(comm, SGD | {"learning_rate": rate}), DecentralisedConfig()
         )
@@ -249,7 +246,7 @@ def test_on_a_quadratic_the_replicas_settle_where_the_matrix_says(rng: np.random
     assert np.abs(start).sum() == 0
 
 
-def test_gradients_are_clipped_by_their_own_norm(rng: np.random.Generator) -> None:
+def test_gradients_are_clipped_by_their_own_norm(rng):
     size, n, limit = 3, size_of_model(), 0.5
     start, targets = rng.standard_normal((2, size, n))
     optimizer = SGD | {"clip_norm": limit, "learning_rate": 1.0}
@@ -284,11 +281,7 @@ SAME = {
         "optimizer.momentum": 0.9,
         "optimizer.weight_decay": 0.01,
     },
-    "local_sgd accumulating": {
-        "parallel.strategy": "local_sgd",
-        "decentralised.period": 1,
-        "parallel.microbatches": 3,
-    },
+    "local_sgd accumulating": {"parallel.strategy": "local_sgd", "decentralised.period": 1, "parallel.microbatches": 3},
 }
 
 
@@ -301,12 +294,12 @@ def trained(
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", SAME)
-def test_averaging_in_every_step_is_allreduce(name: str, size: int, words: dict[str, object]) -> None:
+def test_averaging_in_every_step_is_allreduce(name, size, words):
     settings = {**BASE, **words, **SAME[name]}
     plain = {key: value for key, value in settings.items() if not key.startswith(("parallel.", "decentralised."))}
 
-    def body(settings: dict[str, object]) -> Callable[[Communicator], tuple[np.ndarray, list[float]]]:
-        def run(comm: Communicator) -> tuple[np.ndarray, list[float]]:
+    def body(settings):
+        def run(comm):
             trainer, losses = trained(comm, settings)
             return trainer.exchange.parameters.array, losses
 
@@ -320,11 +313,11 @@ def test_averaging_in_every_step_is_allreduce(name: str, size: int, words: dict[
 
 @pytest.mark.parametrize("order", ["combine_first", "adapt_first"])
 @pytest.mark.parametrize(("graph", "degree"), [("ring", 2), ("torus", 3), ("exponential", 3), ("one_peer", 1)])
-def test_bytes_are_those_of_the_neighbours(graph: str, degree: int, order: str, words: dict[str, object]) -> None:
+def test_bytes_are_those_of_the_neighbours(graph, degree, order, words):
     settings = {**BASE, **words, "parallel.strategy": "gossip", "decentralised.graph": graph, "model.hidden": 32}
     settings |= {"decentralised.order": order, "decentralised.report_every": 0}
 
-    def body(comm: Communicator) -> float:
+    def body(comm):
         trainer, _ = trained(comm, settings, 1)
         trainer = replace(trainer, first_step=1)
         with count_traffic(comm) as traffic:
@@ -335,10 +328,10 @@ def test_bytes_are_those_of_the_neighbours(graph: str, degree: int, order: str, 
     assert run_threads(6, body) == pytest.approx([degree] * 6, rel=0.01)
 
 
-def test_bytes_of_an_averaging(words: dict[str, object]) -> None:
+def test_bytes_of_an_averaging(words):
     settings = {**BASE, **words, "parallel.strategy": "local_sgd", "decentralised.period": 2, "model.hidden": 32}
 
-    def body(comm: Communicator) -> list[float]:
+    def body(comm):
         trainer, _ = trained(comm, settings, 2)
         found = []
         for step in (2, 3):
@@ -367,12 +360,10 @@ def test_bytes_of_an_averaging(words: dict[str, object]) -> None:
     ],
     ids=["one_peer", "ring", "local_sgd", "outer"],
 )
-def test_resume_has_the_bits_of_a_run_that_saved_there(
-    keys: dict[str, object], tmp_path: Path, words: dict[str, object]
-) -> None:
+def test_resume_has_the_bits_of_a_run_that_saved_there(keys, tmp_path, words):
     settings = {**words, "optimizer.name": "adamw", "communication.algorithm": "ring", **keys}
 
-    def body(comm: Communicator) -> tuple[list[float], list[float], bool, bool]:
+    def body(comm):
         whole, first = trained(comm, settings, 4)
         saved = CheckpointSaver(whole, tmp_path / "checkpoints").save(4)
         alike = comm.allgather_object(whole.exchange.parameters.array.tobytes())
@@ -399,12 +390,10 @@ ON_GPUS: list[dict[str, object]] = [
 
 @pytest.mark.parametrize("pointers", [False, True])
 @pytest.mark.parametrize("keys", ON_GPUS, ids=["ring", "adapt first", "complete", "local_sgd"])
-def test_a_run_on_the_gpu_is_that_of_the_cpu(
-    gpu: ModuleType, words: dict[str, object], keys: dict[str, object], pointers: bool
-) -> None:
+def test_a_run_on_the_gpu_is_that_of_the_cpu(gpu, words, keys, pointers):
     settings = {**words, **keys, "precision.mode": "float64"}
 
-    def body(comm: Communicator) -> Trained:
+    def body(comm):
         if pointers:
             with_pointers(comm)
         return Trained(comm, {**settings, "run.device": "gpu"})
@@ -413,10 +402,10 @@ def test_a_run_on_the_gpu_is_that_of_the_cpu(
     check_same(host, run_threads(3, body), 1e-12)
 
 
-def test_saving_twice_changes_nothing(tmp_path: Path, words: dict[str, object]) -> None:
+def test_saving_twice_changes_nothing(tmp_path, words):
     settings = {**words, "parallel.strategy": "gossip"}
 
-    def body(comm: Communicator) -> bool:
+    def body(comm):
         trainer, _ = trained(comm, settings, 2)
         first = trainer.exchange.flush(), trainer.exchange.parameters.array.tobytes()
         again = trainer.exchange.flush(), trainer.exchange.parameters.array.tobytes()
@@ -425,10 +414,10 @@ def test_saving_twice_changes_nothing(tmp_path: Path, words: dict[str, object]) 
     assert run_threads(3, body) == [True] * 3
 
 
-def test_equal_replicas_stay_what_they_are_in_float32(rng: np.random.Generator) -> None:
+def test_equal_replicas_stay_what_they_are_in_float32(rng):
     """Weights such as 1/3 are rounded: neither mixing nor averaging may stretch the model by that."""
 
-    def body(comm: Communicator) -> bool:
+    def body(comm):
         same = True
         for strategy in ("gossip", "local_sgd"):
             config = DecentralisedConfig(**({"period": 1} if strategy == "local_sgd" else {}))
@@ -457,7 +446,7 @@ def test_equal_replicas_stay_what_they_are_in_float32(rng: np.random.Generator) 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("keys", [*GRAPHS.values(), {"order": "adapt_first"}, None], ids=str)
-def test_every_list_is_a_proven_step(keys: dict[str, str] | None, microbatches: int) -> None:
+def test_every_list_is_a_proven_step(keys, microbatches):
     strategy = "local_sgd" if keys is None else "gossip"
     for size, optimizer in itertools.product((1, 2, 5), ("sgd", "lamb")):
         verified(lists_of(size, strategy, keys or {}, optimizer, microbatches), size, microbatches)
@@ -484,7 +473,7 @@ def verified(lists: list[list[Operation]], size: int, microbatches: int = 1) -> 
     verify(lists, grid=ProcessGrid(data=size), units=units, microbatches=microbatches, needs=model.needs)
 
 
-def test_mixing_goes_beside_the_gradient_where_it_comes_first() -> None:
+def test_mixing_goes_beside_the_gradient_where_it_comes_first():
     kinds = [op.kind for op in lists_of(3, "gossip", {})[0]]
     assert kinds[0] is Kind.MIX_START and kinds.index(Kind.MIX_WAIT) > max(
         index for index, kind in enumerate(kinds) if kind is Kind.BACKWARD
@@ -494,14 +483,14 @@ def test_mixing_goes_beside_the_gradient_where_it_comes_first() -> None:
     assert [op.kind for op in later][-3:] == [Kind.MIX_START, Kind.MIX_WAIT, Kind.MIX]
 
 
-def test_lists_that_would_mix_something_else_are_refused() -> None:
+def test_lists_that_would_mix_something_else_are_refused():
     good = lists_of(2, "gossip", {})
     verified(good, 2)
 
-    def without(kind: Kind) -> list[list[Operation]]:
+    def without(kind):
         return [[op for op in steps if op.kind is not kind] for steps in good]
 
-    def swapped(one: Kind, other: Kind) -> list[list[Operation]]:
+    def swapped(one, other):
         found = [list(steps) for steps in good]
         for steps in found:
             kinds = [op.kind for op in steps]
@@ -521,10 +510,10 @@ def test_lists_that_would_mix_something_else_are_refused() -> None:
             verified(lists, 2)
 
 
-def test_bad_graphs_are_refused_on_every_rank(words: dict[str, object]) -> None:
+def test_bad_graphs_are_refused_on_every_rank(words):
     settings = {**words, "parallel.strategy": "gossip", "decentralised.graph": "edges", "decentralised.edges": "0-1"}
 
-    def body(comm: Communicator) -> str:
+    def body(comm):
         with pytest.raises(ConfigurationError) as refused:
             assembled(comm, settings)
         return str(refused.value)
@@ -533,8 +522,8 @@ def test_bad_graphs_are_refused_on_every_rank(words: dict[str, object]) -> None:
         assert "{0, 1} and {2} and {3}" in said
 
 
-def test_what_is_told_of_a_run() -> None:
-    def body(comm: Communicator) -> list[str]:
+def test_what_is_told_of_a_run():
+    def body(comm):
         gossip = GossipExchange(seat_of(comm, SGD), DecentralisedConfig(graph="torus"))
         local = LocalSgdExchange(seat_of(comm, {"name": "adamw"}), DecentralisedConfig(outer_momentum=0.9))
         return [gossip.describe(), local.describe()]
@@ -544,8 +533,8 @@ def test_what_is_told_of_a_run() -> None:
         assert local == "averaging every 8 steps, moments: keep, outer Nesterov 0.9, outer rate 1"
 
 
-def test_distances_of_nothing_are_no_numbers() -> None:
-    def body(comm: Communicator) -> float:
+def test_distances_of_nothing_are_no_numbers():
+    def body(comm):
         exchange = DECENTRALISED_EXCHANGES["gossip"](seat_of(comm, SGD), DecentralisedConfig())
         exchange.measure()
         return exchange.distances[0]

@@ -28,7 +28,7 @@ def matrices(graph: Graph) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_weights_are_doubly_stochastic_and_rounds_reach_everybody(size: int) -> None:
+def test_weights_are_doubly_stochastic_and_rounds_reach_everybody(size):
     for graph in graphs(size):
         reached = np.eye(size)
         for weights in matrices(graph):
@@ -40,7 +40,7 @@ def test_weights_are_doubly_stochastic_and_rounds_reach_everybody(size: int) -> 
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_spectral_gap_is_that_of_the_matrices(size: int) -> None:
+def test_the_spectral_gap_is_that_of_the_matrices(size):
     mean = np.full((size, size), 1.0 / size)
     for graph in graphs(size):
         product = np.eye(size)
@@ -52,7 +52,7 @@ def test_the_spectral_gap_is_that_of_the_matrices(size: int) -> None:
         assert graph.gap > 0, graph.name
 
 
-def test_known_gaps() -> None:
+def test_known_gaps():
     for size in (3, 4, 7, 16):
         eigenvalues = (1 + 2 * np.cos(2 * math.pi * np.arange(1, size) / size)) / 3
         assert build("ring", size).gap == pytest.approx(1 - np.abs(eigenvalues).max())
@@ -62,7 +62,7 @@ def test_known_gaps() -> None:
     assert build("one_peer", 6).gap < 1.0
 
 
-def test_neighbours_are_as_many_as_the_costs_say() -> None:
+def test_neighbours_are_as_many_as_the_costs_say():
     for size in SIZES:
         assert build("ring", size).degree == min(2, size - 1)
         assert build("complete", size).degree == size - 1
@@ -71,14 +71,14 @@ def test_neighbours_are_as_many_as_the_costs_say() -> None:
     assert [build("torus", size).degree for size in (4, 6, 9, 12, 16)] == [2, 3, 4, 4, 4]
 
 
-def test_sources_and_targets_are_two_sides_of_the_same_messages() -> None:
+def test_sources_and_targets_are_two_sides_of_the_same_messages():
     for graph in graphs(7):
         for number in range(len(graph.rounds)):
             taken = {(peer, rank) for rank in range(7) for peer, _ in graph.sources(rank, number)}
             assert taken == {(rank, peer) for rank in range(7) for peer in graph.targets(rank, number)}
 
 
-def test_a_torus_of_a_prime_is_a_ring_and_says_so() -> None:
+def test_a_torus_of_a_prime_is_a_ring_and_says_so():
     for size in (2, 3, 5, 7, 11):
         torus = build("torus", size)
         assert "ring of" in torus.described() and "prime" in torus.described()
@@ -86,7 +86,7 @@ def test_a_torus_of_a_prime_is_a_ring_and_says_so() -> None:
     assert build("torus", 12).name == "torus of 3 x 4 ranks"
 
 
-def test_edges_that_leave_components_are_refused_by_their_names() -> None:
+def test_edges_that_leave_components_are_refused_by_their_names():
     with pytest.raises(ConfigurationError, match=r"not connected: \{0, 1\} and \{2\} and \{3, 4\} never") as refused:
         build("edges", 5, "0-1, 4-3")
     assert refused.value.exit_code == 78
@@ -115,7 +115,7 @@ def test_edges_that_leave_components_are_refused_by_their_names() -> None:
         ({"graph": "edges", "edges": "0-1, 0-1"}, "0-1 comes twice"),
     ],
 )
-def test_bad_sections_are_refused(keys: dict[str, object], words: str) -> None:
+def test_bad_sections_are_refused(keys, words):
     with pytest.raises(ConfigurationError) as refused:
         DecentralisedConfig(**keys)
     assert words in str(refused.value)
@@ -128,7 +128,7 @@ def recipe_of(keys: dict[str, object], strategy: str, optimizer: str) -> Recipe:
     return load(None, [f"{key}={value}" for key, value in given.items()], {}).recipe
 
 
-def test_keys_without_effect_are_refused() -> None:
+def test_keys_without_effect_are_refused():
     recipe_of({}, "allreduce", "adamw")
     for keys, strategy, needed in (
         ({"graph": "torus"}, "allreduce", "gossip"),
@@ -143,6 +143,6 @@ def test_keys_without_effect_are_refused() -> None:
     recipe_of({"moments": "reset"}, "local_sgd", "lars")
 
 
-def test_edges_are_pairs() -> None:
+def test_edges_are_pairs():
     assert parse_edges("0-1, 1-2  10-3") == ((0, 1), (1, 2), (10, 3))
     assert parse_edges("") == ()

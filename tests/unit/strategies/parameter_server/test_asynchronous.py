@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -102,12 +101,10 @@ def text(rng: np.random.Generator, steps: int = STEPS) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("size", "config"), PLACES, ids=str)
-def test_every_push_is_one_update_at_every_server(
-    size: int, config: ParameterServerConfig, rng: np.random.Generator
-) -> None:
+def test_every_push_is_one_update_at_every_server(size, config, rng):
     data = text(rng)
 
-    def body(comm: Communicator) -> Run:
+    def body(comm):
         run = Run(comm, config)
         run.train(data, lambda rank: 1e-3 * rank)
         return run
@@ -125,16 +122,16 @@ def test_every_push_is_one_update_at_every_server(
         assert all(store.range(part).tobytes() == whole.range(part).tobytes() for part in store.parts), "refreshed"
 
 
-def test_one_worker_alone_is_plain_training(rng: np.random.Generator) -> None:
+def test_one_worker_alone_is_plain_training(rng):
     """The gradient is the mean over the worker's samples, clipped by its norm; nothing else happens to it."""
     data = text(rng)
 
-    def body(comm: Communicator) -> tuple[list[float], bytes]:
+    def body(comm):
         run = Run(comm, replace(COLOCATED, placement="dedicated"))
         run.train(data)
         return run.own_losses, run.exchange.parameters.array.tobytes()
 
-    def alone(comm: Communicator) -> tuple[list[float], bytes]:
+    def alone(comm):
         run = Run(comm, COLOCATED)
         run.train(data)
         return run.own_losses, run.exchange.parameters.array.tobytes()
@@ -143,11 +140,11 @@ def test_one_worker_alone_is_plain_training(rng: np.random.Generator) -> None:
     assert run_threads(1, lambda comm: reference(comm, data))[0] == run_threads(1, alone)[0]
 
 
-def test_on_a_device_it_is_the_same(gpu: ModuleType, rng: np.random.Generator) -> None:
+def test_on_a_device_it_is_the_same(gpu, rng):
     """Servers keep and step their part where the model computes; one worker, so that there is one order of updates."""
     data = text(rng)
 
-    def body(comm: Communicator, config: ParameterServerConfig, on: str) -> tuple[list[float], np.ndarray]:
+    def body(comm, config, on):
         run = Run(comm, config, on=on)
         run.train(data)
         assert backend.is_device(run.exchange.parameters.array) == (on == "gpu")
@@ -175,12 +172,12 @@ def reference(comm: Communicator, data: np.ndarray) -> tuple[list[float], bytes]
     return losses, lockstep.parameters.array.tobytes()
 
 
-def test_nobody_waits_for_a_slow_worker(rng: np.random.Generator) -> None:
+def test_nobody_waits_for_a_slow_worker(rng):
     """The quick worker has done all its steps before the slow one has done its first."""
     data = text(rng)
     finished: list[int] = []
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         run = Run(comm, ParameterServerConfig(consistency="asp"))
         run.exchange.part()
         if comm.rank == 1:
@@ -215,12 +212,10 @@ class Open:
 
 
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
-def test_a_worker_that_waits_for_a_meeting_has_no_operation_with_a_deadline(
-    placement: str, rng: np.random.Generator
-) -> None:
+def test_a_worker_that_waits_for_a_meeting_has_no_operation_with_a_deadline(placement, rng):
     data, quick, before = text(rng), Open(), []
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         run = Run(comm, ParameterServerConfig(servers=1, placement=placement, consistency="asp"))
         if comm.rank == 1:
             comm.events = quick
@@ -242,10 +237,10 @@ def test_a_worker_that_waits_for_a_meeting_has_no_operation_with_a_deadline(
 
 
 @pytest.mark.parametrize(("size", "config"), [place for place in PLACES if place[0] > 1], ids=str)
-def test_a_call_brings_all_together_soon(size: int, config: ParameterServerConfig, rng: np.random.Generator) -> None:
+def test_a_call_brings_all_together_soon(size, config, rng):
     data, steps = text(rng, 60), 60
 
-    def body(comm: Communicator) -> list[list[int]]:
+    def body(comm):
         run = Run(comm, config, steps)
         if comm.rank == size - 1:  # a dedicated server, or the last colocated rank
             run.exchange.meetings.ask(lambda: not run.meetings)
@@ -258,13 +253,13 @@ def test_a_call_brings_all_together_soon(size: int, config: ParameterServerConfi
     assert meetings[0][-1] == [steps] * len(meetings[0][-1])
 
 
-def test_a_finished_worker_can_still_call(rng: np.random.Generator) -> None:
+def test_a_finished_worker_can_still_call(rng):
     data, called = text(rng), threading.Event()
 
-    def body(comm: Communicator) -> list[list[int]]:
+    def body(comm):
         run = Run(comm, ParameterServerConfig(consistency="asp"))
 
-        def wants() -> bool:
+        def wants():
             stop_request = comm.rank == 0 and run.exchange.clock == STEPS and not called.is_set()
             if stop_request:
                 called.set()
@@ -278,10 +273,10 @@ def test_a_finished_worker_can_still_call(rng: np.random.Generator) -> None:
     assert first[0][0] == STEPS and 2 <= first[0][1] < STEPS and first[-1] == [STEPS, STEPS]
 
 
-def test_a_meeting_is_due_when_the_slowest_is_there(rng: np.random.Generator) -> None:
+def test_a_meeting_is_due_when_the_slowest_is_there(rng):
     data, steps = text(rng, 12), 12
 
-    def body(comm: Communicator) -> list[list[int]]:
+    def body(comm):
         run = Run(comm, ParameterServerConfig(consistency="asp"), steps)
         run.exchange.plan_rendezvous(5)
         run.train(data, lambda rank: 3e-3 * rank)
@@ -290,10 +285,10 @@ def test_a_meeting_is_due_when_the_slowest_is_there(rng: np.random.Generator) ->
     assert 5 <= min(run_threads(3, body)[0][0]) <= 6, "each worker ends at most the step it was in"
 
 
-def test_a_push_that_comes_twice_is_applied_once(rng: np.random.Generator) -> None:
+def test_a_push_that_comes_twice_is_applied_once(rng):
     data = text(rng)
 
-    def body(comm: Communicator) -> tuple[int, bytes]:
+    def body(comm):
         run = Run(comm, ParameterServerConfig(servers=2, consistency="asp"))
         place = run.exchange
         place.part()
@@ -313,13 +308,11 @@ def test_a_push_that_comes_twice_is_applied_once(rng: np.random.Generator) -> No
 
 
 @pytest.mark.parametrize(("size", "config"), [PLACES[1], PLACES[4], PLACES[2], PLACES[8]], ids=str)
-def test_a_step_that_is_given_up_leaves_no_gradient_behind(
-    size: int, config: ParameterServerConfig, rng: np.random.Generator
-) -> None:
+def test_a_step_that_is_given_up_leaves_no_gradient_behind(size, config, rng):
     """It is computed once more to find the tensor; the servers have then taken neither that nor the first."""
     data = text(rng)
 
-    def body(comm: Communicator, fails: bool) -> tuple[int, list[float], np.ndarray]:
+    def body(comm, fails):
         run = Run(comm, config)
         place = run.exchange
         place.part()
@@ -349,10 +342,10 @@ def test_a_step_that_is_given_up_leaves_no_gradient_behind(
             assert losses == others and np.array_equal(values, same)
 
 
-def test_bytes_of_a_step(rng: np.random.Generator) -> None:
+def test_bytes_of_a_step(rng):
     data = text(rng)
 
-    def body(comm: Communicator, config: ParameterServerConfig) -> tuple[int, int, int]:
+    def body(comm, config):
         run = Run(comm, config)
         with count_traffic(comm) as traffic:
             run.train(data)
@@ -374,10 +367,10 @@ def run_bytes(size: int) -> int:
 
 
 @pytest.mark.parametrize(("size", "config"), [PLACES[0], PLACES[4], PLACES[6]], ids=str)
-def test_a_restored_state_has_the_same_bits(size: int, config: ParameterServerConfig, rng: np.random.Generator) -> None:
+def test_a_restored_state_has_the_same_bits(size, config, rng):
     data = text(rng)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         run = Run(comm, config)
         run.train(data, lambda rank: 2e-3 * rank)
         saved = comm.allgather_object([(p.name, p.flat, p.array.tobytes()) for p in run.exchange.pieces()])
@@ -400,8 +393,8 @@ def test_a_restored_state_has_the_same_bits(size: int, config: ParameterServerCo
     run_threads(size, body)
 
 
-def test_a_state_of_another_number_of_workers_goes_on_from_the_slowest() -> None:
-    def body(comm: Communicator) -> tuple[int, list[int], int]:
+def test_a_state_of_another_number_of_workers_goes_on_from_the_slowest():
+    def body(comm):
         place = Run(comm, COLOCATED).exchange
         place.restore({"count": 4, "clocks": [6, 4], "updates": 10})
         return place.clock, place.clocks, place.shard.updates
@@ -411,7 +404,7 @@ def test_a_state_of_another_number_of_workers_goes_on_from_the_slowest() -> None
 
 
 @on_threads(4)
-def test_the_learning_rate_goes_by_updates_over_workers(comm: Communicator) -> None:
+def test_the_learning_rate_goes_by_updates_over_workers(comm):
     run = Run(comm, COLOCATED, 40)
     alone = optimizers.build(run.context.optimizer, run.model.layout, (), np.dtype("f4"), total_steps=40)
     for step in (1, 2, 3, 17, 40):
@@ -422,10 +415,10 @@ def test_the_learning_rate_goes_by_updates_over_workers(comm: Communicator) -> N
         assert run.exchange.learning_rate == run.exchange.shard.optimizer.learning_rate
 
 
-def test_the_loss_of_a_repeated_batch_falls(rng: np.random.Generator) -> None:
+def test_the_loss_of_a_repeated_batch_falls(rng):
     data = np.repeat(text(rng, 1), 40, axis=0)
 
-    def body(comm: Communicator) -> list[float]:
+    def body(comm):
         run = Run(comm, ParameterServerConfig(servers=2, placement="colocated", consistency="asp"), 40)
         run.train(data)
         return run.own_losses
@@ -487,9 +480,7 @@ def watched(
 
 
 @pytest.mark.parametrize(("size", "config"), BOUNDED, ids=str)
-def test_nobody_is_further_ahead_than_the_bound(
-    size: int, config: ParameterServerConfig, rng: np.random.Generator
-) -> None:
+def test_nobody_is_further_ahead_than_the_bound(size, config, rng):
     steps = 12
     runs = watched(size, config, text(rng, steps), lambda run: 5e-3 * (run.comm.rank == 0), steps)
     workers = len(runs[0].exchange.roles.workers)
@@ -498,12 +489,10 @@ def test_nobody_is_further_ahead_than_the_bound(
 
 
 @pytest.mark.parametrize(("size", "config"), BOUNDED, ids=str)
-def test_who_is_held_back_comes_to_a_meeting_and_waits_again_after_it(
-    size: int, config: ParameterServerConfig, rng: np.random.Generator
-) -> None:
+def test_who_is_held_back_comes_to_a_meeting_and_waits_again_after_it(size, config, rng):
     """Worker 0 calls one before its first step, when all others have made as many as they may."""
 
-    def pause(run: Watched) -> float:
+    def pause(run):
         place, limit = run.exchange, time.monotonic() + 30
         if run.comm.rank == 0 and not run.meetings and place.clock == 1:
             workers = [run.everybody[worker].exchange for worker in place.roles.workers[1:]]
@@ -521,9 +510,7 @@ def test_who_is_held_back_comes_to_a_meeting_and_waits_again_after_it(
 
 
 @pytest.mark.parametrize(("size", "config"), [BOUNDED[0], BOUNDED[2]], ids=str)
-def test_a_restored_worker_that_is_too_far_ahead_waits(
-    size: int, config: ParameterServerConfig, rng: np.random.Generator
-) -> None:
+def test_a_restored_worker_that_is_too_far_ahead_waits(size, config, rng):
     """The clocks are those of a run with a wider bound, or none."""
     clocks = [5, 0, 1][: len(Roles.of(config, size).workers)]
     runs = watched(size, config, text(rng), lambda run: 2e-3 * (run.comm.rank > 0), clocks=clocks)
@@ -531,12 +518,12 @@ def test_a_restored_worker_that_is_too_far_ahead_waits(
     assert len(runs[0].own_losses) == STEPS - 5
 
 
-def test_every_tensor_is_of_one_version(rng: np.random.Generator) -> None:
+def test_every_tensor_is_of_one_version(rng):
     """What a worker reads is what its server had at some time, tensor by tensor."""
     data = text(rng)
     versions: dict[object, set[bytes]] = {}
 
-    def body(comm: Communicator) -> int:
+    def body(comm):
         run = Run(comm, ParameterServerConfig(servers=2, placement="colocated", consistency="asp"))
         segments, shard = run.model.layout.segments, run.exchange.shard
         initial = {segment.key: run.exchange.parameters.view(segment.key).tobytes() for segment in segments}
@@ -546,7 +533,7 @@ def test_every_tensor_is_of_one_version(rng: np.random.Generator) -> None:
                 versions[segment.key] = {initial[segment.key]}
             step = shard.step
 
-            def kept(*given: object) -> None:
+            def kept(*given):
                 step(*given)
                 for segment in own:
                     versions[segment.key].add(shard.parameters.view(segment.key).tobytes())
@@ -555,7 +542,7 @@ def test_every_tensor_is_of_one_version(rng: np.random.Generator) -> None:
         comm.barrier()
         read = 0
 
-        def pause(rank: int) -> float:
+        def pause(rank):
             nonlocal read
             for segment in segments:
                 assert run.exchange.parameters.view(segment.key).tobytes() in versions[segment.key], segment.key
@@ -570,14 +557,14 @@ def test_every_tensor_is_of_one_version(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("aware", [False, True])
-def test_the_rate_is_divided_by_the_staleness(aware: bool, rng: np.random.Generator) -> None:
+def test_the_rate_is_divided_by_the_staleness(aware, rng):
     """Worker 1 pushes three times between the read and the push of worker 0: that gradient is 3 updates old."""
     data = text(rng)
     config = ParameterServerConfig(consistency="asp", staleness_aware=aware)
     place: dict[int, AsynchronousExchange] = {}
     rates: list[tuple[int, float]] = []
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         run = Run(comm, config, warmup_steps=0, decay="constant")
         place[comm.rank] = run.exchange
         comm.barrier()
@@ -601,11 +588,11 @@ def test_the_rate_is_divided_by_the_staleness(aware: bool, rng: np.random.Genera
 
 
 @pytest.mark.parametrize("name", ["lars", "lamb"])
-def test_layer_wise_rates_need_no_other_server(name: str, rng: np.random.Generator) -> None:
+def test_layer_wise_rates_need_no_other_server(name, rng):
     """Tensors are whole, so one worker with three servers is one process."""
     data = text(rng)
 
-    def body(comm: Communicator, servers: int) -> np.ndarray:
+    def body(comm, servers):
         run = Run(comm, ParameterServerConfig(servers=servers, consistency="asp"), name=name)
         run.train(data)
         return run.exchange.parameters.array

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -100,16 +99,14 @@ def config_of(servers: int, placement: str) -> ParameterServerConfig:
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
 @pytest.mark.parametrize(("size", "servers", "placement"), PLACES)
-def test_a_late_worker_is_left_out_and_catches_up(
-    size: int, servers: int, placement: str, name: str, rng: np.random.Generator
-) -> None:
+def test_a_late_worker_is_left_out_and_catches_up(size, servers, placement, name, rng):
     """The last worker misses the first three updates, and may take part in the fourth in the place of another."""
     config = config_of(servers, placement)
     workers = len(Roles.of(config, size).workers)
     slow, data = workers - 1, text(rng, workers)
     others_at = [0] * workers
 
-    def pause(run: Backup, clock: int) -> None:
+    def pause(run, clock):
         others_at[run.comm.rank] = clock
         rank = run.comm.rank
         if rank == slow and clock == 0:
@@ -117,7 +114,7 @@ def test_a_late_worker_is_left_out_and_catches_up(
         elif rank != slow and clock == 3:
             serve_until(run.exchange, lambda: others_at[slow] >= 3)
 
-    def body(comm: Communicator) -> tuple[bytes, list[tuple[int, bool]]]:
+    def body(comm):
         run = Backup(comm, config, name=name, learning_rate=1e-2 if name != "lars" else 1.0)
         run.train(data, pause)
         assert run.exchange.clock == run.exchange.updates == STEPS or not run.exchange.works
@@ -159,20 +156,20 @@ def of_three(data: np.ndarray, order: list[int], on: str = "cpu") -> np.ndarray:
     return run_threads(5, body)[0]
 
 
-def test_the_order_of_arrival_does_not_matter(rng: np.random.Generator) -> None:
+def test_the_order_of_arrival_does_not_matter(rng):
     """The sum is in the order of the ranks."""
     data = text(rng, 4)
     assert np.array_equal(of_three(data, [0, 1, 2]), of_three(data, [2, 1, 0]))
 
 
-def test_on_a_device_it_is_the_same(gpu: ModuleType, rng: np.random.Generator) -> None:
+def test_on_a_device_it_is_the_same(gpu, rng):
     data = text(rng, 4)
     host, device = (of_three(data, [0, 1, 2], on) for on in ("cpu", "gpu"))
     assert np.linalg.norm(device - host) <= 1e-10 * np.linalg.norm(host)
 
 
-def test_a_state_goes_on_at_one_clock_for_all() -> None:
-    def body(comm: Communicator) -> tuple[int, list[int], int, dict[str, int]]:
+def test_a_state_goes_on_at_one_clock_for_all():
+    def body(comm):
         run = Backup(comm, config_of(3, "colocated"))
         run.exchange.restore({"count": 2, "clocks": [3, 2, 4], "updates": 9})
         shard = run.exchange.shard
@@ -182,12 +179,12 @@ def test_a_state_goes_on_at_one_clock_for_all() -> None:
     assert run_threads(3, body) == [(2, [2, 2, 2], 2, {"count": 2})] * 3
 
 
-def test_a_late_worker_that_was_called_before_the_last_step_does_not_take_that_back() -> None:
+def test_a_late_worker_that_was_called_before_the_last_step_does_not_take_that_back():
     """It hears of the meeting at clock 1, the others after one more step: all, and what is saved, are at clock 2."""
     runs: dict[int, Backup] = {}
     data = text(np.random.default_rng(5), 3)
 
-    def pause(run: Backup, clock: int) -> None:
+    def pause(run, clock):
         place, late = run.exchange, runs[2].exchange
         if place.rank == 2:
             serve_until(place, lambda: min(runs[0].exchange.clock, runs[1].exchange.clock) == 1)
@@ -195,7 +192,7 @@ def test_a_late_worker_that_was_called_before_the_last_step_does_not_take_that_b
         elif clock == 1:
             serve_until(place, lambda: late.meetings.called)
 
-    def body(comm: Communicator) -> tuple[int, list[int], dict[str, int], list[tuple[int, bool]], bytes]:
+    def body(comm):
         run = runs[comm.rank] = Backup(comm, config_of(1, "dedicated"))
         comm.barrier()
         run.train(data, pause)

@@ -99,7 +99,7 @@ class World:
                 assert not self.missing[worker] and self.made[worker] == self.steps, "it waits for ever"
 
 
-def test_no_read_breaks_the_bound_and_nobody_waits_for_ever() -> None:
+def test_no_read_breaks_the_bound_and_nobody_waits_for_ever():
     met: set[float] = set()
     held = stopped = returned = 0
     for seed in range(SCHEDULES):
@@ -115,7 +115,7 @@ def test_no_read_breaks_the_bound_and_nobody_waits_for_ever() -> None:
     assert met == {0, 1, 2, 3, math.inf} and held > SCHEDULES and min(stopped, returned) > SCHEDULES // 20
 
 
-def test_the_answer_waits_for_the_slowest_and_comes_in_the_order_of_the_questions() -> None:
+def test_the_answer_waits_for_the_slowest_and_comes_in_the_order_of_the_questions():
     clocks = VersionVector([3, 5, 7], 1)
     for worker in (7, 5):
         for clock in (1, 2):
@@ -127,7 +127,7 @@ def test_the_answer_waits_for_the_slowest_and_comes_in_the_order_of_the_question
     assert clocks.vector == {3: 1, 5: 2, 7: 2}
 
 
-def test_who_left_is_not_waited_for_and_returns_where_the_others_are() -> None:
+def test_who_left_is_not_waited_for_and_returns_where_the_others_are():
     clocks = VersionVector([0, 1], 0)
     clocks.push(0, 1)
     clocks.ask(0)
@@ -142,7 +142,7 @@ def test_who_left_is_not_waited_for_and_returns_where_the_others_are() -> None:
     assert clocks.rejoin(0) == 2, "nobody is there, so it goes on from its own"
 
 
-def test_after_a_meeting_all_go_on_from_their_own_clocks() -> None:
+def test_after_a_meeting_all_go_on_from_their_own_clocks():
     clocks = VersionVector(range(3), 1)
     for worker in range(3):
         clocks.leave(worker)
@@ -151,6 +151,6 @@ def test_after_a_meeting_all_go_on_from_their_own_clocks() -> None:
     assert [clocks.may_start(worker) for worker in range(3)] == [False, True, True]
 
 
-def test_a_missing_push_is_an_error() -> None:
+def test_a_missing_push_is_an_error():
     with pytest.raises(ValueError, match="push 2 of worker 0 came after push 0"):
         VersionVector([0], 1).push(0, 2)

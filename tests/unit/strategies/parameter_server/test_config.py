@@ -31,7 +31,7 @@ from hpcdist.training.recipe.recipe import Recipe
         ({"consistency": "ssp", "backup_workers": 1}, "backup_workers = 1 .* 'ssp'"),
     ],
 )
-def test_refused(keys: dict[str, object], says: str) -> None:
+def test_refused(keys, says):
     with pytest.raises(ConfigurationError, match=says):
         ParameterServerConfig(**keys)
 
@@ -46,13 +46,13 @@ def test_refused(keys: dict[str, object], says: str) -> None:
         ({"backup_workers": 2}, False, 0, "bsp, 2 backup workers"),
     ],
 )
-def test_who_waits_for_whom(keys: dict[str, object], lock_step: bool, bound: float, described: str) -> None:
+def test_who_waits_for_whom(keys, lock_step, bound, described):
     config = ParameterServerConfig(**keys)
     assert (config.lock_step, config.bound, config.described) == (lock_step, bound, described)
 
 
 @pytest.mark.parametrize(("placement", "world"), [("colocated", 2), ("dedicated", 3)])
-def test_as_many_backups_as_workers_are_refused(placement: str, world: int) -> None:
+def test_as_many_backups_as_workers_are_refused(placement, world):
     with pytest.raises(ConfigurationError, match=r"backup_workers = 2, but there are 2 workers.*at most 1"):
         Roles.of(ParameterServerConfig(placement=placement, backup_workers=2), world)
     assert len(Roles.of(ParameterServerConfig(placement=placement, backup_workers=1), world).workers) == 2
@@ -67,7 +67,7 @@ def test_as_many_backups_as_workers_are_refused(placement: str, world: int) -> N
         ({"placement": "colocated", "mirrored": True}, "mirrored = true.*set it to false"),
     ],
 )
-def test_what_has_no_servers_of_its_own_in_a_product_is_refused(keys: dict[str, object], said: str) -> None:
+def test_what_has_no_servers_of_its_own_in_a_product_is_refused(keys, said):
     config = ParameterServerConfig(**keys)
     alone = ParallelConfig(strategy="parameter_server")
     Recipe(parallel=alone, parameter_server=config)
@@ -88,12 +88,12 @@ def test_what_has_no_servers_of_its_own_in_a_product_is_refused(keys: dict[str, 
         ("colocated", 2, 3, range(3), range(2)),
     ],
 )
-def test_roles(placement: str, servers: int, world: int, workers: range, serving: range) -> None:
+def test_roles(placement, servers, world, workers, serving):
     roles = Roles.of(ParameterServerConfig(placement=placement, servers=servers), world)
     assert (roles.workers, roles.servers) == (workers, serving)
 
 
-def test_no_worker_is_refused_with_the_equation() -> None:
+def test_no_worker_is_refused_with_the_equation():
     with pytest.raises(ConfigurationError, match=r"world 2 - parameter_server.servers 2 = 0 workers"):
         Roles.of(ParameterServerConfig(servers=2), 2)
     with pytest.raises(ConfigurationError, match=r"world 1 - parameter_server.servers 1 = 0 workers.*colocated"):

@@ -1,6 +1,5 @@
 """Notes and meetings of ranks that are not in lock-step."""
 
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.parameter_server.asynchronous.control_messages import (
     ControlChannel,
@@ -13,10 +12,10 @@ from hpcdist.strategies.parameter_server.partition import Roles
 ROLES = Roles(range(1, 3), range(1))  # rank 0 serves
 
 
-def test_what_a_quick_worker_says_after_a_meeting_does_not_pass_for_a_late_call() -> None:
+def test_what_a_quick_worker_says_after_a_meeting_does_not_pass_for_a_late_call():
     """The call of worker 2 is still on its way when worker 1 has parted and pushes, and calls the next meeting."""
 
-    def body(comm: Communicator) -> list[str]:
+    def body(comm):
         said: list[str] = []
         notes = ControlChannel(comm.dup("notes"))
         notes.answers[ControlKind.PUSH] = lambda worker, what: said.append(f"push {what.clock} of {worker}")
@@ -40,8 +39,8 @@ def test_what_a_quick_worker_says_after_a_meeting_does_not_pass_for_a_late_call(
     assert run_threads(3, body)[0] == ["push 7 of 1", "push 8 of 1"]
 
 
-def test_notes_that_were_held_back_come_before_others() -> None:
-    def body(comm: Communicator) -> list[int]:
+def test_notes_that_were_held_back_come_before_others():
+    def body(comm):
         said: list[int] = []
         notes = ControlChannel(comm.dup("notes"))
         notes.answers[ControlKind.PUSH] = lambda worker, what: said.append(what.clock)

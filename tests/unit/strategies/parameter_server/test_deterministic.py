@@ -46,9 +46,7 @@ def whole_run(comm: Communicator, path: Path, keys: dict[str, Any]) -> tuple[obj
 
 @pytest.mark.parametrize("name", KEYS)
 @pytest.mark.parametrize("transport", ["messages", "shared", "rma"])
-def test_it_has_the_bits_of_allreduce_on_any_number_of_workers_and_servers(
-    text: Path, transport: str, name: str
-) -> None:
+def test_it_has_the_bits_of_allreduce_on_any_number_of_workers_and_servers(text, transport, name):
     expected = run_threads(1, lambda comm: whole_run(comm, text, KEYS[name]))[0]
     assert all(np.isfinite(number) for step in expected[0] for number in step)  # type: ignore[attr-defined]
     places = [(1, 1, "colocated"), (2, 1, "dedicated"), (4, 0, "colocated"), (4, 1, "colocated"), (5, 2, "dedicated")]
@@ -60,10 +58,8 @@ def test_it_has_the_bits_of_allreduce_on_any_number_of_workers_and_servers(
             assert found[3] == (expected[3] if works else {}), "every worker has them"
 
 
-def test_a_run_goes_on_with_the_same_bits_as_allreduce_and_back(text: Path, tmp_path: Path) -> None:
-    def part(
-        comm: Communicator, last: int, keys: dict[str, Any], resume: Path | None
-    ) -> tuple[list[Any], Path, object]:
+def test_a_run_goes_on_with_the_same_bits_as_allreduce_and_back(text, tmp_path):
+    def part(comm, last, keys, resume):
         trainer = trainer_of(comm, text, keys, resume)
         found = train(trainer, last)
         saved = CheckpointSaver(trainer, tmp_path / f"{comm.size}").save(last)
@@ -80,11 +76,11 @@ def test_a_run_goes_on_with_the_same_bits_as_allreduce_and_back(text: Path, tmp_
         assert (first + second + third, found) == (whole, expected)
 
 
-def test_a_mirror_has_the_bits_of_the_server_that_is_lost(text: Path) -> None:
+def test_a_mirror_has_the_bits_of_the_server_that_is_lost(text):
     keys = {"optimizer.name": "lamb", "optimizer.clip_norm": 0.1}
     expected = run_threads(1, lambda comm: train(trainer_of(comm, text, keys), 4))[0]
 
-    def body(comm: Communicator) -> list[tuple[float, float]]:
+    def body(comm):
         trainer = trainer_of(comm, text, keys | served(3, "colocated", mirrored="true"))
         found, exchange = train(trainer, 2), trainer.exchange
         if comm.rank == 1:
@@ -98,9 +94,7 @@ def test_a_mirror_has_the_bits_of_the_server_that_is_lost(text: Path) -> None:
 
 @pytest.mark.parametrize(("shards", "pushed"), [(8, 1), (6, 2), (4, 1)])
 @on_threads(3)
-def test_a_worker_pushes_as_many_partial_sums_as_it_must(
-    comm: Communicator, text: Path, shards: int, pushed: int
-) -> None:
+def test_a_worker_pushes_as_many_partial_sums_as_it_must(comm, text, shards, pushed):
     """Two workers: 4 + 4 shards are two nodes of the tree, 3 + 3 are four, 2 + 2 are two."""
     trainer = trainer_of(comm, text, {"model.hidden": 64, "run.logical_shards": shards} | served(1, "dedicated"))
     train(trainer, 1)
@@ -116,8 +110,8 @@ def test_a_worker_pushes_as_many_partial_sums_as_it_must(
 
 
 @pytest.mark.parametrize("transport", ["messages", "rma"])
-def test_only_the_worker_with_a_bad_value_is_blamed_and_nothing_is_left_of_the_step(text: Path, transport: str) -> None:
-    def body(comm: Communicator) -> list[tuple[float, float]]:
+def test_only_the_worker_with_a_bad_value_is_blamed_and_nothing_is_left_of_the_step(text, transport):
+    def body(comm):
         trainer = trainer_of(comm, text, served(1, "dedicated", transport))
         train(trainer, 1)
         parameters, kept = trainer.exchange.parameters, trainer.exchange.parameters.array.copy()
@@ -133,7 +127,7 @@ def test_only_the_worker_with_a_bad_value_is_blamed_and_nothing_is_left_of_the_s
     assert run_threads(4, body) == [expected] * 4
 
 
-def test_a_worker_adds_up_layers_and_pushes_them_once(text: Path) -> None:
+def test_a_worker_adds_up_layers_and_pushes_them_once(text):
     keys = served(2, "dedicated")
     steps = run_threads(4, lambda comm: trainer_of(comm, text, keys).operations)[0]
     layers = [op.range for op in steps if op.kind is Kind.PUSH]
@@ -154,11 +148,11 @@ def test_a_worker_adds_up_layers_and_pushes_them_once(text: Path) -> None:
         ({"communication.algorithm": "hierarchical"}, r"communication.algorithm = 'hierarchical' with run.logical_"),
     ],
 )
-def test_what_sums_in_the_order_of_the_ranks_is_refused(keys: dict[str, Any], match: str) -> None:
+def test_what_sums_in_the_order_of_the_ranks_is_refused(keys, match):
     settings = {"parallel.strategy": "parameter_server", "run.global_batch": 24, "run.logical_shards": 6, **keys}
     refused(settings, match)
 
 
-def test_fewer_shards_than_workers_are_refused(text: Path) -> None:
+def test_fewer_shards_than_workers_are_refused(text):
     with pytest.raises(ConfigurationError, match=r"run\.logical_shards = 2 with 3 data ranks: each needs"):
         run_threads(4, lambda comm: trainer_of(comm, text, {"run.logical_shards": 2} | served(1, "dedicated")))

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from harness.rank_run import RankRun, optimizer_of, text
-from hpcdist.arrays.ranges import Range
-from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
@@ -17,7 +15,6 @@ from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.strategies.build import server_exchange
 from hpcdist.strategies.core.grid import ProcessGrid
-from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.parameter_server.config import PLACEMENTS, ParameterServerConfig
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
 from hpcdist.strategies.parameter_server.mirror import shift
@@ -64,7 +61,7 @@ def configs(size: int) -> list[ParameterServerConfig]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
-def test_every_placement_trains_as_one_process(size: int, rng: np.random.Generator) -> None:
+def test_every_placement_trains_as_one_process(size, rng):
     data = text(rng, STEPS, SAMPLES)
     alone = run_threads(1, lambda comm: Run(comm, ALONE).losses(data))[0]
     for config in configs(size):
@@ -73,13 +70,11 @@ def test_every_placement_trains_as_one_process(size: int, rng: np.random.Generat
 
 
 @pytest.mark.parametrize(("size", "per_node"), [(2, 2), (3, 2), (4, 2), (5, 3), (6, 2)])
-def test_nodes_that_speak_with_one_voice_train_as_one_process(
-    size: int, per_node: int, rng: np.random.Generator
-) -> None:
+def test_nodes_that_speak_with_one_voice_train_as_one_process(size, per_node, rng):
     data = text(rng, STEPS, SAMPLES)
     alone = run_threads(1, lambda comm: Run(comm, ALONE).losses(data))[0]
 
-    def body(comm: Communicator, config: ParameterServerConfig) -> tuple[list[float], int, bool, bytes]:
+    def body(comm, config):
         run = Run(comm, config, algorithm="hierarchical")
         losses = run.losses(data)
         weights = run.exchange.parameters.array.tobytes() if run.exchange.works else b""
@@ -96,10 +91,10 @@ def test_nodes_that_speak_with_one_voice_train_as_one_process(
         assert len({weights for *_, weights in found[:workers]}) == 1, "all workers hold the same bits"
 
 
-def test_a_dedicated_server_hears_each_node_once(rng: np.random.Generator) -> None:
+def test_a_dedicated_server_hears_each_node_once(rng):
     data = text(rng, STEPS, SAMPLES)
 
-    def received(comm: Communicator, algorithm: str) -> int:
+    def received(comm, algorithm):
         run = Run(comm, ParameterServerConfig(), algorithm=algorithm)
         with count_traffic(comm) as traffic:
             run.losses(data)
@@ -112,13 +107,13 @@ def test_a_dedicated_server_hears_each_node_once(rng: np.random.Generator) -> No
 
 
 @pytest.mark.parametrize("algorithm", ["rabenseifner", "node_shared", "all_to_all", "recursive_doubling"])
-def test_an_algorithm_that_would_mean_nothing_is_refused(algorithm: str) -> None:
+def test_an_algorithm_that_would_mean_nothing_is_refused(algorithm):
     with pytest.raises(ConfigurationError, match="workers do not reduce among themselves"):
         run_threads(2, lambda comm: Run(comm, ALONE, algorithm=algorithm))
 
 
 @pytest.mark.parametrize(("name", "placement"), [("lamb", "dedicated"), ("lars", "colocated")])
-def test_layer_wise_rates_with_tensors_cut_over_servers(name: str, placement: str, rng: np.random.Generator) -> None:
+def test_layer_wise_rates_with_tensors_cut_over_servers(name, placement, rng):
     data = text(rng, STEPS, SAMPLES)
     config = ParameterServerConfig(servers=3, placement=placement)
     alone = run_threads(1, lambda comm: Run(comm, ALONE, name=name).losses(data))[0]
@@ -126,10 +121,10 @@ def test_layer_wise_rates_with_tensors_cut_over_servers(name: str, placement: st
     np.testing.assert_allclose(found, [alone] * 5, rtol=1e-11)
 
 
-def test_workers_hold_the_same_bits_and_servers_those(rng: np.random.Generator) -> None:
+def test_workers_hold_the_same_bits_and_servers_those(rng):
     data = text(rng, STEPS, SAMPLES)
 
-    def body(comm: Communicator) -> tuple[Run, list[float]]:
+    def body(comm):
         run = Run(comm, ParameterServerConfig(servers=2), "float32")
         return run, run.losses(data)
 
@@ -143,11 +138,11 @@ def test_workers_hold_the_same_bits_and_servers_those(rng: np.random.Generator) 
             assert run.exchange.parameters.range(part).tobytes() == first.range(part).tobytes()
 
 
-def test_sums_are_in_rank_order_whatever_the_servers(rng: np.random.Generator) -> None:
+def test_sums_are_in_rank_order_whatever_the_servers(rng):
     """Without clipping, whose norm is summed over the servers, the cut decides no bit."""
     data = text(rng, STEPS, SAMPLES)
 
-    def body(comm: Communicator, config: ParameterServerConfig) -> bytes:
+    def body(comm, config):
         run = Run(comm, config, "float32", clip_norm=0.0)
         run.losses(data)
         return run.exchange.parameters.array.tobytes()
@@ -160,10 +155,10 @@ def test_sums_are_in_rank_order_whatever_the_servers(rng: np.random.Generator) -
     assert len({*dedicated, *colocated}) == 1
 
 
-def test_bytes_are_those_of_the_article(rng: np.random.Generator) -> None:
+def test_bytes_are_those_of_the_article(rng):
     data = text(rng, STEPS, SAMPLES)
 
-    def body(comm: Communicator, config: ParameterServerConfig) -> tuple[int, int]:
+    def body(comm, config):
         run = Run(comm, config, "float32", clip_norm=0.0)
         with count_traffic(comm) as traffic:
             run.losses(data)
@@ -184,12 +179,10 @@ def test_bytes_are_those_of_the_article(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("config", configs(3), ids=str)
-def test_pieces_tile_everything_once_and_restore_anywhere(
-    config: ParameterServerConfig, rng: np.random.Generator
-) -> None:
+def test_pieces_tile_everything_once_and_restore_anywhere(config, rng):
     data = text(rng, STEPS, SAMPLES)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         run = Run(comm, config, "float32")
         run.losses(data[:2])
         saved = run.state()
@@ -210,10 +203,10 @@ KINDS = ("parameters", "optimizer.m", "optimizer.v")
 
 
 @pytest.mark.parametrize(("transport", "placement"), [("messages", "dedicated"), *product(["rma"], PLACEMENTS)])
-def test_nan_names_the_worker_and_updates_nothing(transport: str, placement: str, rng: np.random.Generator) -> None:
+def test_nan_names_the_worker_and_updates_nothing(transport, placement, rng):
     data, config = text(rng, STEPS, SAMPLES), ParameterServerConfig(servers=1, transport=transport, placement=placement)
 
-    def body(comm: Communicator) -> str:
+    def body(comm):
         run = Run(comm, config, "float32")
         if comm.rank == 1:
             run.exchange.parameters.view(run.model.layout.segments[4].key)[...] = np.nan
@@ -224,7 +217,7 @@ def test_nan_names_the_worker_and_updates_nothing(transport: str, placement: str
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
-def test_the_lists_of_all_ranks_are_proven(name: str) -> None:
+def test_the_lists_of_all_ranks_are_proven(name):
     for size in (1, 2, 3, 4):
         for config in configs(size):
             runs = run_threads(size, lambda comm, config=config: Run(comm, config, name=name, microbatches=2))
@@ -239,8 +232,8 @@ def test_the_lists_of_all_ranks_are_proven(name: str) -> None:
             assert proof.live == (1,)
 
 
-def test_pushes_go_out_while_backward_still_runs() -> None:
-    def body(comm: Communicator) -> list[str]:
+def test_pushes_go_out_while_backward_still_runs():
+    def body(comm):
         return [op.kind.name for op in Run(comm, ParameterServerConfig()).operations]
 
     worker, server = run_threads(2, body)
@@ -250,8 +243,8 @@ def test_pushes_go_out_while_backward_still_runs() -> None:
     assert worker.count("AGREE") == server.count("AGREE") == 1
 
 
-def test_a_colocated_rank_keeps_its_own_part_to_itself() -> None:
-    def body(comm: Communicator) -> list[Range]:
+def test_a_colocated_rank_keeps_its_own_part_to_itself():
+    def body(comm):
         return Run(comm, ParameterServerConfig(servers=1, placement="colocated")).exchange.sharded_update.parts
 
     served = run_threads(2, body)
@@ -272,9 +265,7 @@ def kept(comm: Communicator, config: ParameterServerConfig, data: np.ndarray, **
 
 @pytest.mark.parametrize("transport", ["shared", "rma"])
 @pytest.mark.parametrize(("size", "per_node"), [(1, 1), (2, 2), (3, 2), (4, 4), (5, 2), (8, 8)])
-def test_every_transport_gives_the_same_bits(
-    transport: str, size: int, per_node: int, rng: np.random.Generator
-) -> None:
+def test_every_transport_gives_the_same_bits(transport, size, per_node, rng):
     data = text(rng, STEPS, SAMPLES)
     for config in ends(size):
         expected = run_threads(size, lambda comm, config=config: kept(comm, config, data, dtype="float32"), per_node)
@@ -287,7 +278,7 @@ def test_every_transport_gives_the_same_bits(
 
 @pytest.mark.parametrize("transport", ["messages", "shared", "rma"])
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
-def test_every_optimizer_over_every_transport(transport: str, name: str, rng: np.random.Generator) -> None:
+def test_every_optimizer_over_every_transport(transport, name, rng):
     data = text(rng, STEPS, SAMPLES)
     config = ParameterServerConfig(servers=2, placement="colocated", transport=transport, mirrored=True)
     alone = run_threads(1, lambda comm: Run(comm, ALONE, name=name).losses(data))[0]
@@ -295,11 +286,11 @@ def test_every_optimizer_over_every_transport(transport: str, name: str, rng: np
     np.testing.assert_allclose(found, [alone] * 3, rtol=1e-11)
 
 
-def test_a_node_holds_one_copy_and_sends_nothing_inside(rng: np.random.Generator) -> None:
+def test_a_node_holds_one_copy_and_sends_nothing_inside(rng):
     data = text(rng, STEPS, SAMPLES)
     config = ParameterServerConfig(placement="colocated", transport="shared")
 
-    def body(comm: Communicator) -> tuple[int, int, int, int]:
+    def body(comm):
         run = Run(comm, config, "float32", clip_norm=0.0)
         with count_traffic(comm) as traffic:
             run.losses(data)
@@ -323,13 +314,11 @@ def test_a_node_holds_one_copy_and_sends_nothing_inside(rng: np.random.Generator
     ("transport", "mirrored", "parameters", "gradients", "optimizer"),
     [("messages", False, 3, 3, 2), ("shared", False, 1, 3, 2), ("rma", False, 3, 3, 2), ("messages", True, 4, 4, 4)],
 )
-def test_memory_of_all_ranks_together(
-    transport: str, mirrored: bool, parameters: float, gradients: float, optimizer: float
-) -> None:
+def test_memory_of_all_ranks_together(transport, mirrored, parameters, gradients, optimizer):
     """In Psi: on one node, three ranks that work and serve share one copy of the parameters, or have three."""
     config = ParameterServerConfig(placement="colocated", transport=transport, mirrored=mirrored)
 
-    def body(comm: Communicator) -> tuple[dict[str, int], int]:
+    def body(comm):
         run = Run(comm, config, "float32")
         held = run.ledger.current
         comm.barrier()
@@ -343,10 +332,10 @@ def test_memory_of_all_ranks_together(
         np.testing.assert_allclose(sum(held["communication"] for held, _ in found), 3 * psi, rtol=1e-3)
 
 
-def test_one_sided_bytes_are_those_of_messages(rng: np.random.Generator) -> None:
+def test_one_sided_bytes_are_those_of_messages(rng):
     data = text(rng, STEPS, SAMPLES)
 
-    def body(comm: Communicator) -> tuple[int, int, dict[str, int]]:
+    def body(comm):
         run = Run(comm, ParameterServerConfig(placement="colocated", transport="rma"), "float32", clip_norm=0.0)
         with count_traffic(comm) as traffic:
             run.losses(data)
@@ -357,10 +346,10 @@ def test_one_sided_bytes_are_those_of_messages(rng: np.random.Generator) -> None
         assert calls["put"] > 0 < calls["get"] and calls["flush"] > 0
 
 
-def test_a_lost_server_is_rebuilt_from_its_mirror_bit_for_bit(rng: np.random.Generator) -> None:
+def test_a_lost_server_is_rebuilt_from_its_mirror_bit_for_bit(rng):
     data = text(rng, STEPS, SAMPLES)
 
-    def body(comm: Communicator, config: ParameterServerConfig, lost: int) -> tuple[object, ...]:
+    def body(comm, config, lost):
         run = Run(comm, config, "float32", name="lamb")
         losses = run.losses(data[:2])
         if lost >= 0:
@@ -387,13 +376,13 @@ def test_a_lost_server_is_rebuilt_from_its_mirror_bit_for_bit(rng: np.random.Gen
         }
         return losses, run.served(), run.weights(), own, mirrored
 
-    def wipe(owner: ShardedUpdate, transport: str) -> None:
+    def wipe(owner, transport):
         """Lose what the rank serves; what workers of its node read of others is not its own in shared memory."""
         for store in stores_of(owner):
             for part in owner.parts if transport == "shared" else store.parts:
                 store.range(part)[...] = np.nan
 
-    def stores_of(owner: ShardedUpdate) -> list[FlatStore]:
+    def stores_of(owner):
         return [owner.parameters, *owner.slots().values()]
 
     for size, config in ((4, dict(servers=2)), (2, dict(placement="colocated")), (3, dict(placement="colocated"))):
@@ -408,11 +397,11 @@ def test_a_lost_server_is_rebuilt_from_its_mirror_bit_for_bit(rng: np.random.Gen
             assert run_threads(size, lambda comm, used=used, lost=lost: body(comm, used, lost)) == whole
 
 
-def test_a_mirror_is_restored_with_its_server(rng: np.random.Generator) -> None:
+def test_a_mirror_is_restored_with_its_server(rng):
     data = text(rng, STEPS, SAMPLES)
     config = ParameterServerConfig(placement="colocated", mirrored=True)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         run = Run(comm, config)
         run.losses(data[:2])
         fresh = Run(comm, config)
@@ -430,12 +419,12 @@ def test_a_mirror_is_restored_with_its_server(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize(
     ("nodes", "expected"), [([0, 0], 1), ([0, 1], 1), ([0, 0, 1, 1], 2), ([0, 0, 0, 1, 1, 1], 3), ([0, 0, 1], 1)]
 )
-def test_a_mirror_is_on_another_node_where_there_is_one(nodes: list[int], expected: int) -> None:
+def test_a_mirror_is_on_another_node_where_there_is_one(nodes, expected):
     assert shift(nodes) == expected
 
 
-def test_what_cannot_be_mirrored_or_recovered_is_refused() -> None:
-    def body(comm: Communicator) -> None:
+def test_what_cannot_be_mirrored_or_recovered_is_refused():
+    def body(comm):
         with pytest.raises(UsageError, match="not mirrored"):
             Run(comm, ALONE).exchange.recover(0)
         with pytest.raises(UsageError, match=r"only \[2, 3\] serve"):
@@ -462,17 +451,17 @@ def test_what_cannot_be_mirrored_or_recovered_is_refused() -> None:
         ({"mirrored": True, "servers": 1, "placement": "colocated"}, "at least 2 servers"),
     ],
 )
-def test_a_recipe_that_cannot_be_is_refused(keys: dict[str, object], told: str) -> None:
+def test_a_recipe_that_cannot_be_is_refused(keys, told):
     with pytest.raises(ConfigurationError, match=told):
         ParameterServerConfig(**keys)
 
 
 @pytest.mark.parametrize("transport", ["messages", "shared", "rma"])
-def test_a_step_that_is_given_up_is_looked_at_and_the_next_one_taken(transport: str, rng: np.random.Generator) -> None:
+def test_a_step_that_is_given_up_is_looked_at_and_the_next_one_taken(transport, rng):
     data = text(rng, STEPS, SAMPLES)
     config = ParameterServerConfig(placement="colocated", transport=transport, mirrored=True)
 
-    def body(comm: Communicator) -> list[float]:
+    def body(comm):
         run = Run(comm, config)
         store = run.exchange.parameters
         before = store.array.copy()

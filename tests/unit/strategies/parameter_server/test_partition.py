@@ -45,7 +45,7 @@ def check_messages(layout: Layout, found: KeyPartition) -> None:
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(1, 9))
-def test_any_layout_and_number_of_servers(sizes: list[int], servers: int) -> None:
+def test_any_layout_and_number_of_servers(sizes, servers):
     layout = layout_of(*sizes)
     if layout.size // ALIGN_ELEMENTS < servers:
         with pytest.raises(ConfigurationError, match=f"{servers} servers, but .* to at most"):
@@ -56,7 +56,7 @@ def test_any_layout_and_number_of_servers(sizes: list[int], servers: int) -> Non
 
 @pytest.mark.parametrize("servers", range(1, 9))
 @pytest.mark.parametrize("config", [ModelConfig(), ModelConfig(layers=1, hidden=64, heads=2), ModelConfig(kind="mlp")])
-def test_models_are_shared_within_a_hundredth(config: ModelConfig, servers: int) -> None:
+def test_models_are_shared_within_a_hundredth(config, servers):
     inputs = {"context": 64} if config.kind == "gpt" else {"features": 96, "classes": 10}
     layout = models.build(config, "float32", **inputs).layout
     found = check(layout, servers)
@@ -64,7 +64,7 @@ def test_models_are_shared_within_a_hundredth(config: ModelConfig, servers: int)
     assert len(found.keys) <= len(layout.segments) + 130 * servers, "no more cuts than the balance needs"
 
 
-def test_one_server_has_uncut_tensors_and_one_message_a_layer() -> None:
+def test_one_server_has_uncut_tensors_and_one_message_a_layer():
     layout = layout_of(100, 5, 64, 300, 1, 2)
     found = partition_keys(layout, 1)
     assert found.parts(0) == [Range(0, layout.size)]
@@ -73,7 +73,7 @@ def test_one_server_has_uncut_tensors_and_one_message_a_layer() -> None:
 
 
 @pytest.mark.parametrize("rows", [9, 10, 11])
-def test_tensor_ranks_with_a_row_less_have_the_same_keys(rows: int) -> None:
+def test_tensor_ranks_with_a_row_less_have_the_same_keys(rows):
     whole = TensorSpec(0, "table", (rows, 40), cut=0)
     halves = [Range(0, -(-rows // 2)), Range(-(-rows // 2), rows)]
     layouts = [Layout.of([whole.part(half, halves[0].size), TensorSpec(1, "norm", (50,))]) for half in halves]
@@ -81,17 +81,17 @@ def test_tensor_ranks_with_a_row_less_have_the_same_keys(rows: int) -> None:
     assert first == last
 
 
-def test_the_largest_go_first_to_the_least_loaded() -> None:
+def test_the_largest_go_first_to_the_least_loaded():
     layout = layout_of(64, 128, 64)  # 128 to server 0, then both of 64 to server 1
     assert partition_keys(layout, 2).owners == (1, 0, 1)
 
 
-def test_empty_tensors_are_no_keys() -> None:
+def test_empty_tensors_are_no_keys():
     assert len(partition_keys(layout_of(64, 0, 64), 2).keys) == 2
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(1, 9))
-def test_whole_tensors_have_one_server(sizes: list[int], servers: int) -> None:
+def test_whole_tensors_have_one_server(sizes, servers):
     layout = layout_of(*sizes)
     if len(sizes) < servers:
         with pytest.raises(ConfigurationError, match=f"{servers} servers, but .* {len(sizes)} tensors.*at most"):

@@ -11,14 +11,14 @@ def push(quorum: Quorum, worker: int, clock: int, samples: int = 3) -> list[Turn
     return quorum.push(worker, clock, samples, BATCH)
 
 
-def test_the_first_are_taken_in_the_order_of_the_ranks() -> None:
+def test_the_first_are_taken_in_the_order_of_the_ranks():
     quorum = Quorum(range(4), 1)
     assert push(quorum, 3, 1) == push(quorum, 0, 1) == []
     assert push(quorum, 2, 1) == [Turn(1, (0, 2, 3), 12 / 9)]
     assert quorum.clock == 1 and quorum.dropped == 0
 
 
-def test_a_late_gradient_is_dropped_and_its_worker_goes_on_with_the_others() -> None:
+def test_a_late_gradient_is_dropped_and_its_worker_goes_on_with_the_others():
     quorum = Quorum(range(3), 1)
     for clock in (1, 2):
         push(quorum, 0, clock)
@@ -28,14 +28,14 @@ def test_a_late_gradient_is_dropped_and_its_worker_goes_on_with_the_others() -> 
     assert push(quorum, 0, 3) == [Turn(3, (0, 2), 12 / 6)]
 
 
-def test_with_all_taken_the_scale_is_exactly_one() -> None:
+def test_with_all_taken_the_scale_is_exactly_one():
     quorum = Quorum(range(3), 0)
     assert [quorum.push(worker, 1, samples, 7) for worker, samples in ((0, 3), (1, 3), (2, 1))][-1] == [
         Turn(1, (0, 1, 2), 1.0)
     ]
 
 
-def test_who_would_wait_for_ever_is_let_go_with_nothing_taken() -> None:
+def test_who_would_wait_for_ever_is_let_go_with_nothing_taken():
     quorum = Quorum(range(3), 1)
     push(quorum, 0, 1)
     assert quorum.leave(1) == []
@@ -45,7 +45,7 @@ def test_who_would_wait_for_ever_is_let_go_with_nothing_taken() -> None:
     assert push(quorum, 0, 1) == [Turn(1, (0, 1), 2.0)]
 
 
-def test_any_schedule_takes_each_clock_once_and_answers_every_push() -> None:
+def test_any_schedule_takes_each_clock_once_and_answers_every_push():
     late = 0
     for seed in range(2000):
         draw = random.Random(seed)

@@ -34,7 +34,7 @@ def pushed(tree: ShardTree, worker: int, rows: np.ndarray) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 6, 7, 8, 12, 13])
-def test_sums_have_the_bits_of_the_tree_on_any_number_of_workers(shards: int, rng: np.random.Generator) -> None:
+def test_sums_have_the_bits_of_the_tree_on_any_number_of_workers(shards, rng):
     rows = rng.standard_normal((shards, LAYOUT.size)).astype(np.float32)
     expected = in_the_tree(rows, Range(0, shards)).tobytes()
     for workers in range(1, shards + 1):
@@ -50,13 +50,13 @@ def test_sums_have_the_bits_of_the_tree_on_any_number_of_workers(shards: int, rn
 
 
 @pytest.mark.parametrize(("shards", "workers"), [(4, 2), (6, 4), (7, 3), (8, 8), (13, 5)])
-def test_what_comes_in_a_few_buffers_gives_the_same_bits(shards: int, workers: int, rng: np.random.Generator) -> None:
+def test_what_comes_in_a_few_buffers_gives_the_same_bits(shards, workers, rng):
     rows = rng.standard_normal((shards, LAYOUT.size)).astype(np.float32)
     tree = ShardTree(shards, workers)
     addends = [addend.copy() for worker in range(workers) for addend in pushed(tree, worker, rows)]
     buffers = np.empty((2, LAYOUT.size), np.float32)
 
-    def arrivals() -> "np.ndarray":
+    def arrivals():
         for number, addend in enumerate(addends):
             buffers[number % 2] = addend  # what was in it is gone
             yield buffers[number % 2]
@@ -69,5 +69,5 @@ def test_what_comes_in_a_few_buffers_gives_the_same_bits(shards: int, workers: i
 @pytest.mark.parametrize(
     ("shards", "workers", "slots"), [(1, 1, 0), (4, 4, 0), (8, 4, 1), (8, 2, 2), (8, 1, 3), (7, 1, 2)]
 )
-def test_a_worker_keeps_few_partial_sums(shards: int, workers: int, slots: int) -> None:
+def test_a_worker_keeps_few_partial_sums(shards, workers, slots):
     assert max(slots_of(ShardTree(shards, workers), worker) for worker in range(workers)) == slots

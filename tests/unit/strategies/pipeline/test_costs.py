@@ -98,7 +98,7 @@ EVERY = [lambda: gpt(40), lambda: gpt(150), lambda: gpt(64, tied=True), options,
 
 
 @pytest.mark.parametrize("build", EVERY)
-def test_operations_are_those_of_the_products(build: Any, counted: list[int]) -> None:
+def test_operations_are_those_of_the_products(build, counted):
     model, x = build()
     walked = Walked(model, x, counted, split=False)
     for unit, cost in enumerate(unit_costs(model, SAMPLES)):
@@ -111,7 +111,7 @@ def test_operations_are_those_of_the_products(build: Any, counted: list[int]) ->
 
 
 @pytest.mark.parametrize("build", EVERY[:-1])  # a convolution has one pass
-def test_a_split_backward_does_the_products_of_the_input_first(build: Any, counted: list[int]) -> None:
+def test_a_split_backward_does_the_products_of_the_input_first(build, counted):
     model, x = build()
     walked = Walked(model, x, counted, split=True)
     costs = unit_costs(model, SAMPLES)
@@ -122,7 +122,7 @@ def test_a_split_backward_does_the_products_of_the_input_first(build: Any, count
 
 
 @pytest.mark.parametrize("build", [*EVERY, lambda: gpt(64, dropout=0.1)])
-def test_memory_is_that_of_the_arena(build: Any) -> None:
+def test_memory_is_that_of_the_arena(build):
     model, x = build()
     walked = Walked(model, x, [], split=False)
     costs = unit_costs(model, SAMPLES)
@@ -138,7 +138,7 @@ def test_memory_is_that_of_the_arena(build: Any) -> None:
     assert {"linear.dx"} <= expected.keys() & walked.arena._scratch.keys()
 
 
-def test_parameters_count_what_a_rank_keeps() -> None:
+def test_parameters_count_what_a_rank_keeps():
     model, _ = gpt(40)
     assert sum(cost.parameters for cost in unit_costs(model, 1)) == model.layout.size
     halves = unit_costs(model, 1, TensorSplit(ranks=2))
@@ -146,7 +146,7 @@ def test_parameters_count_what_a_rank_keeps() -> None:
     assert all(half.parameters < cost.parameters for half, cost in zip(halves, unit_costs(model, 1), strict=True))
 
 
-def test_borders_are_the_outputs() -> None:
+def test_borders_are_the_outputs():
     model, _ = gpt(40)
     costs = unit_costs(model, 5)
     assert [cost.input_bytes for cost in costs] == [0] + [5 * 40 * 32 * 4] * 3
@@ -154,6 +154,6 @@ def test_borders_are_the_outputs() -> None:
 
 
 @pytest.mark.parametrize("context", [1, 63, 64, 65, 128, 200])
-def test_scores_are_those_of_the_blocks(context: int) -> None:
+def test_scores_are_those_of_the_blocks(context):
     blocks = [list(range(first, min(first + 64, context))) for first in range(0, context, 64)]
     assert attention_scores(context) == sum(len(block) * (block[-1] + 1) for block in blocks)

@@ -61,7 +61,7 @@ def problem(draw: np.random.Generator, ranks: int, chunks: int):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
-def test_one_chunk_a_rank_is_the_best_of_all_cuts(ranks: int) -> None:
+def test_one_chunk_a_rank_is_the_best_of_all_cuts(ranks):
     draw = np.random.default_rng(ranks)
     refused = 0
     for _ in range(CASES):
@@ -102,7 +102,7 @@ def dealt(ranks: int, chunks: int, folded: bool) -> list[int]:
     [(p, v, False) for p, v in ((2, 2), (2, 3), (3, 2), (4, 2), (3, 3), (2, 4), (5, 2))]
     + [(p, 2, True) for p in (2, 3, 4)],
 )
-def test_several_chunks_a_rank_are_the_best_of_all_cuts(ranks: int, chunks: int, folded: bool) -> None:
+def test_several_chunks_a_rank_are_the_best_of_all_cuts(ranks, chunks, folded):
     draw = np.random.default_rng(10 * ranks + chunks)
     placed = dealt(ranks, chunks, folded)
     for _ in range(CASES // 4):
@@ -124,7 +124,7 @@ def test_several_chunks_a_rank_are_the_best_of_all_cuts(ranks: int, chunks: int,
 
 @pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize(("ranks", "chunks", "layers"), [(2, 2, 8), (4, 2, 26), (8, 4, 100), (8, 2, 61), (3, 2, 4)])
-def test_alike_inner_units_are_proven_without_a_search(ranks: int, chunks: int, layers: int, folded: bool) -> None:
+def test_alike_inner_units_are_proven_without_a_search(ranks, chunks, layers, folded):
     placed = dealt(ranks, chunks, folded and chunks == 2)
     found = search((0.1, *[1.0] * layers, 2.7), placed, (1.0,) * ranks, (0,) * ranks, None, steps=0)
     assert found is not None and found.largest == pytest.approx(found.bound, rel=1e-12)
@@ -135,7 +135,7 @@ def test_alike_inner_units_are_proven_without_a_search(ranks: int, chunks: int, 
     assert found.largest == pytest.approx(best, abs=0.11)  # the embedding may be what decides
 
 
-def test_a_search_that_ends_early_says_how_far_it_may_be_off() -> None:
+def test_a_search_that_ends_early_says_how_far_it_may_be_off():
     seconds, placed = tuple(np.random.default_rng(5).random(60)), dealt(4, 4, False)
     found = search(seconds, placed, (1.0,) * 4, (0,) * 4, None, steps=500)
     assert found is not None
@@ -143,7 +143,7 @@ def test_a_search_that_ends_early_says_how_far_it_may_be_off() -> None:
     assert found.largest == pytest.approx(largest(found.chunks, placed, seconds, (1.0,) * 4), rel=1e-12)
 
 
-def test_memory_moves_the_cut() -> None:
+def test_memory_moves_the_cut():
     """Units that take equally long, but the first keeps most: it gets a rank of its own."""
     units = [UnitCost(parameters=0, kept_bytes=size) for size in (60, 10, 10, 10)]
     memory = StageMemory(
@@ -158,12 +158,12 @@ def test_memory_moves_the_cut() -> None:
     assert least_memory(4, range(2), StageDevices((1.0, 1.0), (119, 0)), memory) == (range(1), range(1, 4))
 
 
-def test_a_fast_rank_gets_more() -> None:
+def test_a_fast_rank_gets_more():
     found = partition((1.0,) * 12, range(3), StageDevices((1.0, 3.0, 2.0), (0, 0, 0)), None)
     assert found is not None and [len(part) for part in found.chunks] == [2, 6, 4]
 
 
-def test_fewer_units_than_stages_are_refused_with_both_numbers() -> None:
+def test_fewer_units_than_stages_are_refused_with_both_numbers():
     model = models.build(ModelConfig(layers=2, hidden=8, heads=2), "float32", context=4)
     with pytest.raises(ConfigurationError, match=r"parallel.pipeline = 5, but the model has only 4 stages"):
         split_by_parameters(model, 5)

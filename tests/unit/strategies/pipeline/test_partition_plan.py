@@ -1,7 +1,6 @@
 """Cuts that a recipe gets: what is counted, what is measured, what is refused, and what a run really holds."""
 
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from click.testing import CliRunner
 from harness.trainings import losses, trainer_of
 from hpcdist import models
 from hpcdist.cli.plan.schedule import command as schedule
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
@@ -26,7 +24,6 @@ from hpcdist.strategies.schedule.generate.registry import SCHEDULES, chunks_of
 from hpcdist.strategies.tensor.model import cut_model
 from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
 from hpcdist.training.build import pipeline
-from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.run.saving import CheckpointSaver
 
 STATES = StateBytes(per_parameter=16, itemsize=4)
@@ -46,7 +43,7 @@ def planned(
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_moments_are_the_peaks_of_the_schedules(name: str) -> None:
+def test_moments_are_the_peaks_of_the_schedules(name):
     for ranks in (1, 2, 3, 5) if SCHEDULES[name].pipelines else (1,):
         for microbatches in (ranks, 7, 12):
             chunks = max(chunks_of(name, 2 if name == "interleaved" else 1), 1)
@@ -61,7 +58,7 @@ def test_moments_are_the_peaks_of_the_schedules(name: str) -> None:
                 assert all(inputs == kept + held for inputs, kept, held in sums)
 
 
-def test_recomputed_chunks_keep_their_inputs() -> None:
+def test_recomputed_chunks_keep_their_inputs():
     written = generated("gpipe", 2, 5)
     empty = written.place([range(1), range(1, 2)])
     (moment,) = moments(expand(written.passes[0], empty, 0, recompute=True), empty.of(0))
@@ -81,7 +78,7 @@ def test_recomputed_chunks_keep_their_inputs() -> None:
         ({"schedule": "zb-h1"}, (5, 5)),
     ],
 )
-def test_a_plan_covers_the_model_and_shows_itself(keys: dict[str, object], expected: tuple[int, ...]) -> None:
+def test_a_plan_covers_the_model_and_shows_itself(keys, expected):
     model = gpt()  # the embedding is next to nothing, the head a third of a block
     made = planned(model, **keys)
     assert made.stage_units == expected
@@ -95,7 +92,7 @@ def test_a_plan_covers_the_model_and_shows_itself(keys: dict[str, object], expec
         assert f"{row.parameters:,}" in text and f"{row.share:.0%}" in text and "states" in text
 
 
-def test_measured_seconds_decide() -> None:
+def test_measured_seconds_decide():
     """Blocks get slower towards the end of the model, which no closed form knows."""
     model = gpt()
     seconds = [PassSeconds(1.0 + unit, 2.0, 1.5, 0.6) for unit in range(10)]
@@ -133,12 +130,12 @@ def test_measured_seconds_decide() -> None:
         ({"schedule": "zb-v", "stage_memory_bytes": (9,)}, "with these stages, pipeline rank 0"),
     ],
 )
-def test_what_cannot_be_is_refused(keys: dict[str, object], match: str) -> None:
+def test_what_cannot_be_is_refused(keys, match):
     with pytest.raises(ConfigurationError, match=match):
         planned(gpt(), **keys)
 
 
-def test_limits_move_units_and_are_shown() -> None:
+def test_limits_move_units_and_are_shown():
     free = planned(gpt())
     limit = free.rows[0].total_bytes - 1
     made = planned(gpt(), stage_memory_bytes=(limit, 0))
@@ -146,8 +143,8 @@ def test_limits_move_units_and_are_shown() -> None:
     assert " of " in made.table()[2] and " of " not in made.table()[3]
 
 
-def test_states_follow_the_exchange() -> None:
-    def each(degrees: tuple[int, int, int], **zero: bool) -> float:
+def test_states_follow_the_exchange():
+    def each(degrees, **zero):
         return StateBytes.of(ZeroConfig(**zero), ShardingDegrees(*degrees), 4, 8).per_parameter
 
     assert each((1, 1, 1)) == 4 + 4 + 8
@@ -157,11 +154,11 @@ def test_states_follow_the_exchange() -> None:
     assert each((4, 4, 4), keep_gradients=True, keep_parameters=True) == 1 + 1 + 2 + 4 + 4
 
 
-def test_kinds_of_units_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_of_units_are_measured_once(monkeypatch):
     probed: list[int] = []
     probe = costs._Probe
 
-    def counted(model: Model, unit: int, *rest: object) -> object:
+    def counted(model, unit, *rest):
         probed.append(unit)
         return probe(model, unit, *rest)  # type: ignore[arg-type]
 
@@ -175,22 +172,22 @@ def test_kinds_of_units_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> No
         assert len(set(found[1:-1])) == 1
 
 
-def test_ranks_agree_on_medians() -> None:
-    def body(comm: Communicator) -> tuple[PassSeconds, ...]:
+def test_ranks_agree_on_medians():
+    def body(comm):
         speed = (1.0, 2.0, 4.0)[comm.rank]
         return agree(comm, [PassSeconds(3.0 / speed, 1.0 / speed, 0.5, 0.25 * (comm.rank + 1))], speed)
 
     assert run_threads(3, body) == [(PassSeconds(3.0, 1.0, 1.0, 1.0),)] * 3
 
 
-def test_tensor_ranks_measure_together() -> None:
-    def body(comm: Communicator) -> int:
+def test_tensor_ranks_measure_together():
+    def body(comm):
         return len(agree(comm, measure(cut_model(gpt(2), comm, sequence_parallel=True), 2)))
 
     assert run_threads(2, body) == [4, 4]
 
 
-def test_a_gpu_is_waited_for_at_both_ends(gpu: ModuleType) -> None:
+def test_a_gpu_is_waited_for_at_both_ends(gpu):
     found = measure(gpt(1), 2, "gpu")
     turns = costs.WARM + costs.TURNS
     spans = 5  # a turn: forward twice, backward, and its halves
@@ -235,10 +232,10 @@ def text(tmp_path: Path) -> dict[str, object]:
         {"parallel.tensor": 2, "parallel.schedule": "zb-h1", "precision.mode": "float16"},
     ],
 )
-def test_a_run_holds_what_its_plan_says(text: dict[str, object], changed: dict[str, object]) -> None:
+def test_a_run_holds_what_its_plan_says(text, changed):
     ranks = 2 * int(str(changed.get("parallel.data", 1))) * int(str(changed.get("parallel.tensor", 1)))
 
-    def body(comm: Communicator) -> tuple[dict[str, int], dict[str, int]]:
+    def body(comm):
         trainer = trainer_of(comm, {**text, **changed})
         losses(trainer, 2)
         assert trainer.plan is not None and trainer.context.placement == trainer.plan.placement
@@ -251,18 +248,16 @@ def test_a_run_holds_what_its_plan_says(text: dict[str, object], changed: dict[s
             assert plan_bytes["states"] == pytest.approx(states, rel=0.02)
 
 
-def test_a_measured_cut_is_kept_by_a_start_that_goes_on(
-    text: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_measured_cut_is_kept_by_a_start_that_goes_on(text, tmp_path, monkeypatch):
     keys = {**text, "parallel.partition": "measured"}
 
-    def first(comm: Communicator) -> tuple[int, ...]:
+    def first(comm):
         trainer = trainer_of(comm, keys)
         losses(trainer, 1)
         CheckpointSaver(trainer, tmp_path / "checkpoints").save(1)
         return units_of(trainer)
 
-    def units_of(trainer: Trainer) -> tuple[int, ...]:
+    def units_of(trainer):
         assert trainer.plan is not None
         return trainer.plan.stage_units
 
@@ -281,7 +276,7 @@ def slow_at_the_end(count: int) -> tuple[PassSeconds, ...]:
     return tuple(PassSeconds(1.0 + 0.1 * unit, 2.0, 1.0, 1.0) for unit in range(count))
 
 
-def test_the_table_needs_no_ranks(text: dict[str, object], tmp_path: Path) -> None:
+def test_the_table_needs_no_ranks(text, tmp_path):
     settings = [f"--set={key}={value}" for key, value in text.items()]
     alone = CliRunner().invoke(schedule, [*settings, "--set=parallel.partition=measured"])
     assert alone.exit_code == 0, alone.output

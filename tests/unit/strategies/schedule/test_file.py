@@ -1,7 +1,6 @@
 """Schedules as text: what is written is read back, and what cannot run is refused where it stands."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +22,7 @@ F0.0 B0.0 F1.0 B1.0
 """
 
 
-def test_a_file_is_read_as_it_says() -> None:
+def test_a_file_is_read_as_it_says():
     written = read(TWO, 2, 2)
     assert written.place([range(2), range(2, 3)]).ranks == (0, 1)
     steps = compute_operations(written.passes, 2, written.place([range(2), range(2, 3)]), 0)
@@ -41,7 +40,7 @@ def test_a_file_is_read_as_it_says() -> None:
     st.integers(1, 4),
     st.sampled_from(["", "two\nlines"]),
 )
-def test_what_is_written_is_read_back(name: str, ranks: int, microbatches: int, chunks: int, comment: str) -> None:
+def test_what_is_written_is_read_back(name, ranks, microbatches, chunks, comment):
     try:
         written = generated(name, ranks, microbatches, chunks)
     except ConfigurationError:
@@ -76,19 +75,11 @@ def test_what_is_written_is_read_back(name: str, ranks: int, microbatches: int, 
         ("chunks = 1", "chunks = ²", r"^the file: placement = looped, chunks = ²; the first is looped or folded"),
         ("chunks = 1", "chunks = 99999999", r"^the file: chunks = 99999999, more than the 4 passes of a rank"),
         ("chunks = 1", "ranks = 2", r"^the file, line 3: 'ranks = 2'; before the ranks"),
-        (
-            "F0 F1 I0.0 \\\n   W0 I1",
-            "F0 I0 W0 F1 I1",
-            None,
-        ),
-        (
-            "F0.0 B0.0 F1.0 B1.0",
-            "F0 F1 I0 W0 I1 W1\n",
-            None,
-        ),
+        ("F0 F1 I0.0 \\\n   W0 I1", "F0 I0 W0 F1 I1", None),
+        ("F0.0 B0.0 F1.0 B1.0", "F0 F1 I0 W0 I1 W1\n", None),
     ],
 )
-def test_what_is_no_schedule_is_refused_where_it_stands(change: str, to: str, match: str | None) -> None:
+def test_what_is_no_schedule_is_refused_where_it_stands(change, to, match):
     assert change in TWO
     text = TWO.replace(change, to)
     if match is None:
@@ -98,7 +89,7 @@ def test_what_is_no_schedule_is_refused_where_it_stands(change: str, to: str, ma
         read(text, 2, 2, "the file")
 
 
-def test_a_file_that_hangs_is_refused_with_its_circle() -> None:
+def test_a_file_that_hangs_is_refused_with_its_circle():
     text = "F0 B0 F1 B1\nF0 F1 B0 B1\nF0 B0 F1 B1"
     with pytest.raises(ConfigurationError) as caught:
         read(text, 3, 2, "hangs.txt")
@@ -108,10 +99,10 @@ def test_a_file_that_hangs_is_refused_with_its_circle() -> None:
     )
 
 
-def test_activations_of_a_file_are_dropped_only_where_nobody_else_needs_them(tmp_path: Path) -> None:
+def test_activations_of_a_file_are_dropped_only_where_nobody_else_needs_them(tmp_path):
     file = tmp_path / "mine.txt"
 
-    def wanted(text: str) -> ParallelConfig:
+    def wanted(text):
         file.write_text(text)
         return ParallelConfig(pipeline=2, microbatches=2, schedule="file", schedule_file=str(file), recompute=True)
 

@@ -35,7 +35,7 @@ def sizes(schedule: str, rng: np.random.Generator) -> Iterator[tuple[int, int, i
 
 
 @pytest.mark.parametrize(("schedule", "exchange"), PAIRS)
-def test_steps_are_proven_with_their_bounds(schedule: str, exchange: str, rng: np.random.Generator) -> None:
+def test_steps_are_proven_with_their_bounds(schedule, exchange, rng):
     row = SCHEDULES[schedule]
     for ranks, microbatches, chunks in sizes(schedule, rng):
         data = 1 if microbatches * chunks > 64 else 2
@@ -52,7 +52,7 @@ def test_steps_are_proven_with_their_bounds(schedule: str, exchange: str, rng: n
 
 
 @pytest.mark.parametrize(("schedule", "exchange"), PAIRS)
-def test_steps_add_up_every_microbatch_of_every_replica_once(schedule: str, exchange: str) -> None:
+def test_steps_add_up_every_microbatch_of_every_replica_once(schedule, exchange):
     row = SCHEDULES[schedule]
     for ranks, microbatches in ((1, 2), (2, 3), (3, 3)) if row.pipelines else ((1, 3),):
         step = build(schedule, exchange, ranks, microbatches, row.most or 2, each=2)
@@ -103,7 +103,7 @@ def most(steps: list[Operation], begins: Kind) -> int:
 
 @settings(max_examples=40, deadline=None)
 @given(overlapped())
-def test_pipelines_overlap_as_they_say(case: tuple[Step, Step, int | None, int]) -> None:
+def test_pipelines_overlap_as_they_say(case):
     step, behind, in_flight, ahead = case
     proof, before = behind.verify(), step.verify()
     assert (proof.live, proof.both, proof.messages) == (before.live, before.both, before.messages)
@@ -153,7 +153,7 @@ HARMLESS = (Kind.POLL, Kind.FREE)  # a POLL more or less; the micro-batch by whi
 
 @settings(max_examples=300, deadline=None)
 @given(changed())
-def test_what_is_changed_is_refused_or_the_same_step(case: tuple[Step, Step, str]) -> None:
+def test_what_is_changed_is_refused_or_the_same_step(case):
     step, broken, what = case
     try:
         broken.verify()
@@ -163,7 +163,7 @@ def test_what_is_changed_is_refused_or_the_same_step(case: tuple[Step, Step, str
     assert perform(broken) == perform(step), f"accepted, and another step: {what}"
 
 
-def test_halves_of_a_backward_that_lie_apart_are_not_reduced_one_by_one() -> None:
+def test_halves_of_a_backward_that_lie_apart_are_not_reduced_one_by_one():
     step = build("zb-h1", "zero2", 2, 3, 1)
     with pytest.raises(
         ScheduleError,
@@ -173,7 +173,7 @@ def test_halves_of_a_backward_that_lie_apart_are_not_reduced_one_by_one() -> Non
     build("zb-h1", "zero2", 1, 3, 1).verify()  # a rank alone puts nothing off
 
 
-def test_a_weight_behind_its_reduction_is_refused() -> None:
+def test_a_weight_behind_its_reduction_is_refused():
     for exchange in ("allreduce", "zero1", "zero3 keep both"):
         step = build("zb-h1", exchange, 2, 3, 1)
         steps = step.lists[0]
@@ -184,7 +184,7 @@ def test_a_weight_behind_its_reduction_is_refused() -> None:
             step.verify()
 
 
-def test_units_of_another_place_are_refused() -> None:
+def test_units_of_another_place_are_refused():
     step = build("interleaved", "allreduce", 2, 2, 2)
     step.placement = SCHEDULES["zb-v"].place(step.placement.chunks, 2)
     with pytest.raises(

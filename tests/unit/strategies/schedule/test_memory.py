@@ -1,14 +1,10 @@
 """What schedules hold of parameters that come and go: a layer, or the whole stage where it is kept for the step."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 
 from harness import trainings
 from harness.inputs import write_text
 from harness.trainings import assembled
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.schedule.operations import Kind
 
@@ -24,10 +20,10 @@ RUN = {
 
 
 @pytest.mark.parametrize("keep", ["false", "true"])
-def test_split_backwards_hold_no_more_parameters(tmp_path: Path, rng: np.random.Generator, keep: str) -> None:
+def test_split_backwards_hold_no_more_parameters(tmp_path, rng, keep):
     text = write_text(tmp_path / "text.txt", rng)
 
-    def body(comm: Communicator, schedule: str) -> tuple[int, int, int]:
+    def body(comm, schedule):
         keys = {"data.path": text, "parallel.schedule": schedule, "zero.keep_parameters": keep}
         trainer = assembled(comm, RUN | keys)
         assert trainer.ledger is not None

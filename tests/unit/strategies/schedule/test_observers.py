@@ -47,7 +47,7 @@ def booked(kept: Kept | None) -> dict[str, float]:
     return {name: round(value * 1e9) for name, value in seconds.items()}
 
 
-def test_every_operation_is_a_span_without_gaps(clock: None) -> None:
+def test_every_operation_is_a_span_without_gaps(clock):
     kept = Kept()
     assert booked(kept) == {"compute_s": 40, "communication_s": 30, "update_s": 20}
     assert [row[:3] for row in kept.rows] == [(phase_of(op.kind), op.kind.name, 7) for op in OPERATIONS]
@@ -56,12 +56,12 @@ def test_every_operation_is_a_span_without_gaps(clock: None) -> None:
     ]
 
 
-def test_without_spans_the_clock_is_looked_at_once_a_phase(clock: None) -> None:
+def test_without_spans_the_clock_is_looked_at_once_a_phase(clock):
     # compute, reduce, compute, communication, update
     assert booked(None) == {"compute_s": 20, "communication_s": 20, "update_s": 10}
 
 
-def test_a_gpu_is_waited_for_once_a_phase(clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_waited_for_once_a_phase(clock, monkeypatch):
     waits: list[object] = []
     monkeypatch.setattr(backend, "is_device", lambda array: True)
     monkeypatch.setattr(backend, "synchronise", waits.append)
@@ -77,5 +77,5 @@ def test_a_gpu_is_waited_for_once_a_phase(clock: None, monkeypatch: pytest.Monke
     ]
 
 
-def test_what_is_not_listed_is_communication() -> None:
+def test_what_is_not_listed_is_communication():
     assert {phase_of(kind) for kind in Kind if kind not in PHASES} == {"communication"}

@@ -71,14 +71,7 @@ def tied(units: int) -> Needs:
     ahead=st.integers(0, 8),
     in_flight=st.sampled_from([1, 2, 3, None]),
 )
-def test_what_is_started_is_bounded_in_order_and_proven(
-    units: int,
-    microbatches: int,
-    needs_of: Callable[[int], Needs],
-    schedule: str,
-    ahead: int,
-    in_flight: int | None,
-) -> None:
+def test_what_is_started_is_bounded_in_order_and_proven(units, microbatches, needs_of, schedule, ahead, in_flight):
     needs = needs_of(units)
     plain = zero3(units, microbatches, needs, schedule)
     ranges = {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(units)}
@@ -89,7 +82,7 @@ def test_what_is_started_is_bounded_in_order_and_proven(
     if in_flight is not None:
         assert most(early, Kind.START, Kind.WAIT) <= in_flight
 
-    def order(steps: list[Operation], *kinds: Kind) -> list[object]:
+    def order(steps, *kinds):
         return [(op.microbatch, op.unit, op.range) for op in steps if op.kind in kinds]
 
     # The same exchanges in the same order, begun and ended; and nothing else has moved.
@@ -101,7 +94,7 @@ def test_what_is_started_is_bounded_in_order_and_proven(
     assert [op for op in early if op.kind not in added] == [op for op in plain if op.kind not in added]
 
 
-def test_one_unit_ahead_reads_as_it_says() -> None:
+def test_one_unit_ahead_reads_as_it_says():
     steps = prefetch_gathers(
         insert_gathers(compute_operations("sequential", 1, StagePlacement((range(2),), (0,))), own(2)), 1
     )
@@ -112,7 +105,7 @@ def test_one_unit_ahead_reads_as_it_says() -> None:
     )
 
 
-def test_what_stays_gathered_or_comes_behind_the_update_is_left_alone() -> None:
+def test_what_stays_gathered_or_comes_behind_the_update_is_left_alone():
     steps = [*zero3(2, 1, own(2)), Operation(Kind.GATHER, unit=0)]
     assert prefetch_gathers(steps, 0) == steps
     assert prefetch_gathers(steps, 2)[-1] == steps[-1]
@@ -155,7 +148,7 @@ def move(text: str, to: str) -> Break:
         (move("WAIT(0, [80:120])", "AGREE()"), r"BACKWARD\(1, 2\) writes where START\(0, \[80:120\]\) is still under"),
     ],
 )
-def test_broken_lists_are_refused(damage: Break, match: str) -> None:
+def test_broken_lists_are_refused(damage, match):
     units = {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(3)}
     lists = [prefetch_gathers(overlap_reductions(zero3(3, 2, own(3)), units, own(3), 1), 1) for _ in range(2)]
     prove(lists, 3, 2, own(3))
@@ -164,7 +157,7 @@ def test_broken_lists_are_refused(damage: Break, match: str) -> None:
         prove(lists, 3, 2, own(3))
 
 
-def test_a_unit_that_is_kept_is_not_used_while_it_is_gathered() -> None:
+def test_a_unit_that_is_kept_is_not_used_while_it_is_gathered():
     kept = [op for op in zero3(2, 1, own(2)) if op.kind not in (Kind.GATHER, Kind.FREE)]
     kept += [Operation(Kind.GATHER, unit=unit) for unit in range(2)]
     prove([kept, kept], 2, 1, own(2))
@@ -177,7 +170,7 @@ def test_a_unit_that_is_kept_is_not_used_while_it_is_gathered() -> None:
         prove([around, around], 2, 1, own(2))
 
 
-def test_sums_are_waited_for_before_the_rows_of_tensor_ranks_are_summed() -> None:
+def test_sums_are_waited_for_before_the_rows_of_tensor_ranks_are_summed():
     ranges = {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(2)}
     reduces = [Operation(Kind.REDUCE, range=part) for part in ranges.values()]
     found = overlap_reductions([*reduces, Operation(Kind.SUM_ROWS), Operation(Kind.AGREE)], ranges, own(2))

@@ -9,11 +9,11 @@ def short(passes: Passes) -> str:
     return " ".join(f"{'F' if direction is Pass.FORWARD else 'B'}{microbatch}" for direction, microbatch, _ in passes)
 
 
-def test_gpipe_fills_then_drains() -> None:
+def test_gpipe_fills_then_drains():
     assert short(gpipe(1, 4, 3)) == "F0 F1 F2 B0 B1 B2"
 
 
-def test_one_f_one_b_of_four_stages() -> None:
+def test_one_f_one_b_of_four_stages():
     """The figure of the paper: warm-up of 3, 2, 1 and 0 forwards, then one of each in turn."""
     assert [short(one_f_one_b(stage, 4, 5)) for stage in range(4)] == [
         "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4",
@@ -23,7 +23,7 @@ def test_one_f_one_b_of_four_stages() -> None:
     ]
 
 
-def test_one_f_one_b_with_fewer_microbatches_than_stages() -> None:
+def test_one_f_one_b_with_fewer_microbatches_than_stages():
     assert [short(one_f_one_b(stage, 4, 2)) for stage in range(4)] == [
         "F0 F1 B0 B1",
         "F0 F1 B0 B1",
@@ -41,14 +41,14 @@ def ends(stage: int, stages: int) -> list[str]:
     return [str(op) for op in expand(one_f_one_b(stage, stages, 1), of_two(stages), stage)]
 
 
-def test_expand_puts_messages_around_the_units() -> None:
+def test_expand_puts_messages_around_the_units():
     assert ends(1, 3) == [
         "RECV_ACTIVATION(0, 2)", "FORWARD(0, 2)", "FORWARD(0, 3)", "SEND_ACTIVATION(0, 4)",
         "RECV_GRADIENT(0, 4)", "BACKWARD(0, 3)", "BACKWARD(0, 2)", "SEND_GRADIENT(0, 2)",
     ]  # fmt: skip
 
 
-def test_expand_sends_nothing_beyond_the_ends() -> None:
+def test_expand_sends_nothing_beyond_the_ends():
     assert ends(0, 1) == ["FORWARD(0, 0)", "FORWARD(0, 1)", "BACKWARD(0, 1)", "BACKWARD(0, 0)"]
     assert ends(0, 2) == [
         "FORWARD(0, 0)", "FORWARD(0, 1)", "SEND_ACTIVATION(0, 2)",
@@ -60,7 +60,7 @@ def test_expand_sends_nothing_beyond_the_ends() -> None:
     ]  # fmt: skip
 
 
-def test_recompute_comes_before_the_gradient_and_only_where_time_passed() -> None:
+def test_recompute_comes_before_the_gradient_and_only_where_time_passed():
     two = looped([range(1), range(1, 2)], 2)
     first = [str(op) for op in expand(one_f_one_b(0, 2, 2), two, 0, recompute=True)]
     assert first == [
@@ -77,7 +77,7 @@ def test_recompute_comes_before_the_gradient_and_only_where_time_passed() -> Non
         assert [op for op in twice if not op.recompute] == expand(gpipe(stage, 2, 3), of_two(2), stage)
 
 
-def test_a_second_forward_gathers_once_more() -> None:
+def test_a_second_forward_gathers_once_more():
     """Inner units are gathered for each use; the ends of a chunk stay where it turns back, or the next one begins."""
     three = looped([range(3), range(3, 6)], 2)
     for recompute, each in ((False, [8, 8, 7]), (True, [9, 12, 8])):

@@ -7,15 +7,7 @@ import pytest
 from harness import jobs
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.schedule.generate.operation_list import evaluation_operations
-from hpcdist.strategies.schedule.generate.passes import (
-    Pass,
-    Passes,
-    interleaved,
-    interleaved_group,
-    spell,
-    zb_h1,
-    zb_v,
-)
+from hpcdist.strategies.schedule.generate.passes import Pass, Passes, interleaved, interleaved_group, spell, zb_h1, zb_v
 from hpcdist.strategies.schedule.generate.registry import NAMES, SCHEDULES, check_schedule
 from hpcdist.strategies.schedule.operations import Kind, StagePlacement, folded, looped
 from hpcdist.strategies.schedule.verify import liveness
@@ -40,7 +32,7 @@ def units(count: int) -> list[range]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_ranks_fit_together_and_hold_exactly_what_the_schedule_says(name: str) -> None:
+def test_ranks_fit_together_and_hold_exactly_what_the_schedule_says(name):
     row = SCHEDULES[name]
     for p, m, v in legal(name):
         assert check_schedule(name, p, m, v) == v
@@ -87,7 +79,7 @@ def times(passes: list[Passes], placement: StagePlacement, seconds: dict[Pass, f
 
 
 @pytest.mark.parametrize(("f", "b", "w"), [(1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (2.0, 2.0, 1.5)])
-def test_idle_times_are_those_of_the_papers(f: float, b: float, w: float) -> None:
+def test_idle_times_are_those_of_the_papers(f, b, w):
     seconds = {Pass.FORWARD: f, Pass.BACKWARD: b + w, Pass.BACKWARD_INPUT: b, Pass.BACKWARD_WEIGHT: w}
     closed = {
         "gpipe": lambda p: (p - 1) * (f + b + w),
@@ -112,7 +104,7 @@ def text(passes: Passes) -> str:
     return " ".join(map(spell, passes))
 
 
-def test_interleaved_of_two_ranks_with_two_chunks() -> None:
+def test_interleaved_of_two_ranks_with_two_chunks():
     """Figure 4 of the paper, for p = 2 and m = 4: groups of 2 micro-batches take turns on the chunks."""
     assert [text(interleaved(rank, 2, 4, 2)) for rank in range(2)] == [
         "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0",
@@ -121,7 +113,7 @@ def test_interleaved_of_two_ranks_with_two_chunks() -> None:
     assert [interleaved_group(4, m) for m in range(4, 17)] == [4, 5, 6, 7, 4, 5, 5, 6, 4, 7, 5, 5, 4]
 
 
-def test_zero_bubble_puts_off_the_weights_of_later_ranks() -> None:
+def test_zero_bubble_puts_off_the_weights_of_later_ranks():
     """Figure 3 of the paper, above."""
     assert [text(zb_h1(rank, 3, 4)).replace(".0", "") for rank in range(3)] == [
         "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",
@@ -131,7 +123,7 @@ def test_zero_bubble_puts_off_the_weights_of_later_ranks() -> None:
     assert text(zb_v(1, 2, 1)) == "F0.0 F0.1 I0.1 W0.1 I0.0 W0.0"
 
 
-def test_evaluation_fills_and_drains_the_pipeline_once() -> None:
+def test_evaluation_fills_and_drains_the_pipeline_once():
     for p, m, v in itertools.product(range(1, 6), (1, 2, 3, 4, 5, 9, 10, 12), (1, 2, 3)):
         for place in (looped, folded) if v == 2 else (looped,):
             placement = place(units(p * v), p)
@@ -151,7 +143,7 @@ def test_evaluation_fills_and_drains_the_pipeline_once() -> None:
                 assert end == v * m + p - 1, "every rank does"
 
 
-def test_what_cannot_run_is_refused_with_what_can() -> None:
+def test_what_cannot_run_is_refused_with_what_can():
     for name, p, m, v, match in (
         ("interleaved", 4, 3, 2, r"microbatches = 3: .* set parallel.microbatches = 4 or above"),
         ("interleaved", 4, 8, 1, r"parallel.chunks = 1 .* made of 2 or more"),
@@ -166,6 +158,6 @@ def test_what_cannot_run_is_refused_with_what_can() -> None:
     assert set(NAMES) == {*SCHEDULES, "file"}
 
 
-def test_a_recipe_is_checked_without_arrays() -> None:
+def test_a_recipe_is_checked_without_arrays():
     code = "import sys, hpcdist.strategies.schedule.generate.registry; print('numpy' in sys.modules)"
     assert jobs.python(code, check=True).stdout == "False\n"

@@ -14,14 +14,14 @@ def whole(units: int) -> StagePlacement:
     return StagePlacement((range(units),), (0,))
 
 
-def test_sequential_is_forward_then_backward_of_each_microbatch() -> None:
+def test_sequential_is_forward_then_backward_of_each_microbatch():
     assert [str(op) for op in compute_operations("sequential", 2, whole(2))] == [
         "FORWARD(0, 0)", "FORWARD(0, 1)", "BACKWARD(0, 1)", "BACKWARD(0, 0)",
         "FORWARD(1, 0)", "FORWARD(1, 1)", "BACKWARD(1, 1)", "BACKWARD(1, 0)",
     ]  # fmt: skip
 
 
-def test_reductions_come_as_early_as_their_gradients_are_complete() -> None:
+def test_reductions_come_as_early_as_their_gradients_are_complete():
     units = {0: Range(0, 10), 1: Range(10, 20), 2: Range(20, 30)}
     exchange = [
         Operation(Kind.REDUCE, range=Range(15, 30)),
@@ -36,14 +36,14 @@ def test_reductions_come_as_early_as_their_gradients_are_complete() -> None:
     ]  # fmt: skip
 
 
-def test_no_reduction_before_the_last_microbatch() -> None:
+def test_no_reduction_before_the_last_microbatch():
     steps = insert_exchange(
         compute_operations("sequential", 3, whole(1)), [Operation(Kind.REDUCE, range=Range(0, 4))], {0: Range(0, 4)}
     )
     assert [op.kind for op in steps].index(Kind.REDUCE) == len(steps) - 1
 
 
-def test_a_unit_is_gathered_for_each_use_and_a_shared_one_for_all_of_them() -> None:
+def test_a_unit_is_gathered_for_each_use_and_a_shared_one_for_all_of_them():
     apart = insert_gathers(compute_operations("sequential", 2, whole(3)), {0: [0], 1: [1], 2: [2]})
     assert [str(op) for op in apart[:11]] == [
         "GATHER(0, 0)", "FORWARD(0, 0)", "FREE(0, 0)", "GATHER(0, 1)", "FORWARD(0, 1)", "FREE(0, 1)",
@@ -63,7 +63,7 @@ def test_a_unit_is_gathered_for_each_use_and_a_shared_one_for_all_of_them() -> N
     assert evaluation.index("FREE(0, 0)") > evaluation.index("FORWARD(0, 2)")
 
 
-def test_units_that_are_kept_are_gathered_once_and_weights_need_none() -> None:
+def test_units_that_are_kept_are_gathered_once_and_weights_need_none():
     place = looped([range(2), range(2, 4)], 2)
     for rank, units in enumerate(place.chunks):
         steps = compute_operations("zb-h1", 3, place, rank)
@@ -83,7 +83,7 @@ def test_units_that_are_kept_are_gathered_once_and_weights_need_none() -> None:
                 assert len(there) <= 1 and (op.kind not in USES or op.unit in there)
 
 
-def test_every_microbatch_is_reduced_where_gradients_do_not_stay() -> None:
+def test_every_microbatch_is_reduced_where_gradients_do_not_stay():
     exchange = [Operation(Kind.REDUCE, range=Range(0, 4)), Operation(Kind.AGREE)]
     steps = insert_exchange(
         compute_operations("sequential", 2, whole(1)), exchange, {0: Range(0, 4)}, every_microbatch=True
@@ -94,7 +94,7 @@ def test_every_microbatch_is_reduced_where_gradients_do_not_stay() -> None:
     ]  # fmt: skip
 
 
-def test_the_previous_stage_does_not_wait_for_a_reduction() -> None:
+def test_the_previous_stage_does_not_wait_for_a_reduction():
     steps = insert_exchange(
         compute_operations("1f1b", 1, looped([range(1), range(1, 2)], 2), 1),
         [Operation(Kind.REDUCE, range=Range(4, 8))],

@@ -72,7 +72,7 @@ def of_passes(of: ScheduleText, placement: StagePlacement, costs: StepCosts, rec
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_lists_and_passes_have_the_same_times_and_memory(recompute: bool, rng: np.random.Generator) -> None:
+def test_lists_and_passes_have_the_same_times_and_memory(recompute, rng):
     link = LinkCost(latency_s=2.0, carries=Rate(1.0, 4.0))
     for name, stages, microbatches, chunks in cases():
         of = written(name, stages, microbatches, chunks)
@@ -117,7 +117,7 @@ def _number(placement: StagePlacement, rank: int, local: int) -> int:
     return [number for number, owner in enumerate(placement.ranks) if owner == rank][local]
 
 
-def test_times_are_those_of_the_longest_way_to_each_pass(rng: np.random.Generator) -> None:
+def test_times_are_those_of_the_longest_way_to_each_pass(rng):
     codes = {code: way for way, code in passes.CODES.items()}
     for name, stages, microbatches, chunks in cases():
         of = written(name, stages, microbatches, chunks)
@@ -141,7 +141,7 @@ def equal(
 
 @pytest.mark.parametrize("name", PIPELINES)
 @pytest.mark.parametrize("costs", [(1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (2.0, 3.0, 1.0)])
-def test_closed_forms(name: str, costs: tuple[float, float, float]) -> None:
+def test_closed_forms(name, costs):
     forward_s, input_s, weight_s = costs
     known = 0
     for stages in range(1, 7):
@@ -150,13 +150,7 @@ def test_closed_forms(name: str, costs: tuple[float, float, float]) -> None:
                 if microbatches < SCHEDULES[name].fewest(stages):
                     continue
                 closed = registry.bubble(
-                    name,
-                    stages,
-                    microbatches,
-                    chunks=chunks,
-                    forward_s=forward_s,
-                    input_s=input_s,
-                    weight_s=weight_s,
+                    name, stages, microbatches, chunks=chunks, forward_s=forward_s, input_s=input_s, weight_s=weight_s
                 )
                 if closed is not None:
                     known += 1
@@ -165,14 +159,14 @@ def test_closed_forms(name: str, costs: tuple[float, float, float]) -> None:
     assert known > 20 or (name in ("zb-h2", "zb-v") and costs[1] != costs[2])
 
 
-def test_the_makespan_rate_counts_late_starts_and_early_ends() -> None:
+def test_the_makespan_rate_counts_late_starts_and_early_ends():
     """ZB-H2 is a parallelogram: no stage waits in its own span, but they do not work all the time."""
     found = equal("zb-h2", 4, 8, (1.0, 1.0, 1.0))
     assert found.bubble == 0.0 and [stage.begin_s for stage in found.stages] == [0, 1, 2, 3]
     assert found.makespan_rate == pytest.approx(3 / 27) and found.makespan_s == 27
 
 
-def test_messages_slow_a_pipeline_down_and_their_links_are_taken() -> None:
+def test_messages_slow_a_pipeline_down_and_their_links_are_taken():
     place = looped([range(1), range(1, 2)], 2)
     lists = [
         [
@@ -191,7 +185,7 @@ def test_messages_slow_a_pipeline_down_and_their_links_are_taken() -> None:
     assert timeline.simulate_lists(lists, place, replace(costs, links={(0, 1): LinkCost()})).makespan_s == 3.0
 
 
-def test_the_critical_path_has_no_gap_and_is_as_long_as_the_step(rng: np.random.Generator) -> None:
+def test_the_critical_path_has_no_gap_and_is_as_long_as_the_step(rng):
     for name, stages, microbatches, chunks in cases():
         of = written(name, stages, microbatches, chunks)
         placement = of.place(parts(stages * of.chunks, rng))
@@ -202,7 +196,7 @@ def test_the_critical_path_has_no_gap_and_is_as_long_as_the_step(rng: np.random.
             assert all(one.end_s == other.begin_s for one, other in zip(path, path[1:], strict=False))
 
 
-def test_stages_add_up(rng: np.random.Generator) -> None:
+def test_stages_add_up(rng):
     of = written("zb-h1", 3, 5)
     placement = of.place(parts(3, rng))
     found = of_lists(of, placement, uneven(placement, rng, LinkCost(2.0)))
@@ -213,7 +207,7 @@ def test_stages_add_up(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_activations_alive_are_the_bound_of_the_schedule(name: str) -> None:
+def test_activations_alive_are_the_bound_of_the_schedule(name):
     for stages, microbatches in ((2, 5), (4, 8), (5, 5)):
         of = written(name, stages, microbatches)
         placement = of.place([range(number, number + 1) for number in range(stages * of.chunks)])
@@ -226,7 +220,7 @@ def test_activations_alive_are_the_bound_of_the_schedule(name: str) -> None:
                 assert memory.peak == bound
 
 
-def test_bytes_that_are_kept_and_held() -> None:
+def test_bytes_that_are_kept_and_held():
     of = written("zb-h1", 2, 4)
     placement = of.place([range(1), range(1, 2)])
     costs = replace(StepCosts.equal(2, 1.0, 1.0, 1.0), kept_bytes=[100, 10], held_bytes=[7, 3], message_bytes=[0, 2])
@@ -237,7 +231,7 @@ def test_bytes_that_are_kept_and_held() -> None:
     assert [memory.nbytes for memory in passes.peaks(again.program, placement, costs)] == [100, 3 * 2 + 10]
 
 
-def test_what_never_arrives_is_refused() -> None:
+def test_what_never_arrives_is_refused():
     of = written("1f1b", 2, 3)
     placement = of.place([range(1), range(1, 2)])
     lists = [expand(row, placement, rank) for rank, row in enumerate(of.passes)]
@@ -253,7 +247,7 @@ def test_what_never_arrives_is_refused() -> None:
         timeline.simulate_passes(circle, placement, StepCosts.equal(2, 1.0, 1.0, 1.0))
 
 
-def test_costs_are_checked() -> None:
+def test_costs_are_checked():
     with pytest.raises(UsageError, match="weight_s has 1 units, forward_s 2"):
         StepCosts(forward_s=[1.0, 1.0], backward_s=[1.0, 1.0], input_s=[1.0, 1.0], weight_s=[1.0])
     with pytest.raises(UsageError, match="finite and not negative"):
@@ -272,7 +266,7 @@ def replicas(*behind: list[Operation]) -> list[list[Operation]]:
     return lists
 
 
-def test_members_of_an_axis_meet() -> None:
+def test_members_of_an_axis_meet():
     reduces = [Operation(Kind.REDUCE, range=WHOLE), Operation(Kind.AGREE)]
     costs = replace(
         StepCosts.equal(1, 1.0, 1.0, 1.0),
@@ -287,7 +281,7 @@ def test_members_of_an_axis_meet() -> None:
     assert found.bubble == 0.0
 
 
-def test_what_is_started_goes_on_beside_the_passes_one_after_the_other() -> None:
+def test_what_is_started_goes_on_beside_the_passes_one_after_the_other():
     left, right = Range(0, 50), Range(50, 100)
     starts = [Operation(Kind.START, range=part) for part in (left, right)]
     waits = [Operation(Kind.WAIT, range=part) for part in (left, right)]
@@ -302,7 +296,7 @@ def test_what_is_started_goes_on_beside_the_passes_one_after_the_other() -> None
     assert timeline.simulate_lists([settled] * 2, looped([range(1)], 1), costs, ProcessGrid(data=2)).makespan_s == 5.0
 
 
-def test_a_server_waits_for_all_workers_and_they_for_it() -> None:
+def test_a_server_waits_for_all_workers_and_they_for_it():
     worker = [Operation(Kind.PUSH, range=WHOLE), Operation(Kind.PULL, range=WHOLE)]
     server = [
         Operation(Kind.COLLECT, range=WHOLE),
@@ -319,7 +313,7 @@ def test_a_server_waits_for_all_workers_and_they_for_it() -> None:
     assert ends == [6 + 2 + 0.5 + 3, 6 + 2 + 0.5 + 3, 6 + 2 + 0.5]
 
 
-def test_rows_are_summed_over_the_tensor_axis() -> None:
+def test_rows_are_summed_over_the_tensor_axis():
     rows = [Operation(Kind.FORWARD, 0, 0), Operation(Kind.SUM_ROWS)]
     late = [Operation(Kind.FORWARD, 1, 0), *rows]
     costs = replace(StepCosts.equal(1, 1.0, 1.0, 1.0), exchange={Kind.SUM_ROWS: Rate(0.5)})
@@ -349,7 +343,7 @@ def real_lists(
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 @pytest.mark.parametrize(("strategy", "overlap"), [("allreduce", "none"), ("zero1", "none"), ("zero3", "poll")])
-def test_the_lists_of_a_run_are_simulated_with_their_exchange(strategy: str, overlap: str, schedule: str) -> None:
+def test_the_lists_of_a_run_are_simulated_with_their_exchange(strategy, overlap, schedule):
     grid, parallel = ProcessGrid(data=2, pipeline=2), ParallelConfig(pipeline=2, schedule=schedule, microbatches=3)
     steps, placement = real_lists(strategy, grid, parallel, overlap)
     free = StepCosts.equal(5, 1.0, 2.0, 1.0)
@@ -365,7 +359,7 @@ def test_the_lists_of_a_run_are_simulated_with_their_exchange(strategy: str, ove
     assert all(stage.exchange_s > 0 for stage in found.stages)
 
 
-def test_a_tied_tensor_is_exchanged_between_two_stages() -> None:
+def test_a_tied_tensor_is_exchanged_between_two_stages():
     copy = Operation(Kind.COPY_GRADIENT, unit=0)
     lists = [[Operation(Kind.FORWARD, 0, 0), copy], [Operation(Kind.FORWARD, 0, 1), copy]]
     costs = replace(

@@ -41,11 +41,11 @@ def compare(plan: Plan, *, late: bool = False) -> None:
         *(("zb-h1", 3, 1), ("zb-h2", 2, 1), ("zb-v", 2, 2), ("zb-v", 4, 2)),
     ],
 )
-def test_schedules_compute_the_bits_of_one_process(name: str, ranks: int, chunks: int) -> None:
+def test_schedules_compute_the_bits_of_one_process(name, ranks, chunks):
     compare(planned(name, ranks, chunks, 8), late=ranks == 2)
 
 
-def test_any_legal_order_computes_the_bits_of_one_process() -> None:
+def test_any_legal_order_computes_the_bits_of_one_process():
     for seed in range(12):
         draw = random.Random(seed)
         ranks = draw.choice([1, 2, 2, 3])
@@ -57,7 +57,7 @@ def test_any_legal_order_computes_the_bits_of_one_process() -> None:
         compare(plan, late=seed % 2 == 0)
 
 
-def test_a_model_alone_has_the_gradients_of_its_loss() -> None:
+def test_a_model_alone_has_the_gradients_of_its_loss():
     """Its own forward and backward, and the executor, against finite differences of its evaluation."""
     built = model()
     store, gradient = (FlatStore(built.layout, built.dtype) for _ in range(2))
@@ -96,7 +96,7 @@ def proven(placement: StagePlacement, change: dict[int, list[Operation]]) -> Non
     verify(steps, grid=ProcessGrid(pipeline=3), units=units, microbatches=2, placement=placement)
 
 
-def test_messages_over_skips_are_proven() -> None:
+def test_messages_over_skips_are_proven():
     """Sent straight from the first rank to the last; none may be missing, and each goes where it belongs."""
     placement = StagePlacement((range(3), range(3, 5), range(5, 8)), (0, 1, 2), model().skips)
     proven(placement, {})
@@ -115,7 +115,7 @@ def test_messages_over_skips_are_proven() -> None:
         )
 
 
-def test_the_simulator_sends_them_straight() -> None:
+def test_the_simulator_sends_them_straight():
     """Only skip connections take the slow way from the first rank to the last."""
     ones = [1.0] * UNITS
     slow = {(0, 2): LinkCost(latency_s=100.0)}

@@ -123,7 +123,7 @@ def compare(plan: Plan, model: ModelConfig, dtype: str = "float32", *, exact: bo
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 1 << 32), split=st.booleans(), late=st.booleans(), kind=st.sampled_from(["gpt", "mlp"]))
-def test_any_legal_order_computes_the_same_gradients(seed: int, split: bool, late: bool, kind: str) -> None:
+def test_any_legal_order_computes_the_same_gradients(seed, split, late, kind):
     draw = random.Random(seed)
     ranks = draw.choice([1, 2, 2, 3])
     model = ModelConfig(kind=kind, layers=LAYERS if kind == "gpt" else 6, hidden=8, heads=2, vocabulary=19)
@@ -139,7 +139,7 @@ def test_any_legal_order_computes_the_same_gradients(seed: int, split: bool, lat
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_tied_tensors_of_any_placement_sum_to_the_same_gradient(split: bool) -> None:
+def test_tied_tensors_of_any_placement_sum_to_the_same_gradient(split):
     model = ModelConfig(layers=LAYERS, hidden=8, heads=2, vocabulary=19, tied=True)
     for seed in range(4):
         draw = random.Random(seed)
@@ -147,7 +147,7 @@ def test_tied_tensors_of_any_placement_sum_to_the_same_gradient(split: bool) -> 
         compare(Plan(placement, legal(placement, 3, split, draw), 3), model, "float64", exact=False, late=seed > 1)
 
 
-def test_microbatches_that_share_a_tag_come_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_microbatches_that_share_a_tag_come_in_their_order(monkeypatch):
     monkeypatch.setattr(messages, "LAST_TAG", messages.TIES - 1 + 2 * 2 * (LAYERS + 2))  # 2 micro-batches apart
     model = ModelConfig(layers=LAYERS, hidden=8, heads=2, vocabulary=19)
     placement = looped([range(2), range(2, LAYERS + 2)], 2)
@@ -162,8 +162,8 @@ def test_microbatches_that_share_a_tag_come_in_their_order(monkeypatch: pytest.M
         compare(Plan(placement, turned, 3), model)
 
 
-def test_ranks_that_disagree_on_a_shape_do_not_start() -> None:
-    def build(comm: Communicator) -> None:
+def test_ranks_that_disagree_on_a_shape_do_not_start():
+    def build(comm):
         model = models.build(ModelConfig(layers=2, hidden=8 * (1 + comm.rank), heads=2), context=8)
         context = RankContext(
             world=comm,

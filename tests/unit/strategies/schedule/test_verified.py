@@ -42,7 +42,7 @@ def lists(
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("schedule", ["sequential", "gpipe", "1f1b"])
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "zero3"])
-def test_replicas_run_a_proven_step(strategy: str, schedule: str, tied: bool) -> None:
+def test_replicas_run_a_proven_step(strategy, schedule, tied):
     model = gpt(tied)
     for data, optimizer in itertools.product((1, 2, 3), ("adamw", "lamb")):
         parallel = ParallelConfig(strategy=strategy, schedule=schedule, microbatches=MICROBATCHES)
@@ -61,7 +61,7 @@ def test_replicas_run_a_proven_step(strategy: str, schedule: str, tied: bool) ->
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1"])
-def test_pipelines_run_a_proven_step(strategy: str, schedule: str, tied: bool) -> None:
+def test_pipelines_run_a_proven_step(strategy, schedule, tied):
     model = gpt(tied)
     for data, pipeline, recompute in itertools.product((1, 2), (2, 3, 5), (False, True)):
         grid = ProcessGrid(data=data, pipeline=pipeline)
@@ -81,7 +81,7 @@ def test_pipelines_run_a_proven_step(strategy: str, schedule: str, tied: bool) -
         assert proof.live == (tuple(expected) if schedule == "1f1b" else (MICROBATCHES,) * pipeline)
 
 
-def test_stages_are_cut_to_the_smallest_largest_part() -> None:
+def test_stages_are_cut_to_the_smallest_largest_part():
     model = gpt(False)
     sizes = [sum(spec.size for spec in stage.tensors()) for stage in model.stages]
     for ranks in range(1, len(sizes) + 1):

@@ -98,7 +98,7 @@ def allreduce_step(
 
 @pytest.mark.parametrize("schedule", PIPELINES)
 @pytest.mark.parametrize("stages", range(1, 9))
-def test_pipelines_under_an_allreduce_are_proven(schedule: str, stages: int) -> None:
+def test_pipelines_under_an_allreduce_are_proven(schedule, stages):
     for microbatches in (1, 2, stages, 32):
         proof = allreduce_step(PIPELINES[schedule], stages, microbatches).verify()
         if schedule == "gpipe":
@@ -112,7 +112,7 @@ def test_pipelines_under_an_allreduce_are_proven(schedule: str, stages: int) -> 
 @pytest.mark.parametrize("schedule", PIPELINES)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("stages", "data"), [(1, 4), (2, 2), (4, 2), (3, 3), (8, 2)])
-def test_replicas_of_pipelines_are_proven(schedule: str, recompute: bool, stages: int, data: int) -> None:
+def test_replicas_of_pipelines_are_proven(schedule, recompute, stages, data):
     for microbatches in (1, 2, 3, 8):
         step = allreduce_step(PIPELINES[schedule], stages, microbatches, data, 3, recompute)
         proof = step.verify()
@@ -156,14 +156,14 @@ def zero_step(zero: int, data: int, units: int, microbatches: int) -> Step:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("data", [1, 2, 3, 4])
-def test_sharded_steps_are_proven(zero: int, data: int) -> None:
+def test_sharded_steps_are_proven(zero, data):
     for microbatches in (1, 3):
         proof = zero_step(zero, data, 3, microbatches).verify()
         assert proof.live == (1,) and proof.messages == 0
 
 
 @pytest.mark.parametrize("colocated", [False, True])
-def test_parameter_servers_are_proven(colocated: bool) -> None:
+def test_parameter_servers_are_proven(colocated):
     """Three workers push, two servers collect and publish: ranks of their own, or two of the workers."""
     parts = [Range(0, 64), Range(64, 120)]
     workers = 3
@@ -214,7 +214,7 @@ def tied_step() -> Step:
     return step
 
 
-def test_tied_tensors_across_stages_are_proven() -> None:
+def test_tied_tensors_across_stages_are_proven():
     tied_step().verify()
 
 
@@ -226,23 +226,23 @@ def test_tied_tensors_across_stages_are_proven() -> None:
         (0, "COPY_VALUE(0)", "APPLY([0:80])", r"rank 0: COPY_VALUE\(0\) comes before APPLY\(\[0:80\]\)"),
     ],
 )
-def test_copies_out_of_order_are_refused(rank: int, op: str, to: str, match: str) -> None:
+def test_copies_out_of_order_are_refused(rank, op, to, match):
     step = tied_step()
     step.move(rank, op, to)
     step.refuse(match)
 
 
-def test_a_copy_without_its_other_side_is_refused() -> None:
+def test_a_copy_without_its_other_side_is_refused():
     step = tied_step()
     step.lists[2].pop(step.at(2, "COPY_VALUE(0)"))
     step.refuse(r"rank 0: COPY_VALUE\(0\) has no other side among ranks \[0, 2\]")
 
 
 @pytest.mark.parametrize("data", [1, 2])
-def test_a_cyclic_wait_is_refused(data: int) -> None:
+def test_a_cyclic_wait_is_refused(data):
     """The first stage wants a gradient back before it sends the second micro-batch, the next one both at first."""
 
-    def mixed(stage: int, stages: int, microbatches: int) -> Passes:
+    def mixed(stage, stages, microbatches):
         return (sequential if stage == 0 else PIPELINES["gpipe"])(stage, stages, microbatches)
 
     allreduce_step(mixed, 2, 1, data).verify()
@@ -252,8 +252,8 @@ def test_a_cyclic_wait_is_refused(data: int) -> None:
     )
 
 
-def test_messages_are_matched_by_name_whatever_their_order() -> None:
-    def swapped(stage: int, stages: int, microbatches: int) -> Passes:
+def test_messages_are_matched_by_name_whatever_their_order():
+    def swapped(stage, stages, microbatches):
         passes = PIPELINES["gpipe"](stage, stages, microbatches)
         return [(way, 1 - mb if stage and way is Pass.FORWARD else mb, chunk) for way, mb, chunk in passes]
 
@@ -271,7 +271,7 @@ def test_messages_are_matched_by_name_whatever_their_order() -> None:
         broken.refuse("rank 1: .*" + match)
 
 
-def test_an_operation_that_is_too_early_is_refused() -> None:
+def test_an_operation_that_is_too_early_is_refused():
     step = allreduce_step(PIPELINES["1f1b"], 2, 4, data=2)
     step.move(1, "REDUCE([0:60])", "BACKWARD(3, 0)")
     step.refuse(r"rank 1: REDUCE\(\[0:60\]\) comes before BACKWARD\(3, 0\)")
@@ -283,7 +283,7 @@ def test_an_operation_that_is_too_early_is_refused() -> None:
     step.refuse(r"rank 1: DIRECTION\(\[0:80\]\) comes before AGREE\(\)")
 
 
-def test_collectives_in_another_order_are_refused() -> None:
+def test_collectives_in_another_order_are_refused():
     step = allreduce_step(PIPELINES["gpipe"], 1, 1, data=2)
     step.move(1, "REDUCE([60:80])", "AGREE()")  # complete still, but behind the other one
     step.refuse("the members of an axis need the same order")
@@ -292,14 +292,14 @@ def test_collectives_in_another_order_are_refused() -> None:
     step.refuse(r"rank 0: REDUCE\(\[0:60\]\) comes after AGREE\(\)")
 
 
-def test_layers_lost_by_the_cut_are_refused() -> None:
+def test_layers_lost_by_the_cut_are_refused():
     """30 layers on 4 stages once lost two of them without a word (NVIDIA/Megatron-LM#1304)."""
     step = allreduce_step(PIPELINES["1f1b"], 2, 2)
     step.units[4] = Range(4 * UNIT, 5 * UNIT)
     step.refuse(r"rank 0: the stages of its pipeline compute units \[\[0, 1\], \[2, 3\]\]; together they must be")
 
 
-def test_lists_for_fewer_ranks_are_refused() -> None:
+def test_lists_for_fewer_ranks_are_refused():
     step = allreduce_step(PIPELINES["1f1b"], 2, 2)
     step.lists.pop()
     step.refuse("1 lists for the 2 ranks")
@@ -313,7 +313,7 @@ def test_lists_for_fewer_ranks_are_refused() -> None:
         ("FREE(0, 2)", "GATHER(0, 2)", r"FREE\(0, 2\) frees a unit that is not there"),
     ],
 )
-def test_units_that_are_not_there_are_refused(op: str, to: str, match: str) -> None:
+def test_units_that_are_not_there_are_refused(op, to, match):
     step = zero_step(3, 2, 3, 2)
     step.move(0, op, to)
     step.refuse("rank 0: " + match)
@@ -321,9 +321,7 @@ def test_units_that_are_not_there_are_refused(op: str, to: str, match: str) -> N
 
 @pytest.mark.parametrize("passes_of", [sequential, *PIPELINES.values()])
 @pytest.mark.parametrize("needs", [{u: [u] for u in range(3)}, {0: [0], 1: [1], 2: [0, 2]}])
-def test_gathered_units_are_there_whatever_the_order_of_the_microbatches(
-    passes_of: Callable[[int, int, int], Passes], needs: dict[int, list[int]]
-) -> None:
+def test_gathered_units_are_there_whatever_the_order_of_the_microbatches(passes_of, needs):
     """A unit that a tied one uses too must outlive a micro-batch that ends while others are under way."""
     step = zero_step(3, 2, 3, 4)
     step.needs = {unit: set(used) for unit, used in needs.items()}
@@ -335,14 +333,14 @@ def test_gathered_units_are_there_whatever_the_order_of_the_microbatches(
     step.verify()
 
 
-def test_a_tied_unit_that_is_not_there_is_refused() -> None:
+def test_a_tied_unit_that_is_not_there_is_refused():
     step = zero_step(3, 2, 3, 1)
     step.verify()
     step.needs = {2: {0}}
     step.refuse(r"rank 0: FORWARD\(0, 2\) uses unit 0, which is not gathered then")
 
 
-def test_old_values_are_refused() -> None:
+def test_old_values_are_refused():
     step = zero_step(3, 2, 3, 1)
     last = [index for index, op in enumerate(step.lists[1]) if op.kind is Kind.FREE][-1]
     step.lists[1].append(step.lists[1].pop(last))
@@ -355,14 +353,14 @@ def test_old_values_are_refused() -> None:
     step.refuse(r"rank 1: unit 2 keeps old values")
 
 
-def test_elements_that_nobody_steps_are_refused() -> None:
+def test_elements_that_nobody_steps_are_refused():
     step = zero_step(2, 4, 1, 2)
     for kind in UPDATE:
         step.lists[1].pop(next(index for index, op in enumerate(step.lists[1]) if op.kind is kind))
     step.refuse(r"\[16:20\] of unit 0 is stepped by 0 of the 4 ranks")
 
 
-def test_reductions_of_every_microbatch_are_refused_where_gradients_accumulate() -> None:
+def test_reductions_of_every_microbatch_are_refused_where_gradients_accumulate():
     step = zero_step(2, 2, 2, 3)
     step.verify()
     step.accumulates = True
@@ -400,7 +398,7 @@ def broken(draw: st.DrawFn) -> tuple[Step, str]:
 
 @given(broken())
 @settings(max_examples=150)
-def test_no_operation_can_be_missing_doubled_or_renamed(case: tuple[Step, str]) -> None:
+def test_no_operation_can_be_missing_doubled_or_renamed(case):
     step, what = case
     try:
         proof = step.verify()
@@ -426,7 +424,7 @@ def shuffled(draw: st.DrawFn) -> Step:
 
 @given(shuffled())
 @settings(max_examples=150)
-def test_what_is_accepted_runs_to_its_end_and_what_hangs_is_refused(step: Step) -> None:
+def test_what_is_accepted_runs_to_its_end_and_what_hangs_is_refused(step):
     """The lists as real messages of threads: a receive gets its own micro-batch, and nobody waits for ever."""
     try:
         step.verify()
@@ -458,7 +456,7 @@ def play(comm: Communicator, step: Step) -> None:
             comm.allreduce(number)
 
 
-def test_coverage_counts_the_parts_over_each_piece() -> None:
+def test_coverage_counts_the_parts_over_each_piece():
     assert coverage(Range(0, 10), [Range(2, 6), Range(4, 20), Range(7, 7)]) == [
         (Range(0, 2), 0),
         (Range(2, 4), 1),

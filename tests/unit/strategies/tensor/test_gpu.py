@@ -1,10 +1,7 @@
 """A gpt over tensor ranks on the double of GPUs: the numbers of the CPU, and nothing that waits but what must."""
 
 from collections import Counter
-from pathlib import Path
-from types import ModuleType
 
-import numpy as np
 import pytest
 
 from harness.devices import batches_of, placed
@@ -14,7 +11,6 @@ from harness.trainings import check_same
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.gpu import nccl
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.runtime.arena import Arena
@@ -25,7 +21,7 @@ TENSOR = {"parallel.tensor": 2, "parallel.sequence_parallel": "true", "parallel.
 TENSOR |= {"precision.mode": "float64", "model.dropout": 0.2}
 
 
-def test_a_run_on_the_gpu_is_that_of_the_cpu(gpu: ModuleType, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_run_on_the_gpu_is_that_of_the_cpu(gpu, tmp_path, rng):
     settings = {"data.path": write_text(tmp_path / "text.txt", rng), **TENSOR}
     host = run_threads(2, lambda comm: Run(comm, settings))
     assert gpu.LOG.events == []
@@ -37,15 +33,13 @@ def test_a_run_on_the_gpu_is_that_of_the_cpu(gpu: ModuleType, tmp_path: Path, rn
 @pytest.mark.parametrize(
     ("by_rows", "algorithm"), [(False, "native"), (True, "native"), (False, "nccl"), (True, "nccl")]
 )
-def test_nothing_but_messages_comes_to_the_host(
-    gpu: ModuleType, rng: np.random.Generator, by_rows: bool, algorithm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_but_messages_comes_to_the_host(gpu, rng, by_rows, algorithm, monkeypatch):
     monkeypatch.setattr(nccl_double, "VERSION", [nccl.SEVERAL_RANKS_A_GPU])
     monkeypatch.setenv(nccl.SEVERAL_RANKS_VARIABLE, "1")
     config = ModelConfig(layers=2, hidden=12, heads=3, vocabulary=11)
     batches = batches_of("gpt", rng)
 
-    def body(comm: Communicator) -> Counter[str]:
+    def body(comm):
         model = cut_model(models.build(config, "float64", context=7), comm, algorithm, sequence_parallel=by_rows)
         store, gradient = (FlatStore(model.layout, model.dtype, on="gpu") for _ in range(2))
         parameters, into, arena = model.bind(store), model.bind_gradients(gradient), Arena(on="gpu")

@@ -107,14 +107,8 @@ CASES = {
         4,
         {"parallel.tensor": 2, "communication.overlap": "thread", "parallel.sequence_parallel": "true"},
     ),
-    "2x1x2 lamb with zero3": (
-        4,
-        {"parallel.tensor": 2, "parallel.strategy": "zero3", "optimizer.name": "lamb"},
-    ),
-    "2x1x2 lars by rows": (
-        4,
-        {"parallel.tensor": 2, "optimizer.name": "lars", "parallel.sequence_parallel": "true"},
-    ),
+    "2x1x2 lamb with zero3": (4, {"parallel.tensor": 2, "parallel.strategy": "zero3", "optimizer.name": "lamb"}),
+    "2x1x2 lars by rows": (4, {"parallel.tensor": 2, "optimizer.name": "lars", "parallel.sequence_parallel": "true"}),
     "2x1x2 offloading": (
         4,
         {
@@ -210,8 +204,7 @@ def test_the_sentinel_names_a_tensor_that_drifts(text):
 
 @pytest.mark.parametrize("by_rows", ["false", "true"])
 @pytest.mark.parametrize(
-    ("value", "said"),
-    [(np.nan, "parameter 1.down.weight"), (1e308, "output of layer 1 in micro-batch 0")],
+    ("value", "said"), [(np.nan, "parameter 1.down.weight"), (1e308, "output of layer 1 in micro-batch 0")]
 )
 def test_only_the_tensor_rank_that_brought_a_bad_value_is_named(by_rows, value, said, text):
     keys = KEYS | {"data.path": text, "parallel.tensor": 2, "parallel.sequence_parallel": by_rows}

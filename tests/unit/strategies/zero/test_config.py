@@ -29,7 +29,7 @@ def refused(*overrides: str) -> str:
         ),
     ],
 )
-def test_what_has_no_effect_or_cannot_be_is_refused(overrides: tuple[str, ...], said: str) -> None:
+def test_what_has_no_effect_or_cannot_be_is_refused(overrides, said):
     assert said in refused(*overrides)
 
 
@@ -44,9 +44,7 @@ def test_what_has_no_effect_or_cannot_be_is_refused(overrides: tuple[str, ...], 
         (ZeroConfig(optimizer=3), 1, (1, 1, 3)),
     ],
 )
-def test_degrees_are_those_of_the_stage_where_none_are_given(
-    config: ZeroConfig, stage: int, expected: tuple[int, int, int]
-) -> None:
+def test_degrees_are_those_of_the_stage_where_none_are_given(config, stage, expected):
     assert config.degrees(stage, 12) == ShardingDegrees(*expected)
 
 
@@ -58,7 +56,7 @@ def test_degrees_are_those_of_the_stage_where_none_are_given(
         (ZeroConfig(optimizer=3), 1, "zero.optimizer 3 does not divide data ranks 4; choose among the divisors of 4"),
     ],
 )
-def test_degrees_that_do_not_divide_are_refused_with_the_equation(config: ZeroConfig, stage: int, said: str) -> None:
+def test_degrees_that_do_not_divide_are_refused_with_the_equation(config, stage, said):
     with pytest.raises(ConfigurationError) as found:
         config.degrees(stage, 4)
     assert said in str(found.value)

@@ -86,7 +86,7 @@ def trained(comm: Communicator, make: Callable[[RankContext], Exchange], steps: 
 
 
 @pytest.mark.parametrize("size", [1, 4, 6, 8])
-def test_all_degrees_train_as_one_process(size: int) -> None:
+def test_all_degrees_train_as_one_process(size):
     losses, _ = alone()
     for config in degrees(size):
         for found, _ in run_threads(size, lambda comm, config=config: trained(comm, zero(1, config), steps=2)):
@@ -94,8 +94,8 @@ def test_all_degrees_train_as_one_process(size: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_plain_path_without_any_layer_has_the_bits_of_its_stage(stage: int) -> None:
-    def plain(context: RankContext) -> Exchange:
+def test_the_plain_path_without_any_layer_has_the_bits_of_its_stage(stage):
+    def plain(context):
         config = ZeroConfig()
         return PlainZero(context, config.degrees(stage, context.data.size), Offload(context, config), config)
 
@@ -117,9 +117,7 @@ def test_the_plain_path_without_any_layer_has_the_bits_of_its_stage(stage: int) 
     ],
 )
 @on_threads(4)
-def test_a_step_without_its_second_half_is_refused(
-    comm: Communicator, kind: Kind, config: ZeroConfig, why: str
-) -> None:
+def test_a_step_without_its_second_half_is_refused(comm, kind, config, why):
     run = Run(comm, zero(3, config))
     steps = [op for op in run.operations if op.kind is not kind]
     assert len(steps) < len(run.operations)
@@ -158,7 +156,7 @@ WAYS = {
         ("shared on nodes", "lamb", "float32"),
     ],
 )
-def test_ways_train_as_one_process_with_clipping_and_accumulation(name: str, optimizer: str, dtype: str) -> None:
+def test_ways_train_as_one_process_with_clipping_and_accumulation(name, optimizer, dtype):
     size, per_node, stage, config = WAYS[name]
     keys = {"name": optimizer, "dtype": dtype, **OPTIMIZERS[optimizer]}
     losses, state = alone(**keys)
@@ -172,7 +170,7 @@ def test_ways_train_as_one_process_with_clipping_and_accumulation(name: str, opt
 
 @pytest.mark.parametrize("algorithm", ["native", "node_shared", "circulant", "hierarchical"])
 @pytest.mark.parametrize("config", [ZeroConfig(), MIXED, ZeroConfig(parameters=2, optimizer=2, gradients=2), SHARED])
-def test_every_algorithm_serves_every_level(algorithm: str, config: ZeroConfig) -> None:
+def test_every_algorithm_serves_every_level(algorithm, config):
     losses, _ = alone()
     stage = 3 if config.parameters == 2 else 1
     per_node = 2 if algorithm == "hierarchical" else None
@@ -191,10 +189,10 @@ def volume(size: int, config: ZeroConfig, microbatches: int, first: float, last:
 
 
 @pytest.mark.parametrize(("size", "microbatches"), [(3, 2), (4, 2), (6, 1)])
-def test_bytes_are_those_of_the_closed_form_for_all_degrees(size: int, microbatches: int) -> None:
+def test_bytes_are_those_of_the_closed_form_for_all_degrees(size, microbatches):
     model = ModelConfig(layers=1, hidden=64, heads=2, vocabulary=256)
 
-    def body(comm: Communicator, config: ZeroConfig) -> tuple[int, list[int]]:
+    def body(comm, config):
         run = Run(comm, zero(1, config), "float32", model, microbatches)
         run.losses(text()[:1])  # communicators are split and scratch memory taken
         with count_traffic(comm) as traffic:
@@ -211,7 +209,7 @@ def test_bytes_are_those_of_the_closed_form_for_all_degrees(size: int, microbatc
 
 
 @on_threads(2)
-def test_small_units_stay_gathered_and_their_state_is_cut(comm: Communicator) -> None:
+def test_small_units_stay_gathered_and_their_state_is_cut(comm):
     whole, run = (Run(comm, zero(3, ZeroConfig(persistent_below=below)), "float32") for below in (0, 1100))
     sizes = {unit: sum(spec.size for spec in stage.tensors()) for unit, stage in enumerate(run.model.stages)}
     small = {unit for unit, size in sizes.items() if size < 1100}
@@ -228,12 +226,12 @@ def test_small_units_stay_gathered_and_their_state_is_cut(comm: Communicator) ->
     assert run.exchange.parameters.size > whole.exchange.parameters.size
 
 
-def test_a_checkpoint_goes_from_any_degrees_to_any_others() -> None:
+def test_a_checkpoint_goes_from_any_degrees_to_any_others():
     losses, _ = alone()
     ways = [ZeroConfig(), MIXED, ZeroConfig(parameters=2, gradients=2, optimizer=2), SHARED]
     for size, stage, config in ((4, 3, ways[0]), (4, 2, MIXED), (4, 3, ways[2]), (3, 1, SHARED)):
 
-        def save(comm: Communicator, stage: int = stage, config: ZeroConfig = config):
+        def save(comm, stage=stage, config=config):
             run = Run(comm, zero(stage, config))
             run.losses(text()[:5])
             return run.state(), run.exchange.state()
@@ -241,7 +239,7 @@ def test_a_checkpoint_goes_from_any_degrees_to_any_others() -> None:
         state, scalars = run_threads(size, save)[0]
         for others, stage, other in ((1, 1, ways[0]), (4, 3, ways[0]), (4, 2, MIXED), (4, 1, ways[2]), (4, 2, SHARED)):
 
-            def resume(comm: Communicator, stage: int = stage, other: ZeroConfig = other) -> list[float]:
+            def resume(comm, stage=stage, other=other):
                 run = Run(comm, zero(stage, other))
                 run.load(state, scalars, 5)  # noqa: B023 (called before the loop goes on)
                 return run.losses(text()[5:8])
@@ -251,12 +249,12 @@ def test_a_checkpoint_goes_from_any_degrees_to_any_others() -> None:
 
 
 @pytest.mark.parametrize("config", [ZeroConfig(), ZeroConfig(parameters=4), ZeroConfig(gradients=2), SHARED])
-def test_more_ranks_than_elements(config: ZeroConfig) -> None:
+def test_more_ranks_than_elements(config):
     tiny = ModelConfig(layers=1, hidden=2, heads=1, vocabulary=2)
     data = text() // 7 % 2
     stage = 3 if config.parameters else 2
 
-    def body(comm: Communicator, make: Callable[[RankContext], Exchange]) -> list[float]:
+    def body(comm, make):
         run = Run(comm, make, "float32", tiny)
         if comm.rank == 7:
             assert not all(cuts[-1] for cuts in run.exchange.levels.cuts.values()), "this rank owns nothing of a layer"
@@ -273,7 +271,7 @@ def without(operations: list[Operation], unit: int) -> list[Operation]:
 
 
 @on_threads(3)
-def test_a_rank_that_takes_another_branch_names_the_unit_instead_of_hanging(comm: Communicator) -> None:
+def test_a_rank_that_takes_another_branch_names_the_unit_instead_of_hanging(comm):
     run = Run(comm, zero(3))
     run.losses(text()[:2])
     run.executor.evaluate(*run.batches(text()[0])[0])  # of an order of its own
@@ -284,7 +282,7 @@ def test_a_rank_that_takes_another_branch_names_the_unit_instead_of_hanging(comm
 
 
 @on_threads(2)
-def test_a_gather_out_of_its_turn_is_refused(comm: Communicator) -> None:
+def test_a_gather_out_of_its_turn_is_refused(comm):
     run = Run(comm, zero(3))
     run.losses(text()[:1])
     run.exchange.begin(run.operations)
@@ -293,15 +291,15 @@ def test_a_gather_out_of_its_turn_is_refused(comm: Communicator) -> None:
 
 
 @on_threads(3)
-def test_ranks_that_begin_with_different_branches_all_say_so(comm: Communicator) -> None:
+def test_ranks_that_begin_with_different_branches_all_say_so(comm):
     run = Run(comm, zero(3))
     steps = without(run.operations, unit=1) if comm.rank == 2 else run.operations
     with pytest.raises(ScheduleError, match=r"number 2 of rank 2 is GATHER\(0, 2\).* of rank 0 GATHER\(0, 1\)"):
         run.step(text()[0], operations=steps)
 
 
-def test_shared_parameters_are_one_copy_on_each_node() -> None:
-    def body(comm: Communicator) -> tuple[int, int, int, bytes]:
+def test_shared_parameters_are_one_copy_on_each_node():
+    def body(comm):
         run = Run(comm, zero(1, SHARED), "float32")
         addresses = []
         for samples in text()[:3]:
@@ -319,13 +317,13 @@ def test_shared_parameters_are_one_copy_on_each_node() -> None:
 
 
 @on_threads(2)
-def test_a_step_that_fails_leaves_shared_parameters_as_they_were(comm: Communicator) -> None:
+def test_a_step_that_fails_leaves_shared_parameters_as_they_were(comm):
     run = Run(comm, zero(1, SHARED), "float32")
     run.losses(text()[:2])
     before = run.exchange.parameters.array.copy()
     apply = run.executor._handlers[Kind.APPLY]
 
-    def fails(op: Operation) -> None:
+    def fails(op):
         apply(op)
         raise KeyboardInterrupt
 
@@ -337,7 +335,7 @@ def test_a_step_that_fails_leaves_shared_parameters_as_they_were(comm: Communica
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_model_states_take_what_the_closed_form_says(size: int) -> None:
+def test_model_states_take_what_the_closed_form_says(size):
     model = ModelConfig(layers=8, hidden=32, heads=2, vocabulary=64)
     forms: list[
         tuple[Callable[[RankContext], Exchange], float, int]
@@ -350,7 +348,7 @@ def test_model_states_take_what_the_closed_form_says(size: int) -> None:
         (zero(2, SHARED), (8 + 12) / size if size > 1 else 16, 1),
     ]
 
-    def body(comm: Communicator, make: Callable[[RankContext], Exchange], each: float, layers: int) -> None:
+    def body(comm, make, each, layers):
         run = Run(comm, make, "float32", model)
         kinds = ("parameters", "gradients", "optimizer")
         before = sum(run.ledger.current[kind] for kind in kinds)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -63,7 +62,7 @@ def content(store: FlatStore) -> bytes:
     return b"".join(block.tobytes() for part in store.parts for block in store.blocks(part))
 
 
-def test_a_file_holds_what_memory_would(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_file_holds_what_memory_would(tmp_path, rng):
     ranges = split(LAYOUT.size, 5, 8)
     whole, ledger = filled(LAYOUT, rng, "float64"), Ledger()
     memory = FlatStore(LAYOUT, np.float64, ranges[1::2])
@@ -93,7 +92,7 @@ def test_a_file_holds_what_memory_would(tmp_path: Path, rng: np.random.Generator
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_norms_of_blocks_have_the_bits_of_the_whole(tmp_path: Path, rng: np.random.Generator, dtype: str) -> None:
+def test_norms_of_blocks_have_the_bits_of_the_whole(tmp_path, rng, dtype):
     whole = filled(LAYOUT, rng, dtype)
     assert norms.sum_of_squares(in_file(tmp_path, whole)) == norms.sum_of_squares(whole)
     values = rng.standard_normal(1003).astype(dtype)
@@ -111,7 +110,7 @@ def test_norms_of_blocks_have_the_bits_of_the_whole(tmp_path: Path, rng: np.rand
     assert not together.sums().any()
 
 
-def test_a_value_that_is_not_finite_is_found_in_a_file(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_value_that_is_not_finite_is_found_in_a_file(tmp_path, rng):
     stored = in_file(tmp_path, filled(LAYOUT, rng, "float64"))
     assert norms.first_nonfinite(stored) is None
     place = LAYOUT.by_key["1.weight"].range.stop - 1
@@ -129,14 +128,12 @@ STORES: dict[str, tuple[bool, bool]] = {
 @pytest.mark.parametrize("where", STORES)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_update_by_blocks_is_the_update_in_memory(
-    tmp_path: Path, rng: np.random.Generator, name: str, dtype: str, where: str
-) -> None:
+def test_an_update_by_blocks_is_the_update_in_memory(tmp_path, rng, name, dtype, where):
     weights_away, slots_away = STORES[where]
     real, parts = np.dtype(dtype), [Range(0, 416), Range(448, LAYOUT.size)]
     plain = optimizer.build(OPTIMIZERS[name], LAYOUT, parts, real, total_steps=5)
 
-    def slot(_: str) -> FlatStore:
+    def slot(_):
         return FileStore(LAYOUT, real, parts, directory=tmp_path) if slots_away else FlatStore(LAYOUT, real, parts)
 
     inner = optimizer.build(OPTIMIZERS[name], LAYOUT, parts, real, total_steps=5, make_slot=slot)
@@ -171,7 +168,7 @@ def test_an_update_by_blocks_is_the_update_in_memory(
     assert blocked.count == 3
 
 
-def test_blocks_take_three_times_as_much_memory_as_one(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_blocks_take_three_times_as_much_memory_as_one(tmp_path, rng):
     ledger, real = Ledger(), np.dtype("float64")
     make = lambda name: FileStore(LAYOUT, real, directory=tmp_path)  # noqa: E731
     inner = optimizer.build(OPTIMIZERS["adamw"], LAYOUT, Range(0, LAYOUT.size), real, total_steps=9, make_slot=make)
@@ -185,15 +182,13 @@ def test_blocks_take_three_times_as_much_memory_as_one(tmp_path: Path, rng: np.r
 
 
 @pytest.mark.parametrize("fails", ["compute", "write"])
-def test_an_update_that_fails_leaves_nothing_under_way(
-    fails: str, tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_fails_leaves_nothing_under_way(fails, tmp_path, rng, monkeypatch):
     real, begun, done = np.dtype("float64"), [], []
 
-    def watched(name: str) -> None:
+    def watched(name):
         plain = getattr(FileStore, name)
 
-        def call(store: FileStore, where: Range, values: np.ndarray) -> None:
+        def call(store, where, values):
             begun.append(where)
             time.sleep(0.01)  # long enough to be under way when the update fails
             plain(store, where, values)
@@ -211,7 +206,7 @@ def test_an_update_that_fails_leaves_nothing_under_way(
     watched("write")
     plain_apply = inner.apply
 
-    def apply(block: Range, *rest: object) -> None:
+    def apply(block, *rest):
         if fails == "compute" and block.start:
             raise ZeroDivisionError("of the second block")
         plain_apply(block, *rest)  # type: ignore[arg-type]
@@ -227,7 +222,7 @@ def test_an_update_that_fails_leaves_nothing_under_way(
     assert inner.slots is blocked.slots, "no slot is a block that was there a moment ago"
 
 
-def test_a_place_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_cannot_be_used_is_named(tmp_path, monkeypatch):
     needs = f"{LAYOUT.size * 8} bytes are needed there for the optimizer state m"
     make = lambda folder: FileStore(LAYOUT, np.float64, directory=folder, what="optimizer state m")  # noqa: E731
     missing = tmp_path / "missing"
@@ -238,7 +233,7 @@ def test_a_place_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytes
     stored = make(tmp_path)
     before = len(os.listdir("/proc/self/fd"))
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
@@ -257,7 +252,7 @@ def test_a_place_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytes
         blocked.apply(part, FlatStore(LAYOUT, real), FlatStore(LAYOUT, real))
 
 
-def test_a_file_is_gone_with_its_store(tmp_path: Path) -> None:
+def test_a_file_is_gone_with_its_store(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     stored = FileStore(LAYOUT, np.float64, directory=tmp_path)
     assert len(os.listdir("/proc/self/fd")) == before + 1
@@ -292,13 +287,13 @@ REFUSED: dict[str, tuple[dict[str, str], str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_would_do_nothing_is_refused(case: str) -> None:
+def test_what_would_do_nothing_is_refused(case):
     keys, strategy, device, says = REFUSED[case]
     places = {f"zero.{key}": value for key, value in keys.items()}
     refused(places | {"parallel.strategy": strategy, "run.device": device}, re.escape(says))
 
 
-def test_degrees_of_their_own_do_not_go_with_parameters_away() -> None:
+def test_degrees_of_their_own_do_not_go_with_parameters_away():
     away = ZeroConfig(offload_optimizer="file", offload_parameters="file", offload_directory="/x")
     with pytest.raises(ConfigurationError, match="'file' with zero.gradients = 2 is not built"):
         replace(away, gradients=2)
@@ -349,9 +344,7 @@ def run(settings: dict[str, object]) -> Callable[[Communicator], tuple[list[floa
         *(("zero3", ALL_AWAY, ranks, "adamw") for ranks in (1, 4)),
     ],
 )
-def test_a_run_with_states_in_files_is_that_in_memory(
-    text: dict[str, object], tmp_path: Path, strategy: str, keys: dict[str, str], ranks: int, optimizer_name: str
-) -> None:
+def test_a_run_with_states_in_files_is_that_in_memory(text, tmp_path, strategy, keys, ranks, optimizer_name):
     settings = text | {"parallel.strategy": strategy, "optimizer.name": optimizer_name}
     if ranks == 1:  # in memory, one rank adds up its micro-batches in the backward: other rounding
         settings |= {"parallel.microbatches": 1}
@@ -364,19 +357,12 @@ def test_a_run_with_states_in_files_is_that_in_memory(
     ("optimizer_name", "slots", "second_read", "second_write"),
     [("adamw", 2, 0, 0), ("lars", 1, 2, 1), ("lamb", 2, 2, 1)],
 )
-def test_the_bytes_of_a_step_are_those_of_the_formula(
-    text: dict[str, object],
-    tmp_path: Path,
-    optimizer_name: str,
-    slots: int,
-    second_read: int,
-    second_write: int,
-) -> None:
+def test_the_bytes_of_a_step_are_those_of_the_formula(text, tmp_path, optimizer_name, slots, second_read, second_write):
     m = 2
     keys = {"parallel.strategy": "zero3", "optimizer.name": optimizer_name, "model.tied": "false"}
     settings = text | keys | away(tmp_path, ALL_AWAY)
 
-    def body(comm: Communicator) -> tuple[list[int], list[int], int, int, int]:
+    def body(comm):
         trainer = assembled(comm, settings)
         exchange = trainer.exchange
         kept = [exchange.parameters, exchange.gradients, *exchange.sharded_update.optimizer.slots.values()]
@@ -394,24 +380,22 @@ def test_the_bytes_of_a_step_are_those_of_the_formula(
         assert written == slots * psi + m * psi + psi + second_write * psi
 
 
-def test_checkpoints_go_from_files_to_memory_and_back(
-    text: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_go_from_files_to_memory_and_back(text, tmp_path, monkeypatch):
     for module in ("format.manifest", "format.shard", "restoring.restore", "format.shard_layout"):
         monkeypatch.setattr(f"hpcdist.checkpoint.{module}.BLOCK_BYTES", 1024)
     settings = text | {"parallel.strategy": "zero3", "run.steps": 6}
     files = settings | away(tmp_path, ALL_AWAY)
 
-    def whole(comm: Communicator) -> tuple[list[float], dict[str, bytes]]:
+    def whole(comm):
         trainer = assembled(comm, settings)
         return steps(trainer, 6), state(trainer)
 
-    def half(comm: Communicator, settings: dict[str, object], name: str) -> Path:
+    def half(comm, settings, name):
         trainer = assembled(comm, settings)
         steps(trainer, 3)
         return CheckpointSaver(trainer, tmp_path / name).save(3)
 
-    def rest(comm: Communicator, settings: dict[str, object], path: Path) -> tuple[list[float], dict[str, bytes]]:
+    def rest(comm, settings, path):
         trainer = assembled(comm, settings, path)
         return steps(trainer, 6), state(trainer)
 
@@ -423,10 +407,10 @@ def test_checkpoints_go_from_files_to_memory_and_back(
     np.testing.assert_allclose(other[0][0], expected[0][0], rtol=1e-5)
 
 
-def test_a_nan_in_a_file_is_explained(text: dict[str, object], tmp_path: Path) -> None:
+def test_a_nan_in_a_file_is_explained(text, tmp_path):
     settings = text | {"parallel.strategy": "zero3"} | away(tmp_path, ALL_AWAY)
 
-    def body(comm: Communicator) -> str:
+    def body(comm):
         trainer = assembled(comm, settings)
         if comm.rank == 1:
             *_, (_, touched) = trainer.exchange.parameters.tensors()
@@ -436,7 +420,7 @@ def test_a_nan_in_a_file_is_explained(text: dict[str, object], tmp_path: Path) -
     assert all("rank 1: parameter" in said and "rank 0:" not in said for said in run_threads(2, body))
 
 
-def test_what_a_stretch_is_instead_of_an_array(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_what_a_stretch_is_instead_of_an_array(tmp_path, rng):
     whole = filled(LAYOUT, rng, "float64")
     where = LAYOUT.by_key["1.weight"].range
     stretch = in_file(tmp_path, whole).contents(where)
@@ -462,9 +446,7 @@ ON_GPU = {
 
 # lamb goes both ways twice
 @pytest.mark.parametrize(("case", "optimizer_name"), [*((case, "lamb") for case in ON_GPU), ("all in files", "adamw")])
-def test_a_gpu_with_its_states_elsewhere_is_the_cpu(
-    gpu: ModuleType, text: dict[str, object], tmp_path: Path, case: str, optimizer_name: str
-) -> None:
+def test_a_gpu_with_its_states_elsewhere_is_the_cpu(gpu, text, tmp_path, case, optimizer_name):
     strategy, keys = ON_GPU[case]
     settings = text | {"parallel.strategy": strategy, "optimizer.name": optimizer_name, "precision.mode": "float64"}
     places = away(tmp_path, keys) if "file" in keys.values() else keys

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -53,13 +52,13 @@ def trained(
 
 @pytest.mark.parametrize("algorithm", sorted(collectives.ALLREDUCE))
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_thread_trains_to_the_same_bits(algorithm: str, size: int, rng: np.random.Generator) -> None:
+def test_a_thread_trains_to_the_same_bits(algorithm, size, rng):
     data = text(rng, STEPS, SAMPLES)
     assert trained("thread", algorithm, data, size) == trained("none", algorithm, data, size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_polling_trains_to_the_same_bits(size: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_polling_trains_to_the_same_bits(size, rng, monkeypatch):
     monkeypatch.setattr(progress, "SEGMENT_BYTES", 512)  # several lanes
     data = text(rng, STEPS, SAMPLES)
     for algorithm in config.POLLED:
@@ -68,24 +67,22 @@ def test_polling_trains_to_the_same_bits(size: int, rng: np.random.Generator, mo
 
 @pytest.mark.parametrize("overlap", KINDS)
 @pytest.mark.parametrize("pipeline", [1, 2])
-def test_microbatches_and_pipelines_train_to_the_same_bits(
-    overlap: str, pipeline: int, rng: np.random.Generator
-) -> None:
+def test_microbatches_and_pipelines_train_to_the_same_bits(overlap, pipeline, rng):
     data = text(rng, STEPS, SAMPLES)
     keys = {"grid": ProcessGrid(data=2, pipeline=pipeline), "microbatches": 3}
     ranks = 2 * pipeline
     assert trained(overlap, "ring", data, ranks, **keys) == trained("none", "ring", data, ranks, **keys)
 
 
-def test_what_is_polled_in_training_comes_in_steps() -> None:
+def test_what_is_polled_in_training_comes_in_steps():
     assert all(set(config.POLLED) <= set(known) for known in progress.RESUMABLE.values())
 
 
 @pytest.mark.parametrize("overlap", KINDS)
-def test_a_value_that_is_not_finite_is_named_and_updates_nothing(overlap: str, rng: np.random.Generator) -> None:
+def test_a_value_that_is_not_finite_is_named_and_updates_nothing(overlap, rng):
     data = text(rng, STEPS, SAMPLES)
 
-    def body(comm: Communicator) -> str:
+    def body(comm):
         with Run(comm, overlap, "ring") as run:
             if comm.rank == 1:
                 run.exchange.parameters.view(run.model.layout.segments[4].key)[...] = np.nan
@@ -96,10 +93,10 @@ def test_a_value_that_is_not_finite_is_named_and_updates_nothing(overlap: str, r
 
 
 @pytest.mark.parametrize("overlap", KINDS)
-def test_what_is_exposed_is_measured(overlap: str, rng: np.random.Generator) -> None:
+def test_what_is_exposed_is_measured(overlap, rng):
     data = text(rng, STEPS, SAMPLES)
 
-    def body(comm: Communicator) -> list[tuple[float, float]]:
+    def body(comm):
         with Run(comm, overlap, "ring") as run:
             overlapped = run.exchange.overlap
             assert overlapped is not None
@@ -136,7 +133,7 @@ def prove(steps: list[list[Operation]], run: Run) -> None:
 @pytest.mark.parametrize(
     "grid", [ProcessGrid(data=1), ProcessGrid(data=2), ProcessGrid(data=3), ProcessGrid(data=2, pipeline=2)], ids=str
 )
-def test_the_list_is_proven(overlap: str, grid: ProcessGrid) -> None:
+def test_the_list_is_proven(overlap, grid):
     steps, run = lists(overlap, grid, 3)
     prove(steps, run)
     for own in steps:
@@ -173,7 +170,7 @@ def where(steps: list[Operation], kind: Kind) -> int:
         ),
     ],
 )
-def test_a_broken_list_is_refused(damage: Break, match: str) -> None:
+def test_a_broken_list_is_refused(damage, match):
     steps, run = lists("thread", ProcessGrid(data=2), 1)
     damage(steps[1])
     with pytest.raises(ScheduleError, match=rf"rank 1: .*{match}"):
@@ -181,7 +178,7 @@ def test_a_broken_list_is_refused(damage: Break, match: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.START, Kind.WAIT])
-def test_another_order_on_one_rank_is_refused(kind: Kind) -> None:
+def test_another_order_on_one_rank_is_refused(kind):
     steps, run = lists("thread", ProcessGrid(data=2), 1)
     own = steps[1]
     indices = [index for index, op in enumerate(own) if op.kind is kind]
@@ -194,7 +191,7 @@ def test_another_order_on_one_rank_is_refused(kind: Kind) -> None:
         prove(steps, run)
 
 
-def test_a_direction_before_the_wait_is_refused() -> None:
+def test_a_direction_before_the_wait_is_refused():
     steps, run = lists("thread", ProcessGrid(data=2), 1)
     for own in steps:  # no AGREE says so before
         own.pop(where(own, Kind.AGREE))
@@ -214,7 +211,7 @@ def test_a_direction_before_the_wait_is_refused() -> None:
         ({"overlap": "poll", "algorithm": "native"}, r"'native': it has no steps"),
     ],
 )
-def test_a_recipe_that_cannot_be_had_is_refused(keys: dict[str, str], match: str) -> None:
+def test_a_recipe_that_cannot_be_had_is_refused(keys, match):
     with pytest.raises(ConfigurationError, match=match):
         recipe_of({f"communication.{key}": value for key, value in keys.items()})
 
@@ -227,23 +224,23 @@ def test_a_recipe_that_cannot_be_had_is_refused(keys: dict[str, str], match: str
         ("run.logical_shards=4", "set communication.overlap = 'none'"),
     ],
 )
-def test_other_strategies_and_devices_refuse(setting: str, match: str) -> None:
+def test_other_strategies_and_devices_refuse(setting, match):
     with pytest.raises(ConfigurationError, match=match) as caught:
         recipes.load(None, ["communication.overlap=thread", setting])
     assert caught.value.exit_code == 78 and "communication.overlap = 'thread'" in str(caught.value)
 
 
-def test_a_library_without_threads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_threads_is_refused(monkeypatch):
     monkeypatch.setattr(ThreadCommunicator, "supports", lambda self, feature: False)
     with pytest.raises(MissingCapabilityError, match=r"MPI_THREAD_MULTIPLE") as caught:
         run_threads(2, lambda comm: Run(comm, "thread", "ring"))
     assert caught.value.exit_code == 69
 
 
-def test_gradients_of_a_range_are_those_that_travel() -> None:
+def test_gradients_of_a_range_are_those_that_travel():
     """START takes the range itself, no copy: what is waited for is in the store."""
 
-    def body(comm: Communicator) -> bool:
+    def body(comm):
         with Run(comm, "thread", "ring") as run:
             part = Range(3, 103)
             run.exchange.gradients.array[...] = comm.rank + 1
@@ -255,8 +252,8 @@ def test_gradients_of_a_range_are_those_that_travel() -> None:
     assert run_threads(3, body) == [True] * 3
 
 
-def test_the_summary_tells_what_was_exposed() -> None:
-    def rank(*steps: tuple[float, float]) -> dict[str, Any]:
+def test_the_summary_tells_what_was_exposed():
+    def rank(*steps):
         made = StepStatistics()
         for exposed_s, total_s in steps:
             made.add(1.0, 0.0, reductions_exposed_s=exposed_s, reductions_s=total_s)

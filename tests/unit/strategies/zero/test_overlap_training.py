@@ -2,7 +2,6 @@
 
 import math
 from functools import cache, partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -86,15 +85,13 @@ def plain(size: int, stage: int, algorithm: str = "ring", **keys: object) -> obj
     ("algorithm", "size"), [*((name, 4) for name in sorted(collectives.SHARDED)), ("ring", 1), ("ring", 2)]
 )
 @pytest.mark.parametrize(("stage", "prefetch"), [(1, 0), (2, 0), (3, 1)])
-def test_a_thread_trains_to_the_same_bits(algorithm: str, stage: int, prefetch: int, size: int) -> None:
+def test_a_thread_trains_to_the_same_bits(algorithm, stage, prefetch, size):
     assert trained(size, DATA, stage, "thread", algorithm, prefetch) == plain(size, stage, algorithm)
 
 
 @pytest.mark.parametrize("overlap", KINDS)
 @pytest.mark.parametrize(("stage", "prefetch"), CASES)
-def test_any_number_of_ranks_and_units_ahead_trains_to_the_same_bits(
-    overlap: str, stage: int, prefetch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_number_of_ranks_and_units_ahead_trains_to_the_same_bits(overlap, stage, prefetch, monkeypatch):
     monkeypatch.setattr(progress, "SEGMENT_BYTES", 512)  # several lanes
     for size in (2, 8) if overlap == "thread" else (2, 5):
         assert trained(size, DATA, stage, overlap, "ring", prefetch) == plain(size, stage)
@@ -104,18 +101,16 @@ def test_any_number_of_ranks_and_units_ahead_trains_to_the_same_bits(
 @pytest.mark.parametrize("schedule", ["auto", "gpipe"])
 @pytest.mark.parametrize(("stage", "prefetch"), [(1, 0), (2, 0), (3, 2)])
 @pytest.mark.parametrize("tied", [False, True])
-def test_microbatches_train_to_the_same_bits(
-    overlap: str, schedule: str, stage: int, prefetch: int, tied: bool
-) -> None:
+def test_microbatches_train_to_the_same_bits(overlap, schedule, stage, prefetch, tied):
     keys = {"microbatches": 3, "schedule": schedule, "tied": tied}
     assert trained(2, DATA, stage, overlap, "ring", prefetch, **keys) == plain(2, stage, **keys)
 
 
 @pytest.mark.parametrize("overlap", KINDS)
-def test_a_pipeline_with_zero1_trains_to_the_same_bits(overlap: str, rng: np.random.Generator) -> None:
+def test_a_pipeline_with_zero1_trains_to_the_same_bits(overlap, rng):
     data, keys = text(rng, STEPS, SAMPLES), {"microbatches": 2, "pipeline": 2, "tied": True}
 
-    def body(comm: Communicator, overlap: str) -> tuple[list[float], bytes]:
+    def body(comm, overlap):
         with Run(comm, 1, overlap, **keys) as run:  # type: ignore[arg-type]
             return [run.step(samples, 1) for samples in data], run.exchange.parameters.array.tobytes()
 
@@ -123,10 +118,10 @@ def test_a_pipeline_with_zero1_trains_to_the_same_bits(overlap: str, rng: np.ran
 
 
 @pytest.mark.parametrize("overlap", KINDS)
-def test_what_is_sent_is_what_is_sent_without(overlap: str, rng: np.random.Generator) -> None:
+def test_what_is_sent_is_what_is_sent_without(overlap, rng):
     data = text(rng, STEPS, SAMPLES)
 
-    def body(comm: Communicator, overlap: str, prefetch: int) -> int:
+    def body(comm, overlap, prefetch):
         with count_traffic(comm) as traffic, Run(comm, 3, overlap, "ring", prefetch) as run:
             before = traffic.sent_bytes
             run.step(data[0], 1)
@@ -138,10 +133,10 @@ def test_what_is_sent_is_what_is_sent_without(overlap: str, rng: np.random.Gener
 
 @pytest.mark.parametrize("overlap", KINDS)
 @pytest.mark.parametrize("prefetch", [1, 2])
-def test_gathers_ahead_are_counted_and_their_time_too(overlap: str, prefetch: int, rng: np.random.Generator) -> None:
+def test_gathers_ahead_are_counted_and_their_time_too(overlap, prefetch, rng):
     data = text(rng, STEPS, SAMPLES)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         with Run(comm, 3, overlap, "ring", prefetch) as run:
             behind = run.exchange.overlap
             assert behind is not None
@@ -157,10 +152,10 @@ def test_gathers_ahead_are_counted_and_their_time_too(overlap: str, prefetch: in
     run_threads(2, body)
 
 
-def test_a_gather_that_is_there_is_a_hit() -> None:
+def test_a_gather_that_is_there_is_a_hit():
     """What was started long ago is found; what another rank has not even begun is not."""
 
-    def body(comm: Communicator) -> tuple[int, int]:
+    def body(comm):
         with Run(comm, 3, "thread", "ring", 1) as run:
             behind, handlers = run.exchange.overlap, run.exchange.handlers
             assert behind is not None
@@ -200,11 +195,11 @@ class Watched:
 
 @pytest.mark.parametrize(("stage", "prefetch"), [(2, 0), (3, 0), (3, 1), (3, 3)])
 @pytest.mark.parametrize("algorithm", ["ring", "node_shared"])
-def test_memory_of_whole_layers_is_bounded(algorithm: str, stage: int, prefetch: int, rng: np.random.Generator) -> None:
+def test_memory_of_whole_layers_is_bounded(algorithm, stage, prefetch, rng):
     """One gradient that is computed and two that travel; one layer of parameters that is used and ``prefetch`` more."""
     data = text(rng, STEPS, SAMPLES)
 
-    def body(comm: Communicator, overlap: str) -> tuple[dict[str, int], int]:
+    def body(comm, overlap):
         with Run(comm, stage, overlap, algorithm, prefetch if overlap != "none" else 0) as run:
             run.train(data)
             return run.ledger.peak, max(part.size for part in run.context.ranges.values()) * 4
@@ -217,9 +212,7 @@ def test_memory_of_whole_layers_is_bounded(algorithm: str, stage: int, prefetch:
 
 
 @pytest.mark.parametrize(("stage", "prefetch", "tied"), [(2, 0, True), (3, 1, False)])
-def test_a_rank_without_samples_takes_shared_memory_where_others_do(
-    stage: int, prefetch: int, tied: bool, rng: np.random.Generator
-) -> None:
+def test_a_rank_without_samples_takes_shared_memory_where_others_do(stage, prefetch, tied, rng):
     data = text(rng, STEPS, SAMPLES)[:2, :2]  # of the three ranks the last has none
     behind = trained(3, data, stage, "thread", "node_shared", prefetch, tied=tied)
     assert behind == trained(3, data, stage, "none", "node_shared", tied=tied)
@@ -227,8 +220,8 @@ def test_a_rank_without_samples_takes_shared_memory_where_others_do(
 
 @pytest.mark.parametrize("overlap", KINDS)
 @pytest.mark.parametrize(("stage", "prefetch"), CASES)
-def test_the_list_is_proven(overlap: str, stage: int, prefetch: int) -> None:
-    def body(comm: Communicator, tied: bool, schedule: str) -> Run:
+def test_the_list_is_proven(overlap, stage, prefetch):
+    def body(comm, tied, schedule):
         with Run(comm, stage, overlap, "ring", prefetch, microbatches=3, tied=tied, schedule=schedule) as run:
             return run
 
@@ -251,10 +244,10 @@ def test_the_list_is_proven(overlap: str, stage: int, prefetch: int) -> None:
 
 
 @pytest.mark.parametrize("overlap", KINDS)
-def test_a_value_that_is_not_finite_is_named_and_updates_nothing(overlap: str, rng: np.random.Generator) -> None:
+def test_a_value_that_is_not_finite_is_named_and_updates_nothing(overlap, rng):
     data = text(rng, STEPS, SAMPLES)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         with Run(comm, 3, overlap, "ring", 1) as run:
             if comm.rank == 1:
                 run.exchange.parameters.array[...] = np.nan
@@ -264,10 +257,10 @@ def test_a_value_that_is_not_finite_is_named_and_updates_nothing(overlap: str, r
     run_threads(2, body)
 
 
-def test_another_branch_on_one_rank_is_named(rng: np.random.Generator) -> None:
+def test_another_branch_on_one_rank_is_named(rng):
     data = text(rng, STEPS, SAMPLES)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         with Run(comm, 3, "thread", "ring", 1) as run:
             run.step(data[0], 1)
             index = next(index for index, op in enumerate(run.operations) if op.kind is Kind.START_GATHER)
@@ -278,7 +271,7 @@ def test_another_branch_on_one_rank_is_named(rng: np.random.Generator) -> None:
     run_threads(2, body)
 
 
-def test_degrees_in_between_are_refused() -> None:
+def test_degrees_in_between_are_refused():
     with pytest.raises(ConfigurationError, match=r"'thread' with sharding degrees that are neither 1 nor all of the 4"):
         run_threads(4, lambda comm: Run(comm, 1, "thread", optimizer=2))
 
@@ -300,18 +293,18 @@ def test_degrees_in_between_are_refused() -> None:
         (["parallel.strategy=zero1", "communication.bucket_bytes=9"], r"bucket_bytes = 9 has no effect"),
     ],
 )
-def test_recipes_that_cannot_be_had_are_refused(settings: list[str], match: str) -> None:
+def test_recipes_that_cannot_be_had_are_refused(settings, match):
     refused(settings, match)
 
 
-def test_recipes_that_can_be_had_are_taken() -> None:
+def test_recipes_that_can_be_had_are_taken():
     for strategy in ("zero1", "zero2", "zero3"):
         found = recipes.load(None, [f"parallel.strategy={strategy}", "communication.overlap=thread"]).recipe
         assert found.communication.overlap == "thread" and not math.isnan(found.zero.prefetch)
 
 
-def test_the_summary_tells_of_gathers_ahead() -> None:
-    def rank(*steps: PrefetchCounts) -> dict[str, Any]:
+def test_the_summary_tells_of_gathers_ahead():
+    def rank(*steps):
         made = StepStatistics()
         for fetched in steps:
             made.add(1.0, 0.0, hits=fetched.hits, misses=fetched.misses, fetches_exposed_s=fetched.exposed_s)

@@ -121,9 +121,7 @@ def limits(rng: np.random.Generator, spares: int, operations: int) -> dict[str, 
 
 
 @pytest.mark.parametrize("seed", [AT_THE_END, *range(MANY, MANY + 2 + SEEDS)])
-def test_a_job_outlives_deaths_anywhere(
-    seed: int, tmp_path: Path, shared_text: Path, calm: Callable[[str], tuple[np.ndarray, int]]
-) -> None:
+def test_a_job_outlives_deaths_anywhere(seed, tmp_path, shared_text, calm):
     rng = np.random.default_rng(seed)
     name, spares = str(rng.choice([*LAYOUTS])), int(rng.choice([0, SPARES]))
     losses, operations = calm(name)

@@ -73,7 +73,7 @@ def events_of(out: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_run_tells_every_step_once(settings: dict[str, object], tmp_path: Path, ranks: int) -> None:
+def test_a_run_tells_every_step_once(settings, tmp_path, ranks):
     loops = run_threads(ranks, lambda comm: trained(comm, settings, tmp_path))
     told, rows = events_of(tmp_path), step_metrics.read(tmp_path / "metrics.h5").steps
     steps = told["step"]
@@ -98,7 +98,7 @@ def test_a_run_tells_every_step_once(settings: dict[str, object], tmp_path: Path
         assert any("allreduce" in key for key in told["collectives"][-1]["values"])
 
 
-def test_names_are_those_of_the_catalogue_and_counters_never_fall(settings: dict[str, object], tmp_path: Path) -> None:
+def test_names_are_those_of_the_catalogue_and_counters_never_fall(settings, tmp_path):
     run_threads(2, lambda comm: trained(comm, settings, tmp_path))
     last: dict[str, float] = {}
     for events in events_of(tmp_path).values():
@@ -113,7 +113,7 @@ def test_names_are_those_of_the_catalogue_and_counters_never_fall(settings: dict
                     last[key] = value
 
 
-def test_what_has_no_table_is_kept_in_the_metrics_file(settings: dict[str, object], tmp_path: Path) -> None:
+def test_what_has_no_table_is_kept_in_the_metrics_file(settings, tmp_path):
     run_threads(2, lambda comm: trained(comm, settings, tmp_path))
     with files.open_read(tmp_path / "metrics.h5") as file:
         series = observations.read(file).series
@@ -124,7 +124,7 @@ def test_what_has_no_table_is_kept_in_the_metrics_file(settings: dict[str, objec
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_spans_cover_what_a_rank_did(settings: dict[str, object], tmp_path: Path, microbatches: int) -> None:
+def test_spans_cover_what_a_rank_did(settings, tmp_path, microbatches):
     loops = run_threads(2, lambda comm: trained(comm, settings, tmp_path, parallel__microbatches=microbatches))
     for rank, loop in enumerate(loops):
         spans = record_spans.read(tmp_path / f"rank-{rank:05d}.spans").spans
@@ -143,9 +143,7 @@ def test_spans_cover_what_a_rank_did(settings: dict[str, object], tmp_path: Path
         assert {span.name for span in spans if span.phase == "validation"} == {"validation"}
 
 
-def test_rank_0_waits_for_sensors_that_look_part_of_the_time(
-    settings: dict[str, object], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_rank_0_waits_for_sensors_that_look_part_of_the_time(settings, tmp_path, monkeypatch):
     monkeypatch.setattr(EnergyRecorder, "part_time_sensor", lambda energy: PowerSensor(0.02, 0.005))
     settings = settings | {"energy.sources": "auto", "energy.shift": "true", "energy.powercap": tmp_path / "nowhere"}
     monkeypatch.setattr(
@@ -159,7 +157,7 @@ def test_rank_0_waits_for_sensors_that_look_part_of_the_time(
     assert shifts[0] and not shifts[1] and {span.phase for span in shifts[0]} == {"other"}
 
 
-def test_a_sink_that_cannot_begin_is_refused_before_the_first_step(settings: dict[str, object], tmp_path: Path) -> None:
+def test_a_sink_that_cannot_begin_is_refused_before_the_first_step(settings, tmp_path):
     (tmp_path / "blocked").write_text("no directory")
     blocked = {"telemetry.prometheus": "textfile", "telemetry.textfile_directory": str(tmp_path / "blocked")}
     with pytest.raises(StorageError, match="blocked"):
@@ -167,11 +165,11 @@ def test_a_sink_that_cannot_begin_is_refused_before_the_first_step(settings: dic
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_what_is_odd_is_said_and_told(settings: dict[str, object], tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_is_odd_is_said_and_told(settings, tmp_path, monkeypatch):
     monkeypatch.setattr("hpcdist.telemetry.anomalies.MIN_STEPS", 4)
     original = TrainingLoop._train
 
-    def spiking(loop: TrainingLoop, step: int, batches: Any) -> Any:
+    def spiking(loop, step, batches):
         found = original(loop, step, batches)
         found.loss += 50.0 * (step == 9)
         return found
@@ -182,11 +180,11 @@ def test_what_is_odd_is_said_and_told(settings: dict[str, object], tmp_path: Pat
     assert flag["step"] == 9 and flag["values"]["text"] in loop.progress.lines
 
 
-def test_flushes_that_cost_much_become_seldom(settings: dict[str, object], tmp_path: Path, monkeypatch: Any) -> None:
+def test_flushes_that_cost_much_become_seldom(settings, tmp_path, monkeypatch):
     (loop,) = run_threads(1, lambda comm: trained(comm, settings, tmp_path))
     rows = loop.metrics
 
-    def due_after(seconds: float, cost_s: float) -> bool:
+    def due_after(seconds, cost_s):
         rows._costs_s.extend([cost_s] * 5)
         monkeypatch.setattr("hpcdist.training.observe.metrics.time.monotonic", lambda: rows._flushed + seconds)
         return rows.due()
@@ -200,7 +198,7 @@ def test_flushes_that_cost_much_become_seldom(settings: dict[str, object], tmp_p
     assert due_after(1.0, 100.0), "the memory of rows has a bound"
 
 
-def test_a_start_that_is_stopped_evaluates_nothing(settings: dict[str, object], tmp_path: Path) -> None:
+def test_a_start_that_is_stopped_evaluates_nothing(settings, tmp_path):
     """What was known before it is still the last validation loss, also beside the NaN of an earlier version."""
     (tmp_path / "stop").touch()
     (loop,) = run_threads(1, lambda comm: trained(comm, settings, tmp_path))

@@ -7,7 +7,6 @@ import pytest
 
 from harness.trainings import session_of
 from hpcdist import models
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
@@ -74,11 +73,7 @@ from hpcdist.training.recipe import settings
             ["parallel.recompute=true", "parallel.microbatches=2"],
             "allreduce, native, 2 micro-batches, layers recomputed",
         ),
-        (
-            2,
-            ["parallel.strategy=zero1", "zero.shared_parameters=true"],
-            "zero1, native, parameters shared by a node",
-        ),
+        (2, ["parallel.strategy=zero1", "zero.shared_parameters=true"], "zero1, native, parameters shared by a node"),
         (
             1,
             ["communication.algorithm=ring", "communication.overlap=poll", "communication.delayed=true"],
@@ -120,16 +115,10 @@ from hpcdist.training.recipe import settings
             ["parallel.tensor=2", "parallel.sequence_parallel=true", "model.heads=2", "parallel.strategy=zero1"],
             "zero1, native, tensor by node_shared, activations by rows",
         ),
-        (
-            2,
-            ["parallel.tensor=2", "model.heads=2", "communication.algorithm=ring"],
-            "allreduce, ring, tensor by ring",
-        ),
+        (2, ["parallel.tensor=2", "model.heads=2", "communication.algorithm=ring"], "allreduce, ring, tensor by ring"),
     ],
 )
-def test_one_line_says_it_all(
-    ranks: int, keys: list[str], expected: str, tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_one_line_says_it_all(ranks, keys, expected, tmp_path, rng):
     (tmp_path / "text.txt").write_bytes(rng.integers(0, 256, 5000, np.uint8).tobytes())
     small = [
         "model.layers=1",
@@ -140,17 +129,17 @@ def test_one_line_says_it_all(
     ]
     recipe = recipes.load(None, small + [key.format(here=tmp_path) for key in keys], {}).recipe
 
-    def body(comm: Communicator) -> str:
+    def body(comm):
         return figures.describe_architecture(assemble(session_of(comm), recipe))
 
     assert run_threads(ranks, body) == [expected] * ranks
 
 
 @pytest.mark.parametrize(("kind", "layers", "warned"), [("given", 1, True), ("given", 4, False), ("import", 1, True)])
-def test_zero3_warns_where_one_stage_is_all_of_it(kind: str, layers: int, warned: bool) -> None:
+def test_zero3_warns_where_one_stage_is_all_of_it(kind, layers, warned):
     """A module of a user's own that is no list of stages is gathered as one: nothing of its parameters is saved."""
 
-    def body(comm: Communicator) -> str:
+    def body(comm):
         stages = models.build(ModelConfig(kind="mlp", layers=layers, hidden=9), features=5, classes=3).stages
         given = Model(stages[:1] if layers == 1 else stages, "float32", tokens_per_sample=1)
         keys = {"model": {"kind": kind, "factory": "a:b" if kind == "import" else ""}, "parallel.strategy": "zero3"}

@@ -71,7 +71,7 @@ def _whole(ranks: list[tuple[list[float], dict[object, np.ndarray]]]) -> np.ndar
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_drop_the_same(layout: str, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_layouts_drop_the_same(layout, tmp_path, rng):
     ranks, alone, own = LAYOUTS[layout]
     keys = _keys(tmp_path, rng)
     (reference,) = run_threads(1, lambda comm: _train(comm, {**keys, **alone}))
@@ -82,7 +82,7 @@ def test_layouts_drop_the_same(layout: str, tmp_path: Path, rng: np.random.Gener
     assert np.linalg.norm(_whole(found) - want) <= 1e-11 * np.linalg.norm(want)
 
 
-def test_another_seed_drops_others_and_none_is_dropped_without_a_rate(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_another_seed_drops_others_and_none_is_dropped_without_a_rate(tmp_path, rng):
     keys = _keys(tmp_path, rng)
     first = [
         run_threads(1, lambda comm, more=more: _train(comm, {**keys, **more}))[0][0][0]
@@ -91,7 +91,7 @@ def test_another_seed_drops_others_and_none_is_dropped_without_a_rate(tmp_path: 
     assert len({round(loss, 6) for loss in first}) == 3
 
 
-def test_a_resumed_run_drops_what_it_would_have_dropped(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_resumed_run_drops_what_it_would_have_dropped(tmp_path, rng):
     keys = {**_keys(tmp_path, rng), "parallel.microbatches": 2}
     whole = run_threads(2, lambda comm: _train(comm, keys))
     run_threads(2, lambda comm: _train(comm, keys, save=tmp_path / "checkpoints"))
@@ -102,10 +102,10 @@ def test_a_resumed_run_drops_what_it_would_have_dropped(tmp_path: Path, rng: np.
         assert all((state[name] == same[name]).all() for name in state)
 
 
-def test_an_evaluation_during_a_run_drops_nothing(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_an_evaluation_during_a_run_drops_nothing(tmp_path, rng):
     keys = _keys(tmp_path, rng)
 
-    def body(comm: Communicator) -> tuple[float, float]:
+    def body(comm):
         trainer = assembled(comm, keys)
         with trainer.batches(1) as batches:
             (batch,) = batches
@@ -117,10 +117,10 @@ def test_an_evaluation_during_a_run_drops_nothing(tmp_path: Path, rng: np.random
     assert during == alone
 
 
-def test_shares_that_are_not_even_keep_the_places_of_samples(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_shares_that_are_not_even_keep_the_places_of_samples(tmp_path, rng):
     keys = _keys(tmp_path, rng)
 
-    def places(comm: Communicator) -> list[tuple[int, int]]:
+    def places(comm):
         trainer = replace(assembled(comm, keys), shares=SampleShares(7, 3))
         trainer.shares.change(2, (1, 1, 5))
         return [(trainer.first_sample(step), len(batch[0])) for step, batch in enumerate(trainer.batches(4), start=1)]

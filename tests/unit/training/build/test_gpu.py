@@ -6,8 +6,6 @@ message layer stages: counted for each rank, by the place in the code that asks 
 
 import threading
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -36,9 +34,7 @@ IN_FLOAT32 = [("allreduce", 2), ("zero3", 2), ("1f1b", 2), ("a server", 2)]  # t
     ("layout", "ranks", "mode"),
     [*((*case, "float64") for case in TRAININGS), *((*case, "float32") for case in IN_FLOAT32)],
 )
-def test_a_run_on_the_gpu_is_that_of_the_cpu(
-    gpu: ModuleType, words: dict[str, object], layout: str, ranks: int, mode: str
-) -> None:
+def test_a_run_on_the_gpu_is_that_of_the_cpu(gpu, words, layout, ranks, mode):
     settings = {**words, **LAYOUTS[layout][1], "precision.mode": mode}
     host = run_threads(ranks, lambda comm: Trained(comm, settings))
     assert gpu.LOG.events == []
@@ -57,12 +53,10 @@ COUNTED = [
 
 
 @pytest.mark.parametrize(("layout", "ranks", "pointers"), COUNTED)
-def test_a_step_transfers_no_more_than_it_must(
-    gpu: ModuleType, words: dict[str, object], layout: str, ranks: int, pointers: bool
-) -> None:
+def test_a_step_transfers_no_more_than_it_must(gpu, words, layout, ranks, pointers):
     settings = {**words, **LAYOUTS[layout][1], "run.device": "gpu"}
 
-    def body(comm: Communicator) -> tuple[Trained, Watch]:
+    def body(comm):
         if pointers:
             with_pointers(comm)
         watch = Watch(gpu, pointers)
@@ -95,9 +89,7 @@ def without_lock_step(comm: Communicator, settings: dict[str, object]) -> tuple[
 
 @pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
 @pytest.mark.parametrize(("ranks", "placement"), [(1, "colocated"), (2, "dedicated")])
-def test_a_run_without_lock_step_is_that_of_the_cpu(
-    gpu: ModuleType, words: dict[str, object], ranks: int, placement: str, pointers: bool
-) -> None:
+def test_a_run_without_lock_step_is_that_of_the_cpu(gpu, words, ranks, placement, pointers):
     settings = {
         **words,
         "precision.mode": "float32",
@@ -105,7 +97,7 @@ def test_a_run_without_lock_step_is_that_of_the_cpu(
         "parameter_server.placement": placement,
     }
 
-    def on_device(comm: Communicator) -> tuple[list[float], np.ndarray]:
+    def on_device(comm):
         if pointers:
             with_pointers(comm)
         comm.events = Watch(gpu, pointers)  # type: ignore[misc]
@@ -120,12 +112,10 @@ def test_a_run_without_lock_step_is_that_of_the_cpu(
 
 
 @pytest.mark.parametrize("key", ["gpt", "mlp"])
-def test_a_token_that_the_model_lacks_is_refused_before_the_device_wraps_it(
-    gpu: ModuleType, words: dict[str, object], key: str
-) -> None:
+def test_a_token_that_the_model_lacks_is_refused_before_the_device_wraps_it(gpu, words, key):
     keys = {"model.kind": key, "model.tied": "false", "run.device": "gpu"}
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         trainer = assembled(comm, {**words, **keys, **({"model.vocabulary": 256} if key == "gpt" else {})})
         tokens = np.full((3, 8), 7, np.uint16)
         targets = tokens if key == "gpt" else tokens[:, 0]
@@ -142,16 +132,14 @@ def test_a_token_that_the_model_lacks_is_refused_before_the_device_wraps_it(
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("allreduce", 2), ("zero3", 2), ("1f1b", 4)])
-def test_a_run_goes_on_from_a_checkpoint_of_the_other_side(
-    gpu: ModuleType, words: dict[str, object], tmp_path: Path, layout: str, ranks: int
-) -> None:
+def test_a_run_goes_on_from_a_checkpoint_of_the_other_side(gpu, words, tmp_path, layout, ranks):
     settings = {**words, **LAYOUTS[layout][1], "precision.mode": "float64"}
 
-    def saved(comm: Communicator) -> Path:
+    def saved(comm):
         trainer = Trained(comm, {**settings, "run.device": "gpu"}).trainer
         return CheckpointSaver(trainer, tmp_path / "checkpoints").save(4)
 
-    def resumed(comm: Communicator, on: str) -> dict[str, np.ndarray]:
+    def resumed(comm, on):
         trainer = assembled(comm, {**settings, "run.device": on}, path)
         return {f"{p.name} {p.flat.start}": backend.to_host(p.array).copy() for p in trainer.exchange.pieces()}
 
@@ -162,8 +150,8 @@ def test_a_run_goes_on_from_a_checkpoint_of_the_other_side(
         assert all(host[name].tobytes() == there[name].tobytes() for name in host)
 
 
-def test_replicas_on_the_device_are_compared_by_one_copy(gpu: ModuleType, words: dict[str, object]) -> None:
-    def body(comm: Communicator) -> str:
+def test_replicas_on_the_device_are_compared_by_one_copy(gpu, words):
+    def body(comm):
         trainer = assembled(comm, {**words, **LAYOUTS["allreduce"][1], "run.device": "gpu"})
         store, name = trainer.exchange.parameters, threading.current_thread().name
         before = gpu.LOG.sites(name)
@@ -179,8 +167,8 @@ def test_replicas_on_the_device_are_compared_by_one_copy(gpu: ModuleType, words:
     assert all("step 8" in said and "1.up.weight" in said for said in run_threads(2, body))
 
 
-def test_a_nan_on_the_device_is_explained(gpu: ModuleType, words: dict[str, object]) -> None:
-    def body(comm: Communicator) -> str:
+def test_a_nan_on_the_device_is_explained(gpu, words):
+    def body(comm):
         trainer = assembled(comm, {**words, **LAYOUTS["allreduce"][1], "run.device": "gpu"})
         if comm.rank == 1:
             trainer.exchange.parameters.view("1.up.weight")[3, 4] = np.nan
@@ -189,16 +177,16 @@ def test_a_nan_on_the_device_is_explained(gpu: ModuleType, words: dict[str, obje
     assert all("rank 1: parameter 1.up.weight" in said and "rank 0:" not in said for said in run_threads(2, body))
 
 
-def test_a_trained_model_is_looked_at_on_either_side(gpu: ModuleType, words: dict[str, object], tmp_path: Path) -> None:
+def test_a_trained_model_is_looked_at_on_either_side(gpu, words, tmp_path):
     settings = {**words, **LAYOUTS["zero3"][1], "precision.mode": "float64", "run.device": "gpu"}
     tokens = np.frombuffer(b"abcd efg", np.uint8)[None, :]
 
-    def saved(comm: Communicator) -> recipes.Recipe:
+    def saved(comm):
         trainer = assembled(comm, settings)
         CheckpointSaver(trainer, tmp_path / "checkpoints").save(0)
         return trainer.recipe
 
-    def looked_at(comm: Communicator, on: str) -> tuple[np.ndarray, float]:
+    def looked_at(comm, on):
         trained = inference.load(comm, tmp_path, replace(recipe, run=replace(recipe.run, device=on)))
         name = threading.current_thread().name
         before = gpu.LOG.sites(name)
@@ -215,10 +203,8 @@ def test_a_trained_model_is_looked_at_on_either_side(gpu: ModuleType, words: dic
     assert inference.on_available_device(recipe) is recipe
 
 
-def test_without_a_gpu_a_model_is_looked_at_on_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def missing() -> ModuleType:
+def test_without_a_gpu_a_model_is_looked_at_on_the_cpu(monkeypatch, capsys):
+    def missing():
         raise MissingCapabilityError("cupy cannot be imported")
 
     monkeypatch.setattr(device, "cupy", missing)

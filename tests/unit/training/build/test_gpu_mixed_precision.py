@@ -1,8 +1,5 @@
 """float16 working copies with run.device = "gpu" on the double: the numbers of the CPU."""
 
-from pathlib import Path
-from types import ModuleType
-
 import numpy as np
 import pytest
 
@@ -16,9 +13,7 @@ BOUND = 2e-4  # a GPU sums in another order, and what is rounded to 11 bits may 
 
 
 @pytest.mark.parametrize("layout", ["allreduce", "zero2", "zero3", "zero2, lamb", "1f1b", "servers that work"])
-def test_a_float16_run_on_the_gpu_is_that_of_the_cpu(
-    gpu: ModuleType, tmp_path: Path, rng: np.random.Generator, layout: str
-) -> None:
+def test_a_float16_run_on_the_gpu_is_that_of_the_cpu(gpu, tmp_path, rng, layout):
     text = write_text(tmp_path / "text.txt", rng)
     settings = {**LAYOUTS[layout][1], "data.path": text, "precision.mode": "float16", "precision.loss_scale": 1024}
     host = run_threads(2, lambda comm: Trained(comm, settings))
@@ -29,9 +24,7 @@ def test_a_float16_run_on_the_gpu_is_that_of_the_cpu(
 
 
 @pytest.mark.parametrize("layout", ["allreduce", "zero3", "1f1b"])
-def test_a_bfloat16_run_on_the_gpu_is_that_of_the_cpu(
-    gpu: ModuleType, tmp_path: Path, rng: np.random.Generator, layout: str
-) -> None:
+def test_a_bfloat16_run_on_the_gpu_is_that_of_the_cpu(gpu, tmp_path, rng, layout):
     settings = {**LAYOUTS[layout][1], "data.path": write_text(tmp_path / "text.txt", rng), "precision.mode": "bfloat16"}
     host = run_threads(2, lambda comm: Trained(comm, settings))
     device = run_threads(2, lambda comm: Trained(comm, {**settings, "run.device": "gpu"}))
@@ -39,8 +32,8 @@ def test_a_bfloat16_run_on_the_gpu_is_that_of_the_cpu(
     np.testing.assert_allclose(device[0].losses, host[0].losses, rtol=1e-3)
 
 
-def test_an_older_cupy_is_told(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+def test_an_older_cupy_is_told(gpu, monkeypatch):
+    def refuse(*_):
         raise ValueError("Unsupported dtype bfloat16")
 
     monkeypatch.setattr(arrays_device.cupy(), "zeros", refuse)
@@ -50,9 +43,7 @@ def test_an_older_cupy_is_told(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("layout", ["allreduce", "zero1", "zero3", "1f1b"])
 @pytest.mark.parametrize("mode", ["float16", "bfloat16"])
-def test_activations_of_16_bits_learn_as_those_of_float32(
-    gpu: ModuleType, tmp_path: Path, rng: np.random.Generator, layout: str, mode: str
-) -> None:
+def test_activations_of_16_bits_learn_as_those_of_float32(gpu, tmp_path, rng, layout, mode):
     text = write_text(tmp_path / "text.txt", rng)
     settings = {**LAYOUTS[layout][1], "data.path": text, "parallel.microbatches": 1}
     host = run_threads(2, lambda comm: Trained(comm, settings))

@@ -83,16 +83,14 @@ def begun(trainer: Trainer, right: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_begins_with_the_parameters_of_another(
-    layout: str, keys: Keys, trained: Path, tmp_path: Path
-) -> None:
+def test_any_layout_begins_with_the_parameters_of_another(layout, keys, trained, tmp_path):
     ranks, own = LAYOUTS[layout]
     settings = {**keys, **own, "run.init_from": trained}
     if "files" in layout:
         settings["zero.offload_directory"] = tmp_path
     right = parameters(trained)
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         trainer = trainer_of(comm, settings)
         begun(trainer, right)
         exchange: Any = trainer.exchange
@@ -106,12 +104,12 @@ def test_any_layout_begins_with_the_parameters_of_another(
 
 
 @pytest.mark.parametrize("mode", ["float32", "float64"])
-def test_on_a_gpu(mode: str, keys: Keys, trained: Path, gpu: object) -> None:
+def test_on_a_gpu(mode, keys, trained, gpu):
     settings = {**keys, "run.device": "gpu", "precision.mode": mode, "run.init_from": trained}
     begun(trainer_of(solo(), settings), parameters(trained))
 
 
-def test_a_run_means_its_newest_and_an_import_will_do(keys: Keys, trained: Path, tmp_path: Path) -> None:
+def test_a_run_means_its_newest_and_an_import_will_do(keys, trained, tmp_path):
     begun(trainer_of(solo(), {**keys, "run.init_from": tmp_path / "old"}), parameters(trained))
     stored = manifest.load(trained)
     files = safetensors.write(
@@ -130,9 +128,7 @@ def test_a_run_means_its_newest_and_an_import_will_do(keys: Keys, trained: Path,
     ],
 )
 @pytest.mark.parametrize("layout", ["one process", "zero3", "pipeline, tensor"])
-def test_what_does_not_fit_is_named_and_drawn_where_that_is_allowed(
-    changed: Keys, said: str, layout: str, keys: Keys, trained: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_is_named_and_drawn_where_that_is_allowed(changed, said, layout, keys, trained, capfd):
     ranks, own = LAYOUTS[layout]
     settings = {**keys, **own, **changed}
     with pytest.raises(StorageError, match=said + ".*--allow-partial") as caught:
@@ -140,7 +136,7 @@ def test_what_does_not_fit_is_named_and_drawn_where_that_is_allowed(
     assert caught.value.exit_code == 74
     right = parameters(trained)
 
-    def body(comm: Communicator) -> set[str]:
+    def body(comm):
         drawn = {piece.name: piece.array.copy() for piece in trainer_of(comm, settings).exchange.wanted()}
         trainer = trainer_of(comm, {**settings, "run.init_from": trained, "run.allow_partial": "true"})
         fresh = set()
@@ -159,9 +155,7 @@ def test_what_does_not_fit_is_named_and_drawn_where_that_is_allowed(
     assert all(f"hpcdist: {name} " in told for name in fresh) and "tensors begin with the parameters of" in told
 
 
-def test_damaged_parameters_are_drawn_where_that_is_allowed(
-    keys: Keys, trained: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_parameters_are_drawn_where_that_is_allowed(keys, trained, capfd):
     bad = next(entry for entry in manifest.load(trained).pieces if entry.kind == PARAMETERS and len(entry.shape) == 2)
     right = parameters(trained)
     data = bytearray((trained / bad.file).read_bytes())
@@ -170,7 +164,7 @@ def test_damaged_parameters_are_drawn_where_that_is_allowed(
     with pytest.raises(StorageError, match=f"{bad.tensor} are damaged.*add --allow-partial"):
         run_threads(2, lambda comm: trainer_of(comm, {**keys, "run.init_from": trained}))
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         fresh = trainer_of(comm, keys).exchange.wanted()
         drawn = {piece.tensor: piece.array.copy() for piece in fresh if piece.kind == PARAMETERS}
         trainer = trainer_of(comm, {**keys, "run.init_from": trained, "run.allow_partial": "true"})
@@ -183,7 +177,7 @@ def test_damaged_parameters_are_drawn_where_that_is_allowed(
     assert "are damaged: the digest does not match: drawn" in capfd.readouterr().err
 
 
-def test_sources_that_are_none(keys: Keys, trained: Path, tmp_path: Path) -> None:
+def test_sources_that_are_none(keys, trained, tmp_path):
     (tmp_path / "empty").mkdir()
     shutil.copytree(trained, tmp_path / "older" / "step-7")
     (tmp_path / "older" / "step-7" / "manifest.json").write_text('{"schema": "other"}')

@@ -103,7 +103,7 @@ class Reference:
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("clip", [0.0, 0.3])
-def test_one_rank_follows_the_rule(text: Path, mode: str, microbatches: int, clip: float) -> None:
+def test_one_rank_follows_the_rule(text, mode, microbatches, clip):
     keys = {"precision.mode": mode, "parallel.microbatches": microbatches, "optimizer.clip_norm": clip}
     trainer = trainer_of(solo(), text, keys)
     rule = Reference(trainer, trainer.executor.loss_scale.scale)
@@ -127,7 +127,7 @@ def run_of(comm: Communicator, text: Path, keys: dict[str, Any], steps: int = 6)
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [3, 4])
-def test_sharded_training_has_the_bits_of_allreduce(text: Path, size: int, mode: str) -> None:
+def test_sharded_training_has_the_bits_of_allreduce(text, size, mode):
     """Sums in the order of the ranks; without a clip, whose norm is summed by shards."""
     keys = {"precision.mode": mode, "optimizer.clip_norm": 0}
     losses, state, validation = run_threads(size, lambda comm: run_of(comm, text, keys))[0]
@@ -140,7 +140,7 @@ def test_sharded_training_has_the_bits_of_allreduce(text: Path, size: int, mode:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lars", "lamb"])
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "zero3"])
-def test_every_optimizer_with_clip_and_accumulation_is_near_one_rank(text: Path, strategy: str, optimizer: str) -> None:
+def test_every_optimizer_with_clip_and_accumulation_is_near_one_rank(text, strategy, optimizer):
     """Gradients are rounded by rank and micro-batch, 2^-11 of each: the sums differ by no more than that."""
     keys = {"precision.mode": "float16", "optimizer.name": optimizer, "optimizer.clip_norm": 0.3, "model.tied": "true"}
     losses, state, _ = run_of(solo(), text, keys)
@@ -151,7 +151,7 @@ def test_every_optimizer_with_clip_and_accumulation_is_near_one_rank(text: Path,
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_it_learns_as_float32_does(text: Path, mode: str) -> None:
+def test_it_learns_as_float32_does(text, mode):
     plain = trainings.losses(trainer_of(solo(), text, {"precision.mode": "float32"}), 40)
     half = run_threads(2, lambda comm: trainings.losses(trainer_of(comm, text, {"precision.mode": mode}), 40))[0]
     assert half[-1] < half[0] - 1.0 and plain[-1] < plain[0] - 1.0
@@ -163,9 +163,7 @@ def test_it_learns_as_float32_does(text: Path, mode: str) -> None:
     [("allreduce", 1, 1, 1), ("zero1", 1, 1, 2), ("zero2", 1, 2, 2), ("zero3", 2, 2, 2)],
 )
 @on_threads(2)
-def test_memory_is_that_of_the_closed_form(
-    comm: Communicator, text: Path, strategy: str, parameters: int, gradients: int, optimizer: int
-) -> None:
+def test_memory_is_that_of_the_closed_form(comm, text, strategy, parameters, gradients, optimizer):
     """2 + 2 + 12 bytes a parameter, each over the ranks that share it, and the named buffers."""
     trainer = trainer_of(comm, text, {"parallel.strategy": strategy, "model.hidden": 128, "model.layers": 4})
     trainings.losses(trainer, 2)
@@ -191,9 +189,7 @@ def test_memory_is_that_of_the_closed_form(
     [("allreduce", "all_to_all", 2), ("zero1", "ring", 2), ("zero2", "ring", 2), ("zero3", "ring", 3)],
 )
 @on_threads(4)
-def test_bytes_sent_are_half_of_float32(
-    comm: Communicator, text: Path, strategy: str, algorithm: str, volumes: int
-) -> None:
+def test_bytes_sent_are_half_of_float32(comm, text, strategy, algorithm, volumes):
     keys = {"parallel.strategy": strategy, "communication.algorithm": algorithm, "model.hidden": 64}
     trainer = trainer_of(comm, text, keys)
     trainings.losses(trainer, 1)
@@ -216,11 +212,11 @@ def overflowing(trainer: Trainer, rank: int) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [1, 3])
-def test_an_overflow_on_one_rank_is_skipped_by_all(text: Path, size: int, strategy: str) -> None:
+def test_an_overflow_on_one_rank_is_skipped_by_all(text, size, strategy):
     keys = {"precision.mode": "float16", "precision.loss_scale": 0, "precision.hysteresis": 2}
     keys |= {"parallel.strategy": strategy, "parallel.microbatches": 2}
 
-    def body(comm: Communicator) -> tuple[list[Any], dict[tuple[str, str], np.ndarray]]:
+    def body(comm):
         trainer = trainer_of(comm, text, keys)
         scale, found = trainer.executor.loss_scale, []
         assert isinstance(scale, DynamicLossScale)
@@ -251,11 +247,11 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(text: Path, size: int, strate
         assert found == expected
 
 
-def test_skipped_steps_leave_no_trace(text: Path) -> None:
+def test_skipped_steps_leave_no_trace(text):
     """The steps around them give the bits of a run that never met the bad batches."""
     keys = {"precision.mode": "float16", "precision.loss_scale": 256, "parallel.strategy": "zero2"}
 
-    def body(comm: Communicator, bad: tuple[int, ...], used: tuple[int, ...]) -> dict[tuple[str, str], np.ndarray]:
+    def body(comm, bad, used):
         trainer = trainer_of(comm, text, keys)
         healthy = trainer.model.loss.backward
         with trainer.batches(6) as batches:
@@ -273,8 +269,8 @@ def test_skipped_steps_leave_no_trace(text: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_loss_that_is_not_finite_ends_the_run_and_is_explained(text: Path, mode: str) -> None:
-    def body(comm: Communicator) -> str:
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_explained(text, mode):
+    def body(comm):
         trainer = trainer_of(comm, text, {"precision.mode": mode, "parallel.strategy": "zero3"})
         if comm.rank == 1:
             *_, (_, touched) = trainer.exchange.parameters.tensors()
@@ -285,7 +281,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_explained(text: Path, mod
         assert "step 1: loss nan" in said and "rank 1: parameter" in said and "rank 0:" not in said
 
 
-def test_a_bfloat16_gradient_that_is_not_finite_ends_the_run(text: Path) -> None:
+def test_a_bfloat16_gradient_that_is_not_finite_ends_the_run(text):
     trainer = trainer_of(solo(), text, {})
     backward = trainer.model.loss.backward
     trainer.model.loss.backward = lambda scale, *rest: backward(1e38 * scale, *rest) * 1e38  # type: ignore[method-assign]
@@ -299,20 +295,20 @@ def test_a_bfloat16_gradient_that_is_not_finite_ends_the_run(text: Path) -> None
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_resumed_run_has_the_same_bits(text: Path, tmp_path: Path, strategy: str, mode: str) -> None:
+def test_a_resumed_run_has_the_same_bits(text, tmp_path, strategy, mode):
     keys = {"precision.mode": mode, "parallel.strategy": strategy}
     if mode == "float16":
         keys |= {"precision.loss_scale": 0, "precision.growth_interval": 2}  # it rises, and overflows, on the way
 
-    def whole(comm: Communicator) -> tuple[Any, ...]:
+    def whole(comm):
         trainer = trainer_of(comm, text, keys)
         return trainings.losses(trainer, 12), state_of(trainer), trainer.executor.loss_scale.state()
 
-    def first(comm: Communicator) -> tuple[list[float], Path]:
+    def first(comm):
         trainer = trainer_of(comm, text, keys)
         return trainings.losses(trainer, 5), CheckpointSaver(trainer, tmp_path / "checkpoints").save(5)
 
-    def second(comm: Communicator) -> tuple[Any, ...]:
+    def second(comm):
         trainer = trainer_of(comm, text, keys, saved)
         return trainings.losses(trainer, 12), state_of(trainer), trainer.executor.loss_scale.state()
 
@@ -323,8 +319,8 @@ def test_a_resumed_run_has_the_same_bits(text: Path, tmp_path: Path, strategy: s
     assert all(found[key].tobytes() == values.tobytes() for key, values in state.items())
 
 
-def test_a_checkpoint_goes_to_other_strategies_ranks_and_precisions(text: Path, tmp_path: Path) -> None:
-    def first(comm: Communicator) -> tuple[Path, dict[tuple[str, str], np.ndarray]]:
+def test_a_checkpoint_goes_to_other_strategies_ranks_and_precisions(text, tmp_path):
+    def first(comm):
         trainer = trainer_of(comm, text, {"parallel.strategy": "zero2"})
         trainings.losses(trainer, 4)
         return CheckpointSaver(trainer, tmp_path / "checkpoints").save(4), state_of(trainer)
@@ -338,7 +334,7 @@ def test_a_checkpoint_goes_to_other_strategies_ranks_and_precisions(text: Path, 
     ):
         keys = {"parallel.strategy": strategy, "precision.mode": mode}
 
-        def second(comm: Communicator, keys: dict[str, Any] = keys) -> Any:
+        def second(comm, keys=keys):
             trainer = trainer_of(comm, text, keys, saved)
             return state_of(trainer), trainings.losses(trainer, 8)
 
@@ -347,7 +343,7 @@ def test_a_checkpoint_goes_to_other_strategies_ranks_and_precisions(text: Path, 
             assert np.isfinite(losses).all()
 
 
-def test_what_is_evaluated_is_the_working_copy(text: Path, tmp_path: Path) -> None:
+def test_what_is_evaluated_is_the_working_copy(text, tmp_path):
     trainer = trainer_of(solo(), text, {})
     trainings.losses(trainer, 6)
     expected = mean_validation_loss(trainer)
@@ -390,24 +386,14 @@ def test_what_is_evaluated_is_the_working_copy(text: Path, tmp_path: Path) -> No
             r"^run.device = 'cpu' with precision.activations = 'working' and precision.mode = 'bfloat16' is not built",
         ),
         (
-            [
-                "precision.mode=float16",
-                "precision.activations=working",
-                "run.device=gpu",
-                "parallel.microbatches=2",
-            ],
+            ["precision.mode=float16", "precision.activations=working", "run.device=gpu", "parallel.microbatches=2"],
             "parallel.microbatches = 2",
         ),
         (
-            [
-                "precision.mode=bfloat16",
-                "precision.activations=working",
-                "run.device=gpu",
-                "parallel.tensor=2",
-            ],
+            ["precision.mode=bfloat16", "precision.activations=working", "run.device=gpu", "parallel.tensor=2"],
             "parallel.tensor = 2 with precision.activations",
         ),
     ],
 )
-def test_what_does_not_go_with_16_bits_is_refused_by_name(overrides: list[str], key: str) -> None:
+def test_what_does_not_go_with_16_bits_is_refused_by_name(overrides, key):
     refused(overrides, key)

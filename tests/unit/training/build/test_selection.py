@@ -117,7 +117,7 @@ def test_where_nothing_is_reduced_nothing_is_measured(tmp_path, keys):
 
 
 def test_agreements_take_what_is_for_small_buffers(tmp_path):
-    def agree(ranks: int, **keys: object) -> str:
+    def agree(ranks, **keys):
         settings = {**SMALL, "data.path": tmp_path / "text.txt"} | {k.replace("__", "."): v for k, v in keys.items()}
         recipe = recipe_of(settings)
 
@@ -139,7 +139,7 @@ def test_what_is_for_gpus_is_refused_before_a_run_on_cpus(tmp_path, table):
 def test_a_table_with_nccl_asks_for_nccl(monkeypatch):
     monkeypatch.setattr(selection.nccl, "refusal", lambda comm: "no NCCL here")
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         with pytest.raises(MissingCapabilityError, match="no NCCL here"):
             selection._refuse_on_cpu("native<=4096,nccl", "gpu", comm)
         selection._refuse_on_cpu("native<=4096,ring", "gpu", comm)

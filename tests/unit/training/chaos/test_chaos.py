@@ -2,7 +2,6 @@
 
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ def text(text: Path) -> dict[str, object]:
     return {"data.path": text, "run.steps": STEPS}
 
 
-def test_slow_steps_are_drawn_apart_for_every_rank_and_again_the_same() -> None:
+def test_slow_steps_are_drawn_apart_for_every_rank_and_again_the_same():
     config = ChaosConfig(slow_ranks=(0, 2), slow_probability=0.125, seed=3)
     drawn = {rank: [is_slow(config, rank, step) for step in range(1, 4001)] for rank in range(4)}
     assert not any(drawn[1]) and not any(drawn[3])
@@ -51,7 +50,7 @@ def test_slow_steps_are_drawn_apart_for_every_rank_and_again_the_same() -> None:
         (3.0, 2.0, [4, 0, 1], [8, 8, 10]),  # it takes longer than that by itself
     ],
 )
-def test_a_pace_adds_what_is_lacking(least_s: float, factor: float, needs_s: list[float], ends_s: list[float]) -> None:
+def test_a_pace_adds_what_is_lacking(least_s, factor, needs_s, ends_s):
     pace, clock = SlowdownTimer(len(needs_s), least_s, factor), 0.0
     for need_s, end_s in zip(needs_s, ends_s, strict=True):
         taken_s = need_s + pace.lacking_s(need_s)
@@ -60,7 +59,7 @@ def test_a_pace_adds_what_is_lacking(least_s: float, factor: float, needs_s: lis
         assert clock == pytest.approx(end_s)
 
 
-def test_sleep_that_took_too_long_is_made_up_for() -> None:
+def test_sleep_that_took_too_long_is_made_up_for():
     pace = SlowdownTimer(2, 2.0, 1.0)
     assert pace.lacking_s(0.25) == 0.75
     pace.took(1.5)
@@ -76,7 +75,7 @@ def losses(comm: Communicator, settings: dict[str, object]) -> tuple[list[float]
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero3"])
-def test_a_slow_rank_changes_times_and_no_bit(strategy: str, text: dict[str, object]) -> None:
+def test_a_slow_rank_changes_times_and_no_bit(strategy, text):
     settings = {**text, "parallel.strategy": strategy, "communication.algorithm": "ring"}
     slow = {**settings, "chaos.slow_ranks": "[1]", "chaos.slow_factor": 2, "chaos.step_s": 0.02}
     calm = run_threads(2, lambda comm: losses(comm, settings))
@@ -87,7 +86,7 @@ def test_a_slow_rank_changes_times_and_no_bit(strategy: str, text: dict[str, obj
 
 
 @on_threads(1)
-def test_only_steps_are_slowed_down(comm: Communicator, text: dict[str, object]) -> None:
+def test_only_steps_are_slowed_down(comm, text):
     trainer = assembled(comm, {**text, "chaos.slow_ranks": "[0]", "chaos.slow_factor": 1e9})
     assert [type(observer) for observer in trainer.executor._observers] == [Slowdown]
     with trainer.batches(1) as batches:
@@ -95,21 +94,21 @@ def test_only_steps_are_slowed_down(comm: Communicator, text: dict[str, object])
     trainer.executor.evaluate(*batch)
 
 
-def test_without_chaos_nothing_observes_the_executor(text: dict[str, object]) -> None:
+def test_without_chaos_nothing_observes_the_executor(text):
     (found,) = run_threads(1, lambda comm: assembled(comm, text).executor._observers)
     assert found == ()
 
 
-def test_whoever_serves_looks_meanwhile_what_has_come(text: dict[str, object]) -> None:
+def test_whoever_serves_looks_meanwhile_what_has_come(text):
     settings = {**text, "parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}
     settings |= {"chaos.step_s": 0.05}
 
-    def looks(comm: Communicator) -> int:
+    def looks(comm):
         trainer = assembled(comm, settings)
         seen: list[float] = []
         look = trainer.exchange.handlers[Kind.COLLECT]
 
-        def noted(op: Any) -> None:
+        def noted(op):
             seen.append(time.perf_counter())
             look(op)
 
@@ -139,11 +138,11 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_makes_no_sense_is_refused(settings: dict[str, object], message: str) -> None:
+def test_what_makes_no_sense_is_refused(settings, message):
     refused(settings, message)
 
 
-def test_slow_ranks_must_compute(text: dict[str, object]) -> None:
+def test_slow_ranks_must_compute(text):
     with pytest.raises(ConfigurationError, match=r"slow_ranks = \[0, 2\] on 2 ranks: there is no rank 2"):
         run_threads(2, lambda comm: assembled(comm, {**text, "chaos.slow_ranks": "[0, 2]"}))
     served = {**text, "parallel.strategy": "parameter_server", "chaos.slow_ranks": "[1]"}
@@ -151,7 +150,7 @@ def test_slow_ranks_must_compute(text: dict[str, object]) -> None:
         run_threads(2, lambda comm: assembled(comm, served))
 
 
-def test_a_recipe_keeps_its_lists_and_may_go_on_without_chaos(tmp_path: Path) -> None:
+def test_a_recipe_keeps_its_lists_and_may_go_on_without_chaos(tmp_path):
     (tmp_path / "a.toml").write_text("[chaos]\nslow_ranks = [0, 3]\nslow_probability = 0.125\n")
     recipe = recipes.load(tmp_path / "a.toml", (), {}).recipe
     assert recipe.chaos.slow_ranks == (0, 3)
@@ -160,7 +159,7 @@ def test_a_recipe_keeps_its_lists_and_may_go_on_without_chaos(tmp_path: Path) ->
     assert recipe_recipe.is_operational("chaos.slow_ranks") and recipe_recipe.is_operational("chaos.step_s")
 
 
-def test_people_are_told() -> None:
+def test_people_are_told():
     assert ChaosConfig().described() == "" and not ChaosConfig().on
     config = ChaosConfig(slow_ranks=(0, 1), slow_probability=0.125, step_s=0.02)
     assert config.on and config.described() == (

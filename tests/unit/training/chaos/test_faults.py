@@ -2,10 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, DivergenceError, StorageError
 from hpcdist.strategies.core.replica_check import check_replicas
-from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.chaos import injection
 from hpcdist.training.chaos.config import ChaosConfig
@@ -77,14 +75,12 @@ def trained(ranks: int, settings: Settings, run: Path) -> list[tuple[list[float]
 )
 @pytest.mark.usefixtures("mortal")
 @on_threads(1)
-def test_a_kill_is_where_it_was_asked_for_and_only_once(
-    comm: Communicator, phase: str, last: Kind | None, text: Settings, tmp_path: Path
-) -> None:
+def test_a_kill_is_where_it_was_asked_for_and_only_once(comm, phase, last, text, tmp_path):
     trainer, _ = armed(comm, {**text, "chaos.kill": f"['0@2:{phase}']"}, tmp_path)
     assert len(make_steps(trainer, last=1)) == 1 and not (tmp_path / "chaos").exists()
     seen: list[Kind] = []
 
-    def noted(handler: Callable[[Operation], None], op: Operation) -> None:
+    def noted(handler, op):
         seen.append(op.kind)
         handler(op)
 
@@ -118,7 +114,7 @@ CORRUPTED: dict[str, Settings] = {
 
 
 @pytest.mark.parametrize("layout", CORRUPTED)
-def test_a_flipped_bit_of_a_gradient_is_silent(layout: str, text: Settings, tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_gradient_is_silent(layout, text, tmp_path):
     settings = {**text, "optimizer.clip_norm": 0, **CORRUPTED[layout]}
     calm = trained(2, settings, tmp_path)
     found = trained(2, {**settings, "chaos.corrupt": "['1@2']"}, tmp_path)
@@ -127,7 +123,7 @@ def test_a_flipped_bit_of_a_gradient_is_silent(layout: str, text: Settings, tmp_
     assert found[0][0] == found[1][0] and np.isfinite(found[0][0]).all(), "nobody notices"
 
 
-def test_the_bit_that_flips_is_worth_a_third_to_a_half() -> None:
+def test_the_bit_that_flips_is_worth_a_third_to_a_half():
     import ml_dtypes
 
     for dtype in ("float16", ml_dtypes.bfloat16, "float32", "float64"):
@@ -138,15 +134,15 @@ def test_the_bit_that_flips_is_worth_a_third_to_a_half() -> None:
         flip_bit(values[:0])
 
 
-def test_damage_on_a_gpu_is_the_same(gpu: ModuleType) -> None:
+def test_damage_on_a_gpu_is_the_same(gpu):
     values = backend.place(np.array([0.5, -3.0, 2.9, 0], "f4"), "gpu")
     flip_bit(values)
     make_infinite(values[2:])
     assert backend.to_host(values).tolist() == [0.5, -2.0, np.inf, 0]
 
 
-def test_a_flipped_bit_of_a_parameter_is_found_by_the_sentinel(text: Settings, tmp_path: Path) -> None:
-    def body(comm: Communicator) -> str:
+def test_a_flipped_bit_of_a_parameter_is_found_by_the_sentinel(text, tmp_path):
+    def body(comm):
         trainer, _ = armed(comm, {**text, **RING, "chaos.corrupt": "['1@2:parameters']"}, tmp_path)
         make_steps(trainer, last=1)
         check_replicas(trainer.data_axis, trainer.exchange.parameters, 1)
@@ -161,10 +157,10 @@ def test_a_flipped_bit_of_a_parameter_is_found_by_the_sentinel(text: Settings, t
 
 
 @pytest.mark.parametrize("layout", ["allreduce", "zero2", "pipeline"])
-def test_an_overflow_stops_and_names_the_step(layout: str, text: Settings, tmp_path: Path) -> None:
+def test_an_overflow_stops_and_names_the_step(layout, text, tmp_path):
     keys = {"parallel.strategy": "zero2"} if layout == "zero2" else CORRUPTED[layout]
 
-    def body(comm: Communicator) -> str:
+    def body(comm):
         trainer, _ = armed(comm, {**text, **keys, "chaos.overflow": "[3]"}, tmp_path)
         make_steps(trainer, last=2)
         before = trainer.exchange.parameters.array.copy()
@@ -176,10 +172,10 @@ def test_an_overflow_stops_and_names_the_step(layout: str, text: Settings, tmp_p
         assert "step 3: " in said and "gradient norm inf" in said and "Nothing was updated" in said
 
 
-def test_an_overflow_of_float16_is_skipped_and_halves_the_scale(text: Settings, tmp_path: Path) -> None:
+def test_an_overflow_of_float16_is_skipped_and_halves_the_scale(text, tmp_path):
     keys = {"precision.mode": "float16", "precision.hysteresis": 1, "chaos.overflow": "[2]"}
 
-    def body(comm: Communicator) -> tuple[list[float], int]:
+    def body(comm):
         trainer, _ = armed(comm, {**text, **keys}, tmp_path)
         make_steps(trainer, last=1)
         scales = [trainer.executor.loss_scale.scale]
@@ -190,8 +186,8 @@ def test_an_overflow_of_float16_is_skipped_and_halves_the_scale(text: Settings, 
     assert after == before / 2 and skipped == 1
 
 
-def test_a_stall_holds_its_step_up(text: Settings, tmp_path: Path) -> None:
-    def body(comm: Communicator) -> list[float]:
+def test_a_stall_holds_its_step_up(text, tmp_path):
+    def body(comm):
         trainer, _ = armed(comm, {**text, "chaos.stall": "['1@2:0.2']"}, tmp_path)
         clock = [time.perf_counter()]
         for step in (1, 2, 3):
@@ -207,14 +203,12 @@ WORDS = {"fail": "Input/output error", "full": "No space left on device", "fsync
 
 @pytest.mark.parametrize("how", WORDS)
 @pytest.mark.parametrize("beside", ["false", "true"])
-def test_a_disk_that_fails_leaves_the_checkpoint_before(
-    how: str, beside: str, text: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_leaves_the_checkpoint_before(how, beside, text, tmp_path, monkeypatch):
     synced, true = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")) or true(fd))
     keys = {"chaos.disk": f"['1@2:{how}']", "checkpoint.asynchronous": beside}
 
-    def body(comm: Communicator) -> str:
+    def body(comm):
         _, saver = armed(comm, {**text, **keys}, tmp_path)
         said = ""
         for step in (1, 2, 3):
@@ -238,8 +232,8 @@ def test_a_disk_that_fails_leaves_the_checkpoint_before(
 
 
 @pytest.mark.usefixtures("mortal")
-def test_a_kill_in_a_save_leaves_half_a_shard(text: Settings, tmp_path: Path) -> None:
-    def body(comm: Communicator) -> None:
+def test_a_kill_in_a_save_leaves_half_a_shard(text, tmp_path):
+    def body(comm):
         trainer, saver = armed(comm, {**text, "chaos.kill": "['0@2:save']"}, tmp_path)
         make_steps(trainer, last=1)
         saver.save(1)
@@ -254,7 +248,7 @@ def test_a_kill_in_a_save_leaves_half_a_shard(text: Settings, tmp_path: Path) ->
     assert newest(tmp_path) == tmp_path / "checkpoints" / "step-1"
 
 
-def test_who_writes_nothing_has_no_disk_that_fails(text: Settings, tmp_path: Path) -> None:
+def test_who_writes_nothing_has_no_disk_that_fails(text, tmp_path):
     settings = {**text, "checkpoint.writers": 1, "chaos.disk": "['1@2:full']"}
     with pytest.raises(
         ConfigurationError, match=r"rank 1, which writes nothing with .* '1'; those who write are \[0\]"
@@ -282,11 +276,11 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_makes_no_sense_is_refused(settings: Settings, message: str) -> None:
+def test_what_makes_no_sense_is_refused(settings, message):
     refused(settings, message)
 
 
-def test_faults_need_a_rank_to_which_they_can_happen(text: Settings) -> None:
+def test_faults_need_a_rank_to_which_they_can_happen(text):
     with pytest.raises(ConfigurationError, match=r"chaos.kill = \['2@1'\] on 2 ranks: there is no rank 2"):
         run_threads(2, lambda comm: assembled(comm, {**text, "chaos.kill": "['2@1']"}))
     served = {**text, "parallel.strategy": "parameter_server"}
@@ -300,7 +294,7 @@ def test_faults_need_a_rank_to_which_they_can_happen(text: Settings) -> None:
     run_threads(2, lambda comm: assembled(comm, {**served, "chaos.kill": "['1@1:exchange']"}))
 
 
-def test_ranks_that_are_gone_take_their_faults_along() -> None:
+def test_ranks_that_are_gone_take_their_faults_along():
     config = ChaosConfig(slow_ranks=(0, 3), kill=("1@5", "3@9"), disk=("3@2:full",), overflow=(4,))
     left = config.within(3)
     assert (left.slow_ranks, left.kill, left.disk, left.overflow) == ((0,), ("1@5",), (), (4,))
@@ -309,7 +303,7 @@ def test_ranks_that_are_gone_take_their_faults_along() -> None:
     assert gone == ChaosConfig() and not gone.on
 
 
-def test_people_are_told_and_a_recipe_keeps_them(tmp_path: Path) -> None:
+def test_people_are_told_and_a_recipe_keeps_them(tmp_path):
     config = ChaosConfig(
         kill=("0@9:save", "2@3"), stall=("1@4:2.5",), corrupt=("1@1",), overflow=(6,), disk=("0@7:full",)
     )

@@ -1,9 +1,7 @@
 """Arrays in files: tokens in .npy and HDF5, tables in HDF5, read from the file itself where they can be."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -25,7 +23,7 @@ def tokens(rng: np.random.Generator) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_npy_tokens(tmp_path: Path, tokens: np.ndarray, dtype: str) -> None:
+def test_npy_tokens(tmp_path, tokens, dtype):
     np.save(tmp_path / "a.npy", tokens.astype(dtype))
     got = data_files.npy_tokens(tmp_path / "a.npy")
     assert got.dtype == dtype
@@ -38,7 +36,7 @@ def test_npy_tokens(tmp_path: Path, tokens: np.ndarray, dtype: str) -> None:
     ("options", "plain"),
     [({}, True), ({"chunks": (1000,)}, False), ({"compression": "gzip"}, False), ({"maxshape": (None,)}, False)],
 )
-def test_hdf5_tokens_in_any_layout(tmp_path: Path, tokens: np.ndarray, dtype: str, options: dict, plain: bool) -> None:
+def test_hdf5_tokens_in_any_layout(tmp_path, tokens, dtype, options, plain):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("other", data=np.arange(3))
         file.create_dataset("tokens", data=tokens.astype(dtype), **options)
@@ -49,7 +47,7 @@ def test_hdf5_tokens_in_any_layout(tmp_path: Path, tokens: np.ndarray, dtype: st
     assert np.array_equal(got[17:3000], tokens[17:3000])
 
 
-def test_hdf5_tokens_behind_a_user_block_and_in_foreign_byte_order(tmp_path: Path, tokens: np.ndarray) -> None:
+def test_hdf5_tokens_behind_a_user_block_and_in_foreign_byte_order(tmp_path, tokens):
     with h5py.File(tmp_path / "a.h5", "w", userblock_size=512) as file:
         file["tokens"] = tokens.astype(">u2")
     got = data_files.hdf5_tokens(tmp_path / "a.h5")
@@ -88,7 +86,7 @@ def _store(folder: Path, storage: str, tokens: np.ndarray) -> Path:
 
 
 @pytest.mark.parametrize("storage", STORAGE)
-def test_elements_in_another_file(tmp_path: Path, tokens: np.ndarray, storage: str) -> None:
+def test_elements_in_another_file(tmp_path, tokens, storage):
     tokens = tokens.astype(np.uint8)
     got = data_files.hdf5_tokens(_store(tmp_path, storage, tokens))
     assert np.array_equal(got[:], tokens)
@@ -96,7 +94,7 @@ def test_elements_in_another_file(tmp_path: Path, tokens: np.ndarray, storage: s
 
 
 @pytest.mark.parametrize("storage", STORAGE)
-def test_another_file_that_is_not_there(tmp_path: Path, tokens: np.ndarray, storage: str) -> None:
+def test_another_file_that_is_not_there(tmp_path, tokens, storage):
     """HDF5 itself shows zeros for virtual storage."""
     path = _store(tmp_path, storage, tokens.astype(np.uint8))
     (tmp_path / ("rest" if storage == "external" else "part.h5")).unlink()
@@ -105,7 +103,7 @@ def test_another_file_that_is_not_there(tmp_path: Path, tokens: np.ndarray, stor
 
 
 @pytest.mark.parametrize("kind", ["npy", "link", "virtual", "external", "foreign", "chunked"])
-def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, tokens: np.ndarray, kind: str) -> None:
+def test_a_file_that_is_cut_while_it_is_read(tmp_path, tokens, kind):
     """No signal, and no zeros."""
     path = cut = tmp_path / "whole.h5"
     if kind == "npy":
@@ -127,7 +125,7 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, tokens: np.ndarray,
             read()
 
 
-def test_a_journal_over_a_file_is_seen(tmp_path: Path, tokens: np.ndarray) -> None:
+def test_a_journal_over_a_file_is_seen(tmp_path, tokens):
     """What is read from the file itself would be what it was before."""
     path = tmp_path / "a.h5"
     with files.edit(path, "test", 1) as file:
@@ -143,8 +141,8 @@ def test_a_journal_over_a_file_is_seen(tmp_path: Path, tokens: np.ndarray) -> No
     assert (data_files.hdf5_tokens(path)[:] == 7).all()
 
 
-def test_names_in_a_file_that_lead_to_no_elements(tmp_path: Path) -> None:
-    def refused(message: str, target: Any) -> None:
+def test_names_in_a_file_that_lead_to_no_elements(tmp_path):
+    def refused(message, target):
         with h5py.File(tmp_path / "a.h5", "w") as file:
             file["tokens"] = target
             for name in ("x", "y", "other"):
@@ -163,17 +161,17 @@ def test_names_in_a_file_that_lead_to_no_elements(tmp_path: Path) -> None:
     refused("expected", np.zeros(3, [("a", np.uint8)]))
 
 
-def test_pipes_and_circles_are_refused(tmp_path: Path) -> None:
+def test_pipes_and_circles_are_refused(tmp_path):
     """HDF5 would wait for ever, or fill its stack."""
     os.mkfifo(tmp_path / "pipe")
 
-    def refused(message: str, fill: Callable[[h5py.File], object]) -> None:
+    def refused(message, fill):
         with h5py.File(tmp_path / "a.h5", "w") as file:
             fill(file)
         with pytest.raises(DataError, match=message):
             data_files.hdf5_tokens(tmp_path / "a.h5")
 
-    def virtual(source: str) -> Callable[[h5py.File], object]:
+    def virtual(source):
         layout = h5py.VirtualLayout((2000,), np.uint8)
         layout[:] = h5py.VirtualSource(source, "tokens", (2000,))
         return lambda file: file.create_virtual_dataset("tokens", layout)
@@ -186,7 +184,7 @@ def test_pipes_and_circles_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("extent", [2**20, 2**40])
-def test_rows_that_do_not_fit_into_memory(tmp_path: Path, extent: int) -> None:
+def test_rows_that_do_not_fit_into_memory(tmp_path, extent):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", (4, extent, extent), np.uint8, chunks=(1, 8, 8))
     got = data_files.Hdf5Dataset(tmp_path / "a.h5", h5py.File(tmp_path / "a.h5")["x"])
@@ -195,7 +193,7 @@ def test_rows_that_do_not_fit_into_memory(tmp_path: Path, extent: int) -> None:
             read()
 
 
-def test_classes_of_many_rows_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_of_many_rows_are_read_in_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(data_files, "BLOCK_ROWS", 7)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"], file["y"] = np.zeros((40, 2)), np.arange(40) % 23
@@ -211,7 +209,7 @@ def _short(array: FileArray, index: slice) -> np.ndarray:
 @pytest.mark.parametrize(
     "array", [np.arange(9), np.zeros((3, 3), np.uint8), np.zeros(3, np.float32), np.zeros(0, np.uint8)]
 )
-def test_what_is_no_tokens_is_refused(tmp_path: Path, array: np.ndarray) -> None:
+def test_what_is_no_tokens_is_refused(tmp_path, array):
     np.save(tmp_path / "a.npy", array)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["tokens"] = array
@@ -221,7 +219,7 @@ def test_what_is_no_tokens_is_refused(tmp_path: Path, array: np.ndarray) -> None
             read(tmp_path / name)
 
 
-def test_broken_files_are_refused(tmp_path: Path, tokens: np.ndarray) -> None:
+def test_broken_files_are_refused(tmp_path, tokens):
     np.save(tmp_path / "a.npy", tokens.astype(np.uint8))
     whole = (tmp_path / "a.npy").read_bytes()
     for content in (whole[:-100], whole[:20], b"no array"):
@@ -247,7 +245,7 @@ def test_broken_files_are_refused(tmp_path: Path, tokens: np.ndarray) -> None:
         data_files.hdf5_tokens(tmp_path / "a.h5")
 
 
-def test_datasets_that_are_missing_are_named(tmp_path: Path) -> None:
+def test_datasets_that_are_missing_are_named(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_group("x")
         file["y"] = np.arange(3)
@@ -257,7 +255,7 @@ def test_datasets_that_are_missing_are_named(tmp_path: Path) -> None:
         data_files.hdf5_table(tmp_path / "a.h5")
 
 
-def test_a_damaged_chunk_is_an_error_when_it_is_read(tmp_path: Path, tokens: np.ndarray) -> None:
+def test_a_damaged_chunk_is_an_error_when_it_is_read(tmp_path, tokens):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         data = file.create_dataset("tokens", data=tokens.astype(np.uint8), chunks=(1000,), fletcher32=True)
         offset = data.id.get_chunk_info(2).byte_offset
@@ -271,7 +269,7 @@ def test_a_damaged_chunk_is_an_error_when_it_is_read(tmp_path: Path, tokens: np.
 
 
 @pytest.mark.parametrize("options", [{}, {"chunks": True}])
-def test_tables(tmp_path: Path, rng: np.random.Generator, options: dict) -> None:
+def test_tables(tmp_path, rng, options):
     x, y = rng.random((20, 3, 4), np.float32), rng.permutation(np.arange(20) % 7)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=x, **options)
@@ -295,19 +293,19 @@ def test_tables(tmp_path: Path, rng: np.random.Generator, options: dict) -> None
         (np.zeros((0, 2)), np.zeros(0, int), "nothing to train on"),
     ],
 )
-def test_tables_that_do_not_fit(tmp_path: Path, x: np.ndarray, y: np.ndarray, message: str) -> None:
+def test_tables_that_do_not_fit(tmp_path, x, y, message):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"], file["y"] = x, y
     with pytest.raises(DataError, match=message):
         data_files.hdf5_table(tmp_path / "a.h5")
 
 
-def test_an_interrupted_read_is_made_again(tmp_path: Path, tokens: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_read_is_made_again(tmp_path, tokens, monkeypatch):
     """A call that a signal ends is no failure; rows after it are read as ever."""
     np.save(tmp_path / "a.npy", tokens.astype(np.uint8))
     got, read, calls = data_files.npy_tokens(tmp_path / "a.npy"), samples._read_blocks, []
 
-    def interrupted(descriptor: int, offsets: np.ndarray, blocks: np.ndarray) -> int:
+    def interrupted(descriptor, offsets, blocks):
         calls.append(len(offsets))
         return 0 if len(calls) in (1, 3) else min(1, len(offsets)) and read(descriptor, offsets[:1], blocks[:1])
 
@@ -320,7 +318,7 @@ def test_an_interrupted_read_is_made_again(tmp_path: Path, tokens: np.ndarray, m
             got.gather(outside, 5)
 
 
-def test_many_files_are_looked_at_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_files_are_looked_at_now_and_then(tmp_path, monkeypatch):
     layout = h5py.VirtualLayout((120,), np.uint8)
     for part in range(12):
         with h5py.File(tmp_path / f"{part}.h5", "w") as file:

@@ -1,7 +1,6 @@
 """Digests of whole data: every byte counts, whatever the format, the ranks and the cache."""
 
 import os
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def change(path: Path, place: int) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def test_a_change_between_the_probes_is_seen(data: Path) -> None:
+def test_a_change_between_the_probes_is_seen(data):
     before = opened(data)
     scalars = {"data": before.fingerprint, "data_digest": before.digest}
     assert opened(data).made(scalars)
@@ -79,7 +78,7 @@ def test_a_change_between_the_probes_is_seen(data: Path) -> None:
     assert not after.made(scalars)
 
 
-def test_checkpoints_without_a_digest_are_known_by_the_probes(data: Path) -> None:
+def test_checkpoints_without_a_digest_are_known_by_the_probes(data):
     before = opened(data)
     change(data, UNSEEN)
     assert opened(data).made({"data": before.fingerprint})
@@ -87,7 +86,7 @@ def test_checkpoints_without_a_digest_are_known_by_the_probes(data: Path) -> Non
     assert not opened(data).made({"data": before.fingerprint})
 
 
-def test_who_asks_for_probes_gets_them(data: Path, blocks: list[int]) -> None:
+def test_who_asks_for_probes_gets_them(data, blocks):
     before = opened(data)
     scalars = {"data": before.fingerprint, "data_digest": before.digest}
     change(data, UNSEEN)
@@ -101,7 +100,7 @@ def test_who_asks_for_probes_gets_them(data: Path, blocks: list[int]) -> None:
         DataConfig(digest="some")
 
 
-def test_every_byte_counts(data: Path, rng: np.random.Generator) -> None:
+def test_every_byte_counts(data, rng):
     digests = {opened(data).digest}
     for place in (0, 9_999, 10_000, SIZE - 1, *rng.integers(0, SIZE, 5).tolist()):
         change(data, place)
@@ -109,7 +108,7 @@ def test_every_byte_counts(data: Path, rng: np.random.Generator) -> None:
     assert len(digests) == 10
 
 
-def test_the_format_and_the_ranks_do_not_count(data: Path, tmp_path: Path) -> None:
+def test_the_format_and_the_ranks_do_not_count(data, tmp_path):
     tokens = np.frombuffer(data.read_bytes(), np.uint8)
     np.save(tmp_path / "a.npy", tokens)
     for name, chunks in (("a.h5", None), ("chunked.h5", (4_000,))):
@@ -122,12 +121,12 @@ def test_the_format_and_the_ranks_do_not_count(data: Path, tmp_path: Path) -> No
         assert {found.digest for found in run_threads(ranks, lambda comm: opened(data, comm))} == {expected}
 
 
-def test_ranks_read_a_part_each(data: Path, blocks: list[int]) -> None:
+def test_ranks_read_a_part_each(data, blocks):
     run_threads(3, lambda comm: opened(data, comm))
     assert sorted(blocks) == list(range(0, SIZE, 10_000))
 
 
-def test_copies_are_read_by_their_own_ranks(data: Path, tmp_path: Path, blocks: list[int]) -> None:
+def test_copies_are_read_by_their_own_ranks(data, tmp_path, blocks):
     """As nodes with a disk of their own do; one of them has another copy."""
     (tmp_path / "copy.txt").write_bytes(data.read_bytes())
     paths = [data, tmp_path / "copy.txt", data]
@@ -135,23 +134,21 @@ def test_copies_are_read_by_their_own_ranks(data: Path, tmp_path: Path, blocks: 
     assert sorted(blocks) == sorted(2 * list(range(0, SIZE, 10_000)))
     change(tmp_path / "copy.txt", UNSEEN)
 
-    def refused(comm: Communicator) -> None:
+    def refused(comm):
         with pytest.raises(DataError, match="rank 1 and 0 others see other data than rank 0"):
             opened(paths[comm.rank], comm)
 
     run_threads(3, refused)
 
 
-def test_what_was_read_is_not_read_again(
-    data: Path, cache: Path, blocks: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def reads(between: Callable[[], object]) -> bool:
+def test_what_was_read_is_not_read_again(data, cache, blocks, monkeypatch):
+    def reads(between):
         between()
         blocks.clear()
         found.append(opened(data).digest)
         return bool(blocks)
 
-    def forge(write: Callable[[Path], object]) -> None:
+    def forge(write):
         module._memory_cache.clear()
         for path in cache.iterdir():
             write(path)
@@ -174,8 +171,8 @@ def test_what_was_read_is_not_read_again(
     assert len(set(found)) == 2
 
 
-def test_a_user_without_a_cache_directory(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(kind: str) -> Path:
+def test_a_user_without_a_cache_directory(data, monkeypatch):
+    def refuse(kind):
         raise StorageError("HOME is not set")
 
     monkeypatch.setattr(user_cache, "directory", refuse)
@@ -183,7 +180,7 @@ def test_a_user_without_a_cache_directory(data: Path, monkeypatch: pytest.Monkey
     assert opened(data).digest == opened(data).digest != ""
 
 
-def test_all_files_with_elements_are_looked_at(tmp_path: Path, blocks: list[int], monkeypatch: Any) -> None:
+def test_all_files_with_elements_are_looked_at(tmp_path, blocks, monkeypatch):
     monkeypatch.setattr(module, "SETTLED_NS", -1)
     with h5py.File(tmp_path / "part.h5", "w") as file:
         file["data"] = np.arange(SIZE).astype(np.uint8)
@@ -192,7 +189,7 @@ def test_all_files_with_elements_are_looked_at(tmp_path: Path, blocks: list[int]
     with h5py.File(tmp_path / "whole.h5", "w") as file:
         file.create_virtual_dataset("tokens", layout)
 
-    def digest() -> str:
+    def digest():
         return module.digest([files.hdf5_tokens(tmp_path / "whole.h5")], "it", solo())
 
     first = digest()
@@ -207,18 +204,18 @@ def test_all_files_with_elements_are_looked_at(tmp_path: Path, blocks: list[int]
     assert len(blocks) == 2 * 14
 
 
-def test_a_file_that_is_cut_meanwhile_fails_on_all_ranks(data: Path) -> None:
+def test_a_file_that_is_cut_meanwhile_fails_on_all_ranks(data):
     tokens = files.bytes_of_file(data)
     os.truncate(data, 50_000)
 
-    def refused(comm: Communicator) -> None:
+    def refused(comm):
         with pytest.raises(StorageError, match="it was cut"):
             module.digest([tokens], "it", comm)
 
     run_threads(2, refused)
 
 
-def test_a_long_reading_is_told(data: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_reading_is_told(data, capsys, monkeypatch):
     opened(data)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(module, "ANNOUNCED_ROUNDS", 5)
@@ -226,7 +223,7 @@ def test_a_long_reading_is_told(data: Path, capsys: Any, monkeypatch: pytest.Mon
     assert capsys.readouterr().err.count("are read once, so that a resume knows them; data.digest = 'probes'") == 1
 
 
-def test_a_look_makes_no_digest(data: Path, blocks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_makes_no_digest(data, blocks, monkeypatch):
     monkeypatch.setattr(module, "SETTLED_NS", -(10**12))
     source = open_source(DataConfig(path=str(data), context=16), ModelConfig(), solo(), kept_only=True)
     assert source.digest == ""
@@ -239,7 +236,7 @@ def test_a_look_makes_no_digest(data: Path, blocks: list[int], monkeypatch: pyte
     )
 
 
-def test_a_digest_outlives_a_resume_by_probes(data: Path) -> None:
+def test_a_digest_outlives_a_resume_by_probes(data):
     made, probed = opened(data), opened(data, digest="probes")
     scalars = {"data": made.fingerprint, "data_digest": made.digest, "optimizer": {"count": 3}, "steps": 3}
     parts = {field.name: mock.MagicMock() for field in fields(Trainer)} | {"source": probed, "shares": None}
@@ -250,7 +247,7 @@ def test_a_digest_outlives_a_resume_by_probes(data: Path) -> None:
     assert opened(data).made({"data": probed.fingerprint, "data_digest": trainer.source.digest})
 
 
-def test_an_import_makes_no_digest(data: Path, blocks: list[int]) -> None:
+def test_an_import_makes_no_digest(data, blocks):
     recipe = recipes.Recipe(data=DataConfig(path=str(data), context=16), model=ModelConfig(kind="mlp"))
     assert import_checkpoint._model_inputs(recipe, {})
     assert blocks == []

@@ -12,14 +12,14 @@ keys = st.lists(st.integers(0, 2**64 - 1), min_size=ROUNDS, max_size=ROUNDS).map
 
 
 @given(size=st.integers(1, 3000), key=keys)
-def test_permute_is_a_bijection(size: int, key: np.ndarray) -> None:
+def test_permute_is_a_bijection(size, key):
     places = feistel_order(np.arange(size), size, key)
     assert places.dtype == np.int64
     assert np.array_equal(np.sort(places), np.arange(size))
 
 
 @given(size=st.integers(1, 2**62), key=keys, data=st.data())
-def test_permute_answers_for_any_index_alone(size: int, key: np.ndarray, data: st.DataObject) -> None:
+def test_permute_answers_for_any_index_alone(size, key, data):
     indices = np.array(data.draw(st.lists(st.integers(0, size - 1), unique=True, max_size=8)), np.int64)
     places = feistel_order(indices, size, key)
     assert len(set(places.tolist())) == len(indices)
@@ -28,13 +28,13 @@ def test_permute_answers_for_any_index_alone(size: int, key: np.ndarray, data: s
     assert alone == places.tolist()
 
 
-def test_permute_of_every_small_size() -> None:
+def test_permute_of_every_small_size():
     key = np.arange(ROUNDS, dtype=np.uint64)
     for size in range(1, 300):
         assert len(set(feistel_order(np.arange(size), size, key).tolist())) == size
 
 
-def test_permute_leaves_no_order_behind(rng: np.random.Generator) -> None:
+def test_permute_leaves_no_order_behind(rng):
     size = 20_000
     orders = [feistel_order(np.arange(size), size, rng.integers(0, 2**64, ROUNDS, np.uint64)) for _ in range(2)]
     for order in orders:

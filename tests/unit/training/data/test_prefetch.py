@@ -2,8 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,16 +13,16 @@ from hpcdist.training.recipe.config import DataConfig, RunConfig
 from hpcdist.training.recipe.recipe import Recipe
 
 
-def test_items_come_in_order_and_the_end_stays_the_end() -> None:
+def test_items_come_in_order_and_the_end_stays_the_end():
     with ReadAhead(iter(range(100)), depth=3) as items:
         assert list(items) == list(range(100))
         assert list(items) == []
 
 
-def test_no_more_than_its_depth_is_read_ahead() -> None:
+def test_no_more_than_its_depth_is_read_ahead():
     read = []
 
-    def numbers() -> Iterator[int]:
+    def numbers():
         for number in range(100):
             read.append(number)
             yield number
@@ -35,8 +33,8 @@ def test_no_more_than_its_depth_is_read_ahead() -> None:
         assert len(read) <= 4  # one taken, two ready, one waiting for its place
 
 
-def test_an_error_is_raised_at_its_place() -> None:
-    def numbers() -> Iterator[int]:
+def test_an_error_is_raised_at_its_place():
+    def numbers():
         yield 1
         raise OSError("the disk is gone")
 
@@ -48,7 +46,7 @@ def test_an_error_is_raised_at_its_place() -> None:
             next(items)
 
 
-def test_leaving_early_ends_the_thread() -> None:
+def test_leaving_early_ends_the_thread():
     before = threading.active_count()
     with ReadAhead(iter(range(10**9))) as items:
         assert next(items) == 0
@@ -57,12 +55,12 @@ def test_leaving_early_ends_the_thread() -> None:
         next(items)
 
 
-def test_the_shares_of_any_ranks_are_the_global_batches(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_the_shares_of_any_ranks_are_the_global_batches(tmp_path, rng):
     (tmp_path / "a.txt").write_bytes(rng.integers(0, 256, 3000).astype(np.uint8).tobytes())
     config = DataConfig(path=str(tmp_path / "a.txt"), context=8)
     recipe = Recipe(data=config, run=RunConfig(global_batch=7, seed=int(rng.integers(1000))))
 
-    def batches(comm, first: int = 0) -> list[np.ndarray]:
+    def batches(comm, first=0):
         with Prefetcher(open_source(config, recipe.model, comm), recipe, comm, first, 60) as ahead:
             return [x for x, _ in ahead]
 

@@ -25,7 +25,7 @@ class Numbers:
 
 
 @given(samples=st.integers(0, 1000), parts=st.integers(1, 50))
-def test_shares_are_exact_and_balanced(samples: int, parts: int) -> None:
+def test_shares_are_exact_and_balanced(samples, parts):
     shares = [even_part(samples, parts, part) for part in range(parts)]
     assert [i for part in shares for i in range(part.start, part.stop)] == list(range(samples))
     sizes = [part.size for part in shares]
@@ -40,7 +40,7 @@ def test_shares_are_exact_and_balanced(samples: int, parts: int) -> None:
     ranks=st.integers(1, 7),
     seed=st.integers(0, 2**63),
 )
-def test_a_batch_is_the_same_for_any_number_of_ranks(count: int, batch: int, step: int, ranks: int, seed: int) -> None:
+def test_a_batch_is_the_same_for_any_number_of_ranks(count, batch, step, ranks, seed):
     whole = Sampler(Numbers(count, 5), seed).batch(step * batch, batch)
     parts = [even_part(batch, ranks, rank) for rank in range(ranks)]
     shared = [Sampler(Numbers(count, 5), seed).batch(step * batch + part.start, part.size) for part in parts]
@@ -49,7 +49,7 @@ def test_a_batch_is_the_same_for_any_number_of_ranks(count: int, batch: int, ste
 
 
 @given(count=st.integers(1, 50), seed=st.integers(0, 2**32), epochs=st.integers(1, 4))
-def test_every_epoch_takes_every_sample_once(count: int, seed: int, epochs: int) -> None:
+def test_every_epoch_takes_every_sample_once(count, seed, epochs):
     numbers, shifts = Sampler(Numbers(count, 3), seed).batch(0, count * epochs)
     for epoch in range(epochs):
         part = slice(epoch * count, (epoch + 1) * count)
@@ -57,7 +57,7 @@ def test_every_epoch_takes_every_sample_once(count: int, seed: int, epochs: int)
         assert len(set(shifts[part])) == 1
 
 
-def test_epochs_and_seeds_have_their_own_order_and_shift() -> None:
+def test_epochs_and_seeds_have_their_own_order_and_shift():
     orders = [Sampler(Numbers(1000, 100), seed).batch(0, 3000) for seed in (0, 1)]
     seen = [numbers[start : start + 1000].tolist() for numbers, _ in orders for start in (0, 1000, 2000)]
     assert len({tuple(order) for order in seen}) == 6
@@ -72,7 +72,7 @@ def test_epochs_and_seeds_have_their_own_order_and_shift() -> None:
         (UNIFORM, DRAWN_SAMPLES + 1, [9039, 27976, 32934, 58421, 33318, 40266, 4369, 14156, 53791, 18985]),
     ],
 )
-def test_the_order_is_pinned(rule: int, count: int, expected: list[int]) -> None:
+def test_the_order_is_pinned(rule, count, expected):
     # A change here changes every run: what was trained before cannot be resumed bit-equal.
     numbers, shifts = Sampler(Numbers(count, 128), 0, rule).batch(count - 5, 10)
     assert numbers.tolist() == expected
@@ -95,7 +95,7 @@ def _is_odd(order: Sequence[int]) -> bool:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
-def test_all_orders_of_few_samples_are_as_likely(count: int) -> None:
+def test_all_orders_of_few_samples_are_as_likely(count):
     expected = 50
     times = expected * math.factorial(count)
     tally = Counter(_orders(count, times))
@@ -107,14 +107,14 @@ def test_all_orders_of_few_samples_are_as_likely(count: int) -> None:
 
 @pytest.mark.parametrize("drawn", [0, DRAWN_SAMPLES])
 @pytest.mark.parametrize("count", [12, 64])
-def test_half_of_all_orders_are_odd(count: int, drawn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_of_all_orders_are_odd(count, drawn, monkeypatch):
     monkeypatch.setattr(sampler_module, "DRAWN_SAMPLES", drawn)
     odd = sum(map(_is_odd, _orders(count, 1000)))
     assert abs(odd - 500) < 4 * math.sqrt(1000) / 2
 
 
 @pytest.mark.parametrize("count", [100, DRAWN_SAMPLES + 1])
-def test_every_place_is_as_likely(count: int) -> None:
+def test_every_place_is_as_likely(count):
     """First, last and neighbouring samples, and their distances, in 16 equal parts."""
     indices, seeds = np.array([0, 1, count // 2, count - 2, count - 1]), 1000
     places = np.stack(
@@ -128,7 +128,7 @@ def test_every_place_is_as_likely(count: int) -> None:
 
 
 @given(size=st.integers(0, 30), count=st.integers(1, 8))
-def test_microbatches_cut_without_copy(size: int, count: int) -> None:
+def test_microbatches_cut_without_copy(size, count):
     x, y = np.arange(2 * size).reshape(size, 2), np.arange(size)
     parts = microbatches((x, y), count)
     assert len(parts) == count
@@ -138,7 +138,7 @@ def test_microbatches_cut_without_copy(size: int, count: int) -> None:
 
 
 @given(count=st.integers(1, 200), limit=st.integers(0, 250), parts=st.integers(1, 5), longest=st.integers(1, 20))
-def test_in_order_takes_the_same_samples_for_any_parts(count: int, limit: int, parts: int, longest: int) -> None:
+def test_in_order_takes_the_same_samples_for_any_parts(count, limit, parts, longest):
     shares = [list(in_order(Numbers(count), limit, parts, part, longest)) for part in range(parts)]
     assert len({len(batches) for batches in shares}) == 1, "as many batches each: some ranks evaluate together"
     batches = [batch for share in shares for batch in share]
@@ -150,7 +150,7 @@ def test_in_order_takes_the_same_samples_for_any_parts(count: int, limit: int, p
 
 
 @pytest.mark.parametrize("extra", [0, 1, 30])
-def test_shifted_windows_stay_inside(extra: int) -> None:
+def test_shifted_windows_stay_inside(extra):
     context = 16
     sampler = Sampler(TokenWindows(np.arange(10 * context + 1 + extra, dtype=np.uint16), context, shifting=True), 3)
     x, y = sampler.batch(0, 2000)

@@ -12,7 +12,7 @@ from hpcdist.training.data.samples import ArraySlice, NextTokenSamples, TableRow
 
 
 @given(length=st.integers(2, 200), context=st.integers(1, 50))
-def test_every_window_at_every_shift_is_inside(length: int, context: int) -> None:
+def test_every_window_at_every_shift_is_inside(length, context):
     if length <= context:
         return
     tokens = np.arange(length, dtype=np.uint32)
@@ -29,7 +29,7 @@ def test_every_window_at_every_shift_is_inside(length: int, context: int) -> Non
     assert length - 1 - whole.count * context < context  # less than a window is left out
 
 
-def test_windows_keep_the_type_and_are_contiguous(rng: np.random.Generator) -> None:
+def test_windows_keep_the_type_and_are_contiguous(rng):
     for dtype in (np.uint8, np.uint16, np.uint32):
         tokens = rng.integers(0, 200, 100).astype(dtype)
         x, y = TokenWindows(tokens, 8, shifting=True).take(np.array([3, 0]), 2)
@@ -40,7 +40,7 @@ def test_windows_keep_the_type_and_are_contiguous(rng: np.random.Generator) -> N
         assert np.array_equal(y, [tokens[27:35], tokens[3:11]])
 
 
-def test_next_token_of_every_place(rng: np.random.Generator) -> None:
+def test_next_token_of_every_place(rng):
     tokens = rng.integers(0, 256, 50).astype(np.uint8)
     places = NextTokenSamples(tokens, 7)
     assert places.count == 43
@@ -49,7 +49,7 @@ def test_next_token_of_every_place(rng: np.random.Generator) -> None:
     assert np.array_equal(y, [tokens[7], tokens[49]])
 
 
-def test_rows_are_flattened(rng: np.random.Generator) -> None:
+def test_rows_are_flattened(rng):
     x, y = rng.random((10, 2, 3), np.float32), np.arange(10)
     inputs, targets = TableRows(x, y, 4, 9).take(np.array([4, 0]), 0)
     assert np.array_equal(inputs, x[[8, 4]].reshape(2, 6))
@@ -58,7 +58,7 @@ def test_rows_are_flattened(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("index", [slice(None), slice(2, 5), slice(-3, None), slice(0, 100), slice(1, 6, 2)])
-def test_a_part_slices_like_an_array(index: slice) -> None:
+def test_a_part_slices_like_an_array(index):
     whole = np.arange(20)
     lazy = ArraySlice(whole, 5, 13)
     assert len(lazy) == 8
@@ -66,7 +66,7 @@ def test_a_part_slices_like_an_array(index: slice) -> None:
     assert np.array_equal(slice_of(whole, 5, 13)[index], lazy[index])
 
 
-def test_warmup_knows_the_kernel_that_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_knows_the_kernel_that_reads(monkeypatch):
     modules: list[str] = []
     monkeypatch.setattr(importlib, "import_module", modules.append)
     tune._import_kernels()

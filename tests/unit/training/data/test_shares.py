@@ -37,7 +37,7 @@ SAMPLES, STEPS = 7, 6
 
 
 @pytest.mark.parametrize("samples", [1, 2, 7, 8, 64])
-def test_even_shares_are_those_of_the_sampler(samples: int) -> None:
+def test_even_shares_are_those_of_the_sampler(samples):
     for replicas in range(1, samples + 1):
         assert even_shares(samples, replicas) == tuple(
             even_part(samples, replicas, part).size for part in range(replicas)
@@ -45,7 +45,7 @@ def test_even_shares_are_those_of_the_sampler(samples: int) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-def test_no_other_shares_are_faster(replicas: int) -> None:
+def test_no_other_shares_are_faster(replicas):
     draw = random.Random(replicas)
     for samples in range(replicas, 10):
         for _ in range(20):
@@ -59,7 +59,7 @@ def test_no_other_shares_are_faster(replicas: int) -> None:
             assert max(n * s for n, s in zip(found, needs, strict=True)) == best
 
 
-def test_equally_fast_replicas_share_evenly_and_speed_counts_in_proportion() -> None:
+def test_equally_fast_replicas_share_evenly_and_speed_counts_in_proportion():
     for samples, replicas in itertools.product(range(8, 40), range(1, 9)):
         assert sorted(balanced_shares(samples, [0.1] * replicas), reverse=True) == list(even_shares(samples, replicas))
     assert balanced_shares(60, [1, 2, 3]) == (33, 16, 11)
@@ -68,7 +68,7 @@ def test_equally_fast_replicas_share_evenly_and_speed_counts_in_proportion() -> 
     )
 
 
-def test_shares_hold_from_a_batch_on_and_survive_a_checkpoint() -> None:
+def test_shares_hold_from_a_batch_on_and_survive_a_checkpoint():
     shares = SampleShares(10, 3)
     shares.change(5, (6, 2, 2))
     shares.change(9, (8, 1, 1))
@@ -100,7 +100,7 @@ def balanced(needs: Sequence[float], steps: int, samples: int = 24, pipeline: in
     return run_threads(len(needs), body)
 
 
-def test_shares_of_batches_that_are_over_are_let_go() -> None:
+def test_shares_of_batches_that_are_over_are_let_go():
     shares = SampleShares(10, 2)
     for first in range(1, 9):
         shares.change(first, (first, 10 - first))
@@ -108,7 +108,7 @@ def test_shares_of_batches_that_are_over_are_let_go() -> None:
     assert len(shares._sizes) == 3 and [shares.of(batch) for batch in (6, 7, 8)] == [(6, 4), (7, 3), (8, 2)]
 
 
-def test_all_ranks_come_to_the_same_shares_and_stay_there() -> None:
+def test_all_ranks_come_to_the_same_shares_and_stay_there():
     found = balanced([1.0, 3.0, 1.0, 1.0], 4 * BALANCE_EVERY_STEPS)
     assert all(one == found[0] for one in found)
     changed = BALANCE_EVERY_STEPS + READ_AHEAD
@@ -117,7 +117,7 @@ def test_all_ranks_come_to_the_same_shares_and_stay_there() -> None:
     assert READ_AHEAD > PREFETCH_DEPTH + 1
 
 
-def test_a_replica_is_as_slow_as_its_slowest_stage() -> None:
+def test_a_replica_is_as_slow_as_its_slowest_stage():
     grid = ProcessGrid(data=2, pipeline=2)
     slow = run_threads(
         4, lambda comm: (GridCommunicators(grid, comm).data.rank, GridCommunicators(grid, comm).pipeline.rank) == (1, 1)
@@ -126,10 +126,10 @@ def test_a_replica_is_as_slow_as_its_slowest_stage() -> None:
     assert all(one == found[0] for one in found) and found[0][-1] == (18, 6)
 
 
-def test_noise_changes_nothing() -> None:
+def test_noise_changes_nothing():
     draw = random.Random(1)
 
-    def body(comm: Communicator) -> ShareSizes:
+    def body(comm):
         shares = SampleShares(64, comm.size)
         balance = LoadBalancer(comm, solo(), shares)
         for step in range(1, 20 * BALANCE_EVERY_STEPS):
@@ -140,7 +140,7 @@ def test_noise_changes_nothing() -> None:
     assert set(run_threads(4, body)) == {even_shares(64, 4)}
 
 
-def test_a_start_too_short_decides_nothing() -> None:
+def test_a_start_too_short_decides_nothing():
     balance = LoadBalancer(solo(), solo(), SampleShares(4, 1))
     assert not balance.after(BALANCE_EVERY_STEPS, 1.0)
     assert len(balance._sample_s) == 1
@@ -204,7 +204,7 @@ def whole(ranks: Sequence[dict[tuple[str, int], np.ndarray]]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_who_takes_a_sample_changes_nothing_and_nobody_needs_one(name: str, text: dict[str, object]) -> None:
+def test_who_takes_a_sample_changes_nothing_and_nobody_needs_one(name, text):
     keys, ranks, node, sizes = LAYOUTS[name]
     settings = {**text, **keys}
     alone = {key: settings[key] for key in settings if not key.startswith(("parallel.", "communication.", "param"))}
@@ -225,9 +225,7 @@ def run_loop(comm: Communicator, settings: dict[str, object], out: Path, resume:
     ).run()
 
 
-def test_a_slow_rank_gets_fewer_samples_and_a_resumed_run_goes_on_with_them(
-    text: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_rank_gets_fewer_samples_and_a_resumed_run_goes_on_with_them(text, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "BALANCE_EVERY_STEPS", 4)
     monkeypatch.setattr(module, "LEAST_TIMINGS", 3)
     settings = {**text, "energy.sources": "none", "run.steps": 10, "checkpoint.every_steps": 0, "run.global_batch": 16}
@@ -269,5 +267,5 @@ def _made(path: Path) -> Path:
         ),
     ],
 )
-def test_shares_that_would_change_the_result_are_refused(settings: list[str], message: str) -> None:
+def test_shares_that_would_change_the_result_are_refused(settings, message):
     refused(settings, message)

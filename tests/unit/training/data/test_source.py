@@ -47,7 +47,7 @@ def _store(folder: Path, kind: str, tokens: np.ndarray) -> str:
 
 
 @pytest.mark.parametrize("kind", ["text", "npy", "hdf5", "chunked", "nameless", "folder"])
-def test_the_same_tokens_from_any_file_are_the_same_samples(tmp_path: Path, tokens: np.ndarray, kind: str) -> None:
+def test_the_same_tokens_from_any_file_are_the_same_samples(tmp_path, tokens, kind):
     config = DataConfig(path=_store(tmp_path, kind, tokens), context=16, validation_fraction=0.1)
     source = open_source(config, GPT, solo())
     assert source.model_inputs() == {"context": 16}
@@ -60,7 +60,7 @@ def test_the_same_tokens_from_any_file_are_the_same_samples(tmp_path: Path, toke
     assert source.description.endswith("2,000 bytes")
 
 
-def test_an_mlp_reads_the_next_byte(tmp_path: Path, tokens: np.ndarray) -> None:
+def test_an_mlp_reads_the_next_byte(tmp_path, tokens):
     source = open_source(DataConfig(path=_store(tmp_path, "text", tokens), context=16), MLP, solo())
     assert source.model_inputs() == {"features": 16, "classes": 256}
     assert source.training.count == 1900 - 16
@@ -69,7 +69,7 @@ def test_an_mlp_reads_the_next_byte(tmp_path: Path, tokens: np.ndarray) -> None:
     assert y.tolist() == [tokens[23]]
 
 
-def test_an_mlp_reads_a_table(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_an_mlp_reads_a_table(tmp_path, rng):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"], file["y"] = rng.random((40, 2, 5), np.float32), np.arange(40) % 3
     source = open_source(DataConfig(path=str(tmp_path / "a.h5")), MLP, solo())
@@ -83,7 +83,7 @@ def test_an_mlp_reads_a_table(tmp_path: Path, rng: np.random.Generator) -> None:
 ENCODER, CONVNET = ModelConfig(kind="encoder"), ModelConfig(kind="convnet")
 
 
-def test_an_encoder_reads_masked_windows(tmp_path: Path, tokens: np.ndarray) -> None:
+def test_an_encoder_reads_masked_windows(tmp_path, tokens):
     tokens[tokens == 255] = 7
     config = DataConfig(path=_store(tmp_path, "text", tokens), context=16, validation_fraction=0.1)
     source = open_source(config, ENCODER, solo())
@@ -100,7 +100,7 @@ def test_an_encoder_reads_masked_windows(tmp_path: Path, tokens: np.ndarray) -> 
 
 
 @pytest.mark.parametrize(("shape", "inputs"), [((5, 7, 3), (5, 7, 3)), ((6, 4), (6, 4, 1))])
-def test_a_convnet_reads_pictures(tmp_path: Path, rng: np.random.Generator, shape: tuple, inputs: tuple) -> None:
+def test_a_convnet_reads_pictures(tmp_path, rng, shape, inputs):
     pictures = rng.integers(0, 256, (40, *shape)).astype(np.uint8)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"], file["y"] = pictures, np.arange(40) % 3
@@ -113,7 +113,7 @@ def test_a_convnet_reads_pictures(tmp_path: Path, rng: np.random.Generator, shap
     assert y.tolist() == [2, 0]
 
 
-def test_what_is_no_picture_is_refused(tmp_path: Path, tokens: np.ndarray, rng: np.random.Generator) -> None:
+def test_what_is_no_picture_is_refused(tmp_path, tokens, rng):
     with pytest.raises(DataError, match="a convnet takes pictures; give an HDF5 file"):
         open_source(DataConfig(path=_store(tmp_path, "text", tokens)), CONVNET, solo())
     with pytest.raises(DataError, match="data.path = '': a convnet takes pictures"):
@@ -126,18 +126,18 @@ def test_what_is_no_picture_is_refused(tmp_path: Path, tokens: np.ndarray, rng: 
             open_source(DataConfig(path=str(path)), CONVNET, solo())
 
 
-def test_without_validation(tmp_path: Path, tokens: np.ndarray) -> None:
+def test_without_validation(tmp_path, tokens):
     config = DataConfig(path=_store(tmp_path, "text", tokens), context=1999, validation_fraction=0.0)
     source = open_source(config, GPT, solo())
     assert source.training.count == source.training.shifts == 1
     assert list(source.validation_batches(Recipe(data=config), 1, 0)) == []
 
 
-def test_validation_is_shared_exactly(tmp_path: Path, tokens: np.ndarray) -> None:
+def test_validation_is_shared_exactly(tmp_path, tokens):
     config = DataConfig(path=_store(tmp_path, "text", tokens), context=4, validation_fraction=0.5)
     recipe = Recipe(data=config, run=RunConfig(validation_samples=101, global_batch=7))
 
-    def shares(comm) -> list[np.ndarray]:
+    def shares(comm):
         return [x for x, _ in open_source(config, GPT, comm).validation_batches(recipe, comm.size, comm.rank)]
 
     alone = np.concatenate(shares(solo()))
@@ -151,7 +151,7 @@ def test_validation_is_shared_exactly(tmp_path: Path, tokens: np.ndarray) -> Non
 @pytest.mark.parametrize("length", [0, 1, 16, 33])
 @pytest.mark.parametrize("kind", ["text", "npy", "hdf5", "folder"])
 @pytest.mark.parametrize("model", [GPT, MLP], ids=["gpt", "mlp"])
-def test_data_that_is_empty_or_too_short(tmp_path: Path, tokens: np.ndarray, kind: str, length: int, model) -> None:
+def test_data_that_is_empty_or_too_short(tmp_path, tokens, kind, length, model):
     config = DataConfig(path=_store(tmp_path, kind, tokens[:length]), context=16)
     expected = "too short for one sample to train and one to validate" if length else "is empty|hold no text|x and y"
     if kind == "hdf5" and model is MLP:
@@ -161,14 +161,14 @@ def test_data_that_is_empty_or_too_short(tmp_path: Path, tokens: np.ndarray, kin
     assert refused.value.exit_code == errors.CONFIGURATION
 
 
-def test_the_least_that_can_be_trained_on(tmp_path: Path, tokens: np.ndarray) -> None:
+def test_the_least_that_can_be_trained_on(tmp_path, tokens):
     source = open_source(DataConfig(path=_store(tmp_path, "text", tokens[:34]), context=16), GPT, solo())
     assert source.training.count == 1
     assert source.validation is not None
     assert source.validation.count == 1
 
 
-def test_data_that_is_not_there_or_not_data(tmp_path: Path) -> None:
+def test_data_that_is_not_there_or_not_data(tmp_path):
     with pytest.raises(DataError, match=r"data\.path = /no/such: there is no such file or directory"):
         open_source(DataConfig(path="/no/such"), GPT, solo())
     (tmp_path / "a.h5").write_text("not HDF5, whatever its name says")
@@ -181,18 +181,18 @@ def test_data_that_is_not_there_or_not_data(tmp_path: Path) -> None:
             open_source(DataConfig(path=str(tmp_path / "s")), GPT, solo())
 
 
-def test_wide_tokens_are_not_for_an_mlp(tmp_path: Path, tokens: np.ndarray) -> None:
+def test_wide_tokens_are_not_for_an_mlp(tmp_path, tokens):
     path = _store(tmp_path, "npy", tokens.astype(np.uint16))
     with pytest.raises(DataError, match="an mlp takes bytes"):
         open_source(DataConfig(path=path, context=16), MLP, solo())
 
 
-def test_ranks_fail_together(tmp_path: Path, tokens: np.ndarray) -> None:
+def test_ranks_fail_together(tmp_path, tokens):
     good = _store(tmp_path, "text", tokens)
     (tmp_path / "other.txt").write_bytes(tokens[::-1].tobytes())
 
-    def error(paths: list[str]):
-        def attempt(comm) -> str:
+    def error(paths):
+        def attempt(comm):
             with pytest.raises(DataError) as refused:
                 open_source(DataConfig(path=paths[comm.rank], context=16), GPT, comm)
             return str(refused.value)
@@ -205,7 +205,7 @@ def test_ranks_fail_together(tmp_path: Path, tokens: np.ndarray) -> None:
     )
 
 
-def test_the_default_is_the_standard_library() -> None:
+def test_the_default_is_the_standard_library():
     source = open_source(DataConfig(), GPT, solo())
     assert "standard library" in source.description
     assert source.training.count > 10_000

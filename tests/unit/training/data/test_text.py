@@ -31,20 +31,20 @@ def folder(tmp_path: Path, rng: np.random.Generator) -> Path:
     return root
 
 
-def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
+def test_a_file_is_read_as_it_is(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xc3\xa9\0\xff")
     tokens, description = data_files.text_of_file(tmp_path / "a.txt")
     assert bytes(tokens[:]) == b"caf\xc3\xa9\0\xff"
     assert "a.txt" in description
 
 
-def test_a_directory_is_its_text_files_by_the_hash_of_their_names(folder: Path) -> None:
+def test_a_directory_is_its_text_files_by_the_hash_of_their_names(folder):
     tokens, _ = data_files.text_of_directory(folder)
     names = sorted(["a.txt", "b/c.txt", "b/d/e.md"], key=lambda name: hashlib.blake2b(name.encode()).digest())
     assert bytes(tokens[:]) == b"".join((folder / name).read_bytes() for name in names)
 
 
-def test_a_directory_is_put_together_once_and_again_when_it_changes(folder: Path, cache: Path) -> None:
+def test_a_directory_is_put_together_once_and_again_when_it_changes(folder, cache):
     first, _ = data_files.text_of_directory(folder)
     files = {path: path.stat().st_mtime_ns for path in cache.glob("*.bytes")}
     assert len(files) == 1
@@ -58,7 +58,7 @@ def test_a_directory_is_put_together_once_and_again_when_it_changes(folder: Path
     assert not list(cache.glob("*.unfinished"))
 
 
-def test_what_a_killed_process_left_of_a_directory_is_removed(folder: Path, cache: Path) -> None:
+def test_what_a_killed_process_left_of_a_directory_is_removed(folder, cache):
     data_files.text_of_directory(folder)
     (target,) = cache.glob("*.bytes")
     target.unlink()
@@ -73,10 +73,10 @@ def test_what_a_killed_process_left_of_a_directory_is_removed(folder: Path, cach
     assert other.exists()  # another process may be writing it
 
 
-def test_processes_of_a_node_put_a_directory_together_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_node_put_a_directory_together_once(folder, monkeypatch):
     written, write = [], data_files._write_concatenation
 
-    def counted(target: Path, files) -> None:
+    def counted(target, files):
         written.append(target)
         write(target, files)
 
@@ -94,7 +94,7 @@ def test_processes_of_a_node_put_a_directory_together_once(folder: Path, monkeyp
     assert len(written) == 1
 
 
-def test_the_standard_library_is_the_same_source_text_each_time() -> None:
+def test_the_standard_library_is_the_same_source_text_each_time():
     tokens, description = data_files.text_of_standard_library()
     assert len(tokens) > 1_000_000
     assert b"class OrderedDict" in bytes(tokens[:])
@@ -103,7 +103,7 @@ def test_the_standard_library_is_the_same_source_text_each_time() -> None:
     assert np.array_equal(tokens[:], again[:])
 
 
-def test_directories_without_text(tmp_path: Path) -> None:
+def test_directories_without_text(tmp_path):
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match="holds no files"):
         data_files.text_of_directory(tmp_path / "none")
@@ -112,19 +112,19 @@ def test_directories_without_text(tmp_path: Path) -> None:
         data_files.text_of_directory(tmp_path / "none")
 
 
-def test_empty_files(tmp_path: Path) -> None:
+def test_empty_files(tmp_path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(DataError, match=r"empty\.txt: the file is empty"):
         data_files.text_of_file(tmp_path / "empty.txt")
 
 
-def test_a_cache_that_cannot_be_written(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written(folder, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("HPCDIST_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(StorageError, match="set HPCDIST_CACHE"):
         data_files.text_of_directory(folder)
 
-    def full(target: Path, files) -> None:
+    def full(target, files):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setenv("HPCDIST_CACHE", str(tmp_path / "cache"))
@@ -133,7 +133,7 @@ def test_a_cache_that_cannot_be_written(folder: Path, tmp_path: Path, monkeypatc
         data_files.text_of_directory(folder)
 
 
-def test_the_own_cache_must_be_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_own_cache_must_be_private(tmp_path, monkeypatch):
     monkeypatch.delenv("HPCDIST_CACHE")
     monkeypatch.setattr(data_files.tempfile, "gettempdir", lambda: str(tmp_path))
     folder = data_files.cache_directory()

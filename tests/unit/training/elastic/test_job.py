@@ -7,7 +7,6 @@ import gc
 import os
 import threading
 import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from hpcdist.comm.threads.group import RankDeath
 from hpcdist.errors import ConfigurationError, StorageError, TooFewRanksError
 from hpcdist.training.elastic import job as elastic_job
 from hpcdist.training.elastic.job import refit
-from hpcdist.training.elastic.membership import Membership, MembershipChange, mode_of
+from hpcdist.training.elastic.membership import Membership, mode_of
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run import job
 from hpcdist.training.run.stop_requests import GROW_FILE
@@ -28,11 +27,7 @@ from hpcdist.training.run.stop_requests import GROW_FILE
 LAYOUTS: dict[str, dict[str, Any]] = {
     "allreduce": {},
     "lars": {"optimizer.name": "lars"},
-    "delayed": {
-        "communication.delayed": "true",
-        "communication.overlap": "poll",
-        "communication.algorithm": "ring",
-    },
+    "delayed": {"communication.delayed": "true", "communication.overlap": "poll", "communication.algorithm": "ring"},
     "overlapped": {"communication.overlap": "thread"},
     "zero2 overlapped": {"parallel.strategy": "zero2", "communication.overlap": "thread"},
     "accumulated": {"parallel.microbatches": 2},
@@ -64,7 +59,7 @@ def losses(steps: dict[str, np.ndarray]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", DRAWN if EVERY else DRAWN[:2])
-def test_a_run_shrinks_and_goes_on(name: str, tmp_path: Path, text: Path, rng: np.random.Generator) -> None:
+def test_a_run_shrinks_and_goes_on(name, tmp_path, text, rng):
     precision = {} if "float16" in name else {"precision.mode": "float64"}
     keys = {**precision, "run.seed": int(rng.integers(1000)), **LAYOUTS[name]}
     calm = survive(4, tmp_path / "calm", text, keys)
@@ -77,9 +72,7 @@ def test_a_run_shrinks_and_goes_on(name: str, tmp_path: Path, text: Path, rng: n
 
 
 @pytest.mark.parametrize("name", DRAWN if EVERY else DRAWN[2:4])
-def test_spares_take_the_places_of_the_dead_to_the_bit(
-    name: str, tmp_path: Path, text: Path, rng: np.random.Generator
-) -> None:
+def test_spares_take_the_places_of_the_dead_to_the_bit(name, tmp_path, text, rng):
     keys = {"run.seed": int(rng.integers(1000)), **LAYOUTS[name]}
     calm = survive(4, tmp_path / "calm", text, keys)
     kills = [f"{rng.integers(4)}@{step}:{rng.choice(moments(name))}" for step in (2, 5, 8)]
@@ -88,9 +81,7 @@ def test_spares_take_the_places_of_the_dead_to_the_bit(
     np.testing.assert_array_equal(losses(found.steps), losses(calm.steps), err_msg=str(kills))
 
 
-def test_where_a_copy_is_lost_with_its_keeper_the_newest_checkpoint_serves(
-    tmp_path: Path, text: Path, rng: np.random.Generator, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_where_a_copy_is_lost_with_its_keeper_the_newest_checkpoint_serves(tmp_path, text, rng, capfd):
     keys = {"run.seed": int(rng.integers(1000)), "parallel.strategy": "zero1", "checkpoint.every_steps": 3}
     calm = survive(4, tmp_path / "calm", text, keys)
     kills = {"chaos.kill": ["1@5", "2@5"]}  # on nodes of their own, each rank keeps for the one before
@@ -99,10 +90,8 @@ def test_where_a_copy_is_lost_with_its_keeper_the_newest_checkpoint_serves(
     assert "from " + str(tmp_path / "killed" / "checkpoints" / "step-3") in capfd.readouterr().err
 
 
-def test_where_no_checkpoint_can_serve_it_does_not_begin_again(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def damaged(run_dir: Path, comm: Any) -> Path | None:
+def test_where_no_checkpoint_can_serve_it_does_not_begin_again(tmp_path, text, monkeypatch):
+    def damaged(run_dir, comm):
         for path in (run_dir / "checkpoints").glob("step-*/manifest.json") if comm.rank == 0 else ():
             path.write_text("{}")
         return newest_complete(run_dir, comm)
@@ -113,15 +102,13 @@ def test_where_no_checkpoint_can_serve_it_does_not_begin_again(
         survive(4, tmp_path / "run", text, keys, spares=2, ranks_per_node=1)
 
 
-def test_a_death_while_the_run_is_rebuilt_rebuilds_it_again(
-    tmp_path: Path, text: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_death_while_the_run_is_rebuilt_rebuilds_it_again(tmp_path, text, rng, monkeypatch):
     keys = {"run.seed": int(rng.integers(1000)), "parallel.strategy": "zero2"}
     calm = survive(4, tmp_path / "calm", text, keys)
     once = threading.Lock()  # one rank dies
     assemble = job.assemble
 
-    def fragile(session: Any, recipe: Any, origin: Any, *more: Any) -> Any:
+    def fragile(session, recipe, origin, *more):
         if origin is not None and session.comm.rank == 2 and once.acquire(blocking=False):
             raise RankDeath
         return assemble(session, recipe, origin, *more)
@@ -132,18 +119,14 @@ def test_a_death_while_the_run_is_rebuilt_rebuilds_it_again(
     np.testing.assert_array_equal(losses(found.steps), losses(calm.steps))
 
 
-def test_a_death_when_the_checkpoint_that_it_began_from_is_gone(
-    tmp_path: Path, text: Path, rng: np.random.Generator
-) -> None:
+def test_a_death_when_the_checkpoint_that_it_began_from_is_gone(tmp_path, text, rng):
     keys = {"run.seed": int(rng.integers(1000)), "checkpoint.every_steps": 1, "checkpoint.keep": 1}
     survive(3, tmp_path / "run", text, keys | {"run.steps": 2})
     found = survive(3, tmp_path / "run", text, keys | {"run.steps": 6, "chaos.kill": ["1@5"]}, resume="auto")
     assert losses(found.steps).size == 6 and found.steps["world"][-1] == 2
 
 
-def test_who_has_no_place_any_more_still_gives_what_it_remembers(
-    tmp_path: Path, text: Path, rng: np.random.Generator, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_who_has_no_place_any_more_still_gives_what_it_remembers(tmp_path, text, rng, capfd):
     pipeline = {"parallel.pipeline": 2, "parallel.microbatches": 2, "precision.mode": "float64"}
     keys = {"run.seed": int(rng.integers(1000)), **pipeline}
     calm = survive(4, tmp_path / "calm", text, keys)
@@ -154,14 +137,12 @@ def test_who_has_no_place_any_more_still_gives_what_it_remembers(
 
 
 @pytest.mark.parametrize(("wished", "ranks"), [(1, 3), (9, 4)])
-def test_spares_come_in_where_no_process_can_be_started(
-    wished: int, ranks: int, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def closed(team: Membership, change: MembershipChange, _: Any) -> MembershipChange:
+def test_spares_come_in_where_no_process_can_be_started(wished, ranks, tmp_path, text, monkeypatch):
+    def closed(team, change, _):
         team.close_up()
         return change
 
-    def asked(session: Any, recipe: Any, origin: Any, *more: Any) -> Any:
+    def asked(session, recipe, origin, *more):
         if origin is None:
             grow.write_text(f"{wished}\n")
         return assemble(session, recipe, origin, *more)
@@ -176,13 +157,13 @@ def test_spares_come_in_where_no_process_can_be_started(
     assert not grow.exists()
 
 
-def test_a_run_that_nobody_is_left_to_train_says_so(tmp_path: Path, text: Path) -> None:
+def test_a_run_that_nobody_is_left_to_train_says_so(tmp_path, text):
     keys = {"survival.least_ranks": 2, "chaos.kill": ["1@3"]}
     with pytest.raises(TooFewRanksError, match="survival.least_ranks = 2"):
         survive(2, tmp_path / "run", text, keys)
 
 
-def test_metrics_tell_of_the_lives(tmp_path: Path, text: Path) -> None:
+def test_metrics_tell_of_the_lives(tmp_path, text):
     found = survive(3, tmp_path / "run", text, {"chaos.kill": ["0@4:update"]})
     assert found.steps["session"].tolist() == [0] * 4 + [1] * 6
     assert found.steps["world"].tolist() == [3] * 4 + [2] * 6
@@ -198,13 +179,13 @@ def test_metrics_tell_of_the_lives(tmp_path: Path, text: Path) -> None:
         ({"parallel.strategy": "parameter_server", "parameter_server.transport": "rma"}, "transport"),
     ],
 )
-def test_what_cannot_be_survived_is_refused(keys: dict[str, str], said: str) -> None:
+def test_what_cannot_be_survived_is_refused(keys, said):
     recipe = recipe_of(keys)
     with pytest.raises(ConfigurationError, match=said):
         recipe.check_world(0, **{"--survive": "shrink", "--spares": 0})
 
 
-def test_nobody_knows_the_gpu_of_a_new_process() -> None:
+def test_nobody_knows_the_gpu_of_a_new_process():
     recipe = recipes.load(None, ["run.device=gpu"], {}).recipe
     recipe.check_world(0, **{"--survive": "replace", "--spares": 1})
     with pytest.raises(ConfigurationError, match="--spares"):
@@ -233,7 +214,7 @@ def test_nobody_knows_the_gpu_of_a_new_process() -> None:
         ({"parallel.strategy": "zero2", "zero.optimizer": 2, "zero.gradients": 2}, 3, (2, 1, 1)),
     ],
 )
-def test_a_layout_for_any_number_of_ranks(keys: dict[str, Any], ranks: int, expected: tuple[int, int, int]) -> None:
+def test_a_layout_for_any_number_of_ranks(keys, ranks, expected):
     recipe = recipe_of(keys)
     found = refit(recipe, ranks)
     assert found is not None
@@ -243,29 +224,29 @@ def test_a_layout_for_any_number_of_ranks(keys: dict[str, Any], ranks: int, expe
     assert found[0].run == recipe.run
 
 
-def test_no_layout_without_a_worker() -> None:
+def test_no_layout_without_a_worker():
     recipe = recipes.load(None, ["parallel.strategy=parameter_server", "parameter_server.servers=2"], {}).recipe
     assert refit(recipe, 2) is None
     assert refit(recipe, 3) is not None
 
 
 @pytest.mark.parametrize("environment", [{"HPCDIST_SURVIVE": "yes"}, {"HPCDIST_SPARES": "1"}, {"HPCDIST_SPARES": "-1"}])
-def test_a_mode_that_is_none_is_refused(environment: dict[str, str]) -> None:
+def test_a_mode_that_is_none_is_refused(environment):
     with pytest.raises(ConfigurationError, match="HPCDIST_S"):
         mode_of(environment)
 
 
-def test_the_mode_is_that_of_the_launcher() -> None:
+def test_the_mode_is_that_of_the_launcher():
     assert mode_of({}) == ("", 0)
     assert mode_of({"HPCDIST_SURVIVE": "replace", "HPCDIST_SPARES": "2"}) == ("replace", 2)
 
 
-def test_nothing_of_a_life_that_ended_is_kept(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_life_that_ended_is_kept(tmp_path, text, monkeypatch):
     mine = threading.local()
     assemble = job.assemble
     seen: list[int] = []
 
-    def watched(session: Any, recipe: Any, origin: Any, *more: Any) -> Any:
+    def watched(session, recipe, origin, *more):
         earlier = vars(mine).setdefault("trainers", [])
         seen.extend([0] * len(earlier))
         assert not any(one() is not None for one in earlier), "a trainer of a life that ended is referred to"
@@ -276,12 +257,12 @@ def test_nothing_of_a_life_that_ended_is_kept(tmp_path: Path, text: Path, monkey
     remembered: list[weakref.ref[Any]] = []
     recall, finish = elastic_job.recover_newest, job.TrainingJob.finish
 
-    def remembering(*arguments: Any) -> Any:
+    def remembering(*arguments):
         found = recall(*arguments)
         remembered.extend([weakref.ref(found)] if found is not None else [])
         return found
 
-    def finished(*arguments: Any) -> int:
+    def finished(*arguments):
         gc.collect()
         assert not any(one() is not None for one in remembered), "a state of before is referred to"
         return finish(*arguments)
@@ -294,12 +275,10 @@ def test_nothing_of_a_life_that_ended_is_kept(tmp_path: Path, text: Path, monkey
     assert seen and remembered, "nobody was rebuilt"
 
 
-def test_copies_at_rest_are_compared_with_their_digests(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_copies_at_rest_are_compared_with_their_digests(tmp_path, text, monkeypatch, capfd):
     keep = PartnerStore.keep
 
-    def damaging(self: PartnerStore, step: int, *of: Any) -> None:
+    def damaging(self, step, *of):
         keep(self, step, *of)
         if step == 4 and self.copies.rank == 1:
             self.copies.find(4, 1).data[5] ^= 1

@@ -4,7 +4,6 @@ import json
 import math
 import threading
 import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -258,8 +257,8 @@ def test_ranks_of_two_nodes_tell_what_training_consists_of(packages, tmp_path, r
     assert older["energy_j"] > again["energy_j"] and "an earlier start" in older["energy_activity_reason"]
 
 
-def test_seconds_of_activities_are_those_of_one_source() -> None:
-    def row(name: str, **seconds: float) -> dict[str, Any]:
+def test_seconds_of_activities_are_those_of_one_source():
+    def row(name, **seconds):
         told = {"joules": 10.0, "error_j": 1.0, "reason": None}
         return {
             "name": name,

@@ -17,7 +17,7 @@ def _plain(tokens: list[int], order: int) -> float:
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
 @pytest.mark.parametrize("scale", [1, 200, 100_000])
-def test_entropies_equal_counting(rng: np.random.Generator, dtype: str, scale: int) -> None:
+def test_entropies_equal_counting(rng, dtype, scale):
     if scale * 20 > np.iinfo(dtype).max and scale > 1:
         scale = np.iinfo(dtype).max // 20
     state = np.cumsum(rng.integers(0, 3, 3000)) % 20
@@ -27,14 +27,14 @@ def test_entropies_equal_counting(rng: np.random.Generator, dtype: str, scale: i
         assert got[name] == pytest.approx(_plain(tokens.tolist(), order), abs=1e-12)
 
 
-def test_entropies_of_known_texts() -> None:
+def test_entropies_of_known_texts():
     got = figures.conditional_entropies(np.tile(np.array([3, 200], np.uint8), 500))
     assert got["unigram"] == pytest.approx(math.log(2))
     assert got["bigram"] == got["trigram"] == 0.0
     assert figures.conditional_entropies(np.zeros(1, np.uint8)) == {"unigram": 0.0, "bigram": 0.0, "trigram": 0.0}
 
 
-def test_chunks_do_not_change_the_counts(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_do_not_change_the_counts(rng, monkeypatch):
     tokens = rng.integers(0, 9, 1000).astype(np.uint8)
     whole = figures.conditional_entropies(tokens)
     for size in (1, 2, 3, 7, 333, 999, 1000):
@@ -42,7 +42,7 @@ def test_chunks_do_not_change_the_counts(rng: np.random.Generator, monkeypatch: 
         assert figures.conditional_entropies(tokens) == pytest.approx(whole, abs=1e-12)
 
 
-def test_every_length_from_one_token_on(rng: np.random.Generator) -> None:
+def test_every_length_from_one_token_on(rng):
     for length in range(1, 12):
         tokens = rng.integers(5, 8, length).astype(np.uint8)
         got = figures.conditional_entropies(tokens)
@@ -50,7 +50,7 @@ def test_every_length_from_one_token_on(rng: np.random.Generator) -> None:
             assert got[name] == pytest.approx(_plain(tokens.tolist(), order) if length >= order else 0.0, abs=1e-12)
 
 
-def test_too_many_kinds_are_left_out(rng: np.random.Generator) -> None:
+def test_too_many_kinds_are_left_out(rng):
     tokens = rng.permutation(np.arange(6000)).astype(np.uint16)
     got = figures.conditional_entropies(tokens)
     assert got["unigram"] == pytest.approx(math.log(6000))
@@ -58,7 +58,7 @@ def test_too_many_kinds_are_left_out(rng: np.random.Generator) -> None:
     assert got["trigram"] is None
 
 
-def test_long_texts_are_sampled_evenly(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_sampled_evenly(rng, monkeypatch):
     monkeypatch.setattr(figures, "SAMPLE_TOKENS", 8000)
     monkeypatch.setattr(figures, "BLOCK_TOKENS", 1000)
     tokens = np.repeat(np.array([1, 2], np.uint8), 50_000)

@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ Settings = dict[str, object]
 
 
 @pytest.mark.parametrize("sizes", [(8, 8, 8, 8), (1, 3, 4, 24), (16, 16)])
-def test_equals_the_closed_form_of_gaussian_gradients(sizes: tuple[int, ...]) -> None:
+def test_equals_the_closed_form_of_gaussian_gradients(sizes):
     """Gradients are a true one and noise of a known covariance: no estimate is biased, however uneven the batches."""
     rng, steps, big = np.random.default_rng(7), 3000, sum(sizes)
     true, deviation = rng.standard_normal(30) * 0.3, np.linspace(0.2, 2.0, 30)
@@ -57,7 +56,7 @@ def test_equals_the_closed_form_of_gaussian_gradients(sizes: tuple[int, ...]) ->
     assert abs(together / (trace / gradient_squared) - 1) < 0.1 and abs(mean.noise_scale / together - 1) < 0.5
 
 
-def test_the_formulas_of_the_paper_in_its_own_form() -> None:
+def test_the_formulas_of_the_paper_in_its_own_form():
     small, big = (5.0, 4), (2.0, 32)  # |g|^2, samples
     found = estimate_noise(small[0], 1 / small[1], *big)
     assert found.gradient_squared == pytest.approx((32 * 2.0 - 4 * 5.0) / (32 - 4))
@@ -65,7 +64,7 @@ def test_the_formulas_of_the_paper_in_its_own_form() -> None:
     assert math.isnan(estimate_noise(50.0, 1 / 4, 2.0, 32).noise_scale)  # the gradient is below the error
 
 
-def test_numerator_and_denominator_are_averaged_apart_and_kept() -> None:
+def test_numerator_and_denominator_are_averaged_apart_and_kept():
     one, other = estimate_noise(5.0, 1 / 4, 2.0, 32), estimate_noise(90.0, 1 / 4, 3.0, 32)
     smoothed = SmoothedNoise()
     assert math.isnan(smoothed.mean.noise_scale)
@@ -180,7 +179,7 @@ def norms_alone(settings: Settings, parts: list[tuple[int, int]], step: int) -> 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_architecture_measures_the_norms_of_its_small_batches(layout: str, words: Settings) -> None:
+def test_every_architecture_measures_the_norms_of_its_small_batches(layout, words):
     ranks, keys, count = LAYOUTS[layout]
     settings = {**words, **keys, "run.noise_scale_every_steps": 2}
     found = trained(ranks, settings)
@@ -201,7 +200,7 @@ def test_every_architecture_measures_the_norms_of_its_small_batches(layout: str,
         assert rank.kept == pytest.approx(expected.state(), rel=50 * bound)
 
 
-def test_a_skipped_step_is_not_measured_and_a_scaled_one_is_as_it_would_be(words: Settings) -> None:
+def test_a_skipped_step_is_not_measured_and_a_scaled_one_is_as_it_would_be(words):
     plain = {**words, "precision.mode": "float32", "run.noise_scale_every_steps": 1, "run.steps": 2}
     scaled = {**plain, "precision.mode": "float16", "parallel.strategy": "zero1"}
     calm = trained(2, plain)[0]
@@ -216,7 +215,7 @@ def test_a_skipped_step_is_not_measured_and_a_scaled_one_is_as_it_would_be(words
 
 
 @pytest.mark.parametrize("layout", ["accumulated", "alone", "zero2", "a server"])
-def test_a_gpu_measures_what_the_cpu_does(gpu: ModuleType, layout: str, words: Settings) -> None:
+def test_a_gpu_measures_what_the_cpu_does(gpu, layout, words):
     ranks, keys, _ = LAYOUTS[layout]
     settings = {**words, **keys, "run.noise_scale_every_steps": 2}
     host, there = trained(ranks, settings), trained(ranks, {**settings, "run.device": "gpu"})
@@ -225,14 +224,14 @@ def test_a_gpu_measures_what_the_cpu_does(gpu: ModuleType, layout: str, words: S
         assert theirs.kept == pytest.approx(mine.kept, rel=1e-9)
 
 
-def test_a_step_that_is_computed_again_is_measured_once(words: Settings) -> None:
+def test_a_step_that_is_computed_again_is_measured_once(words):
     keys = {**words, "run.noise_scale_every_steps": 1}
     once, twice = trained(2, keys)[0], trained(2, {**keys, "run.recompute_every_steps": 1})[0]
     assert [step.measured.tolist() for step in once.steps] == [step.measured.tolist() for step in twice.steps]
     assert once.kept == twice.kept
 
 
-def test_the_table_the_summary_and_the_report_have_it(tmp_path: Path) -> None:
+def test_the_table_the_summary_and_the_report_have_it(tmp_path):
     path = tmp_path / "metrics.h5"
     with MetricsWriter(path, 1) as writer:
         row = dict(loss=1.0, learning_rate=0.1, tokens=8)
@@ -269,24 +268,18 @@ REFUSED = [
     ({**EACH, "parallel.tensor": 2, "parallel.sequence_parallel": "true"}, "parallel.sequence_parallel = true"),
     ({**EACH, "parallel.data": 1}, "with 1 data rank: its gradient is that of the whole batch"),
     (
-        {
-            **EACH,
-            "parallel.data": 1,
-            "parallel.pipeline": 2,
-            "parallel.microbatches": 4,
-            "model.tied": "true",
-        },
+        {**EACH, "parallel.data": 1, "parallel.pipeline": 2, "parallel.microbatches": 4, "model.tied": "true"},
         "the gradient of the tied tensor is whole once a step",
     ),
 ]
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_has_no_two_batch_sizes_is_refused(settings: Settings, message: str) -> None:
+def test_what_has_no_two_batch_sizes_is_refused(settings, message):
     refused(settings, message)
 
 
-def test_a_world_of_one_is_refused_and_what_is_left_of_a_job_goes_on_without(words: Settings) -> None:
+def test_a_world_of_one_is_refused_and_what_is_left_of_a_job_goes_on_without(words):
     with pytest.raises(ConfigurationError, match="use 2 data ranks or more, or parallel.microbatches of 2 or more"):
         assembled(solo(), {**words, **EACH})
     recipe = recipes.load(None, ["run.noise_scale_every_steps=1"], {}).recipe
@@ -294,7 +287,7 @@ def test_a_world_of_one_is_refused_and_what_is_left_of_a_job_goes_on_without(wor
     assert [(fit[0].run.noise_scale_every_steps, fit[1]) for fit in found if fit] == [(1, 3), (0, 1)]
 
 
-def test_a_backward_that_mixes_micro_batches_is_refused_where_the_first_counts(words: Settings) -> None:
+def test_a_backward_that_mixes_micro_batches_is_refused_where_the_first_counts(words):
     keys = {**words, **EACH, "parallel.pipeline": 2, "parallel.microbatches": 5, "parallel.schedule": "zb-h2"}
     for rank in run_threads(2, lambda comm: _refusal(comm, {**keys, "model.tied": "false"})):
         assert "its schedule computes BACKWARD_INPUT(" in rank and "choose another parallel.schedule" in rank

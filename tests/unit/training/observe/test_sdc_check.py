@@ -33,10 +33,7 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
     "logical shards": (2, {"communication.algorithm": "auto", "run.logical_shards": 4, "run.global_batch": 8}),
     "zero2": (2, {**RING, "parallel.strategy": "zero2", "parallel.microbatches": 2}),
     "zero3": (3, {**RING, "parallel.strategy": "zero3", "parallel.microbatches": 2}),
-    "zero3 ahead": (
-        2,
-        {**RING, "parallel.strategy": "zero3", "communication.overlap": "thread", "zero.prefetch": 2},
-    ),
+    "zero3 ahead": (2, {**RING, "parallel.strategy": "zero3", "communication.overlap": "thread", "zero.prefetch": 2}),
     "zero3 offloaded": (
         2,
         {**RING, "parallel.strategy": "zero3", "zero.offload_parameters": "file", "zero.offload_optimizer": "file"},
@@ -82,7 +79,7 @@ def trained(ranks: int, settings: Settings, run: Path, between: Callable[[Traine
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_flipped_bit_is_found_and_leaves_the_bits_of_a_calm_run(layout: str, text: Settings, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_and_leaves_the_bits_of_a_calm_run(layout, text, tmp_path):
     ranks, keys = LAYOUTS[layout]
     settings = {**text, "optimizer.clip_norm": 0, **keys}
     if "offloaded" not in layout:
@@ -99,7 +96,7 @@ def test_a_flipped_bit_is_found_and_leaves_the_bits_of_a_calm_run(layout: str, t
         )
 
 
-def test_an_overflow_that_does_not_repeat_is_suspicious(text: Settings, tmp_path: Path) -> None:
+def test_an_overflow_that_does_not_repeat_is_suspicious(text, tmp_path):
     settings = {**text, **RING}
     settings.pop("zero.offload_directory")
     calm = trained(2, settings, tmp_path)
@@ -110,12 +107,10 @@ def test_an_overflow_that_does_not_repeat_is_suspicious(text: Settings, tmp_path
     assert again[2].suspicion == "gradient norm inf" and again[2].ranks == (0,)
 
 
-def test_unusual_data_is_computed_again_to_the_same_bits(
-    text: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusual_data_is_computed_again_to_the_same_bits(text, tmp_path, monkeypatch):
     monkeypatch.setattr(sdc_check, "LEAST_STEPS", 1)
 
-    def between(trainer: Trainer) -> None:
+    def between(trainer):
         step = trainer.executor.run
 
         def run(operations, batches, samples, number, *rest):  # the third step has a tenth of its samples
@@ -143,7 +138,7 @@ def failure(settings: Settings, tmp_path: Path, between: Callable[[Trainer], Non
     return run_threads(3, body)
 
 
-def test_a_rank_that_errs_twice_in_a_row_stops_the_run(text: Settings, tmp_path: Path) -> None:
+def test_a_rank_that_errs_twice_in_a_row_stops_the_run(text, tmp_path):
     text.pop("zero.offload_directory")
     for said in failure({**text, "chaos.corrupt": "['2@2', '2@3']"}, tmp_path):
         assert said.startswith(f"step 3: rank 2 on {socket.gethostname()} computed other bits of the same step twice")
@@ -151,14 +146,14 @@ def test_a_rank_that_errs_twice_in_a_row_stops_the_run(text: Settings, tmp_path:
     assert [step.ranks for step in apart[2][1]] == [(), (0,), (1,), ()]
 
 
-def test_a_rank_that_errs_each_time_stops_the_run(text: Settings, tmp_path: Path) -> None:
+def test_a_rank_that_errs_each_time_stops_the_run(text, tmp_path):
     text.pop("zero.offload_directory")
     drifts = np.random.default_rng(1)
 
-    def between(trainer: Trainer) -> None:
+    def between(trainer):
         handlers = trainer.executor._handlers
 
-        def backward(op: Operation) -> None:
+        def backward(op):
             handlers[Kind.BACKWARD](op)
             if trainer.comm.rank == 1 and trainer.executor.number == 2:
                 trainer.executor.gradients_in(trainer.exchange.context.part)[0] += drifts.random()
@@ -182,7 +177,7 @@ def damages(trainer: Trainer, times: int) -> None:
     trainer.exchange.handlers = {**trainer.exchange.handlers, Kind.REDUCE: reduced}
 
 
-def test_a_fault_of_the_exchange_is_nobodys_own(text: Settings, tmp_path: Path) -> None:
+def test_a_fault_of_the_exchange_is_nobodys_own(text, tmp_path):
     text.pop("zero.offload_directory")
     calm = trained(3, {**text, **RING}, tmp_path)
     between = partial(damages, times=1)
@@ -207,5 +202,5 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_cannot_be_computed_again_is_refused(settings: Settings, message: str) -> None:
+def test_what_cannot_be_computed_again_is_refused(settings, message):
     refused(settings, message)

@@ -51,7 +51,7 @@ def positions(clock: Clock, shifted: StepShifter, step_s: float, steps: int) -> 
 
 
 @pytest.mark.parametrize("step_s", [0.05, 0.1, 0.2, 0.5])
-def test_steps_in_step_with_the_sensor_begin_everywhere_in_its_period(clock: Clock, step_s: float) -> None:
+def test_steps_in_step_with_the_sensor_begin_everywhere_in_its_period(clock, step_s):
     kept = Kept()
     found = positions(clock, StepShifter(lambda: PART, kept), step_s, 10 * SHIFTED_STEPS)
     counts, _ = np.histogram(found, 8, (0, 1))
@@ -60,18 +60,18 @@ def test_steps_in_step_with_the_sensor_begin_everywhere_in_its_period(clock: Clo
     assert len(kept.rows) == len(clock.slept_s) and {row[:2] for row in kept.rows} == {("other", "shift")}
 
 
-def test_steps_that_drift_by_themselves_hardly_wait(clock: Clock) -> None:
+def test_steps_that_drift_by_themselves_hardly_wait(clock):
     positions(clock, StepShifter(lambda: PART, Kept()), 0.1 * math.e, 10 * SHIFTED_STEPS)
     assert sum(clock.slept_s) <= 10 * (0.1 + 0.0125)
 
 
 @pytest.mark.parametrize("sensor", [None, PowerSensor(0.1, 0.1)])
-def test_where_no_sensor_looks_part_of_the_time_nobody_waits(clock: Clock, sensor: PowerSensor | None) -> None:
+def test_where_no_sensor_looks_part_of_the_time_nobody_waits(clock, sensor):
     positions(clock, StepShifter(lambda: sensor, Kept()), 0.1, 2 * SHIFTED_STEPS)
     assert clock.slept_s == []
 
 
-def test_a_sensor_that_is_found_later_counts_from_then_on(clock: Clock) -> None:
+def test_a_sensor_that_is_found_later_counts_from_then_on(clock):
     known: list[PowerSensor | None] = [None, PART]
     shifted = StepShifter(lambda: known.pop(0), Kept())
     positions(clock, shifted, 0.1, SHIFTED_STEPS)

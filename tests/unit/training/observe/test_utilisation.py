@@ -34,7 +34,7 @@ def told(settings: dict[str, object], ranks: int, speed: float = SPEED) -> tuple
     return found[0][0], found[0][1:]
 
 
-def test_the_share_is_that_of_all_ranks(words: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_share_is_that_of_all_ranks(words, monkeypatch):
     monkeypatch.setattr(figures, "matmul_flops_per_s", lambda dtype, on, seconds: PEAK)
     found, (numbers, inputs) = told(words, 3)
     assert found["flops_per_sample"] == numbers.flops
@@ -45,18 +45,18 @@ def test_the_share_is_that_of_all_ranks(words: dict[str, object], monkeypatch: p
     assert f"{found['mfu']:.1%}" in line
 
 
-def test_a_server_is_no_peak(words: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_is_no_peak(words, monkeypatch):
     monkeypatch.setattr(figures, "matmul_flops_per_s", lambda dtype, on, seconds: PEAK)
     served = words | {"parallel.strategy": "parameter_server", "parameter_server.servers": 1}
     assert told(served, 3)[0]["peak_flops_per_s"] == 2 * PEAK
 
 
-def test_what_is_not_known_is_told_with_the_reason(words: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_known_is_told_with_the_reason(words, monkeypatch):
     slow = told(words, 1, speed=math.nan)[0]
     assert (slow["flops_per_s"], slow["mfu"], slow["mfu_reason"]) == (None, None, "no step")
     assert slow["flops_per_sample"] > 0 and describe_utilisation(slow) == []
 
-    def full(*_: Any) -> float:
+    def full(*_):
         raise MemoryError
 
     monkeypatch.setattr(figures, "matmul_flops_per_s", full)
@@ -65,24 +65,24 @@ def test_what_is_not_known_is_told_with_the_reason(words: dict[str, object], mon
     assert NO_MEMORY_FOR_PEAK in describe_utilisation(found)[0]
 
 
-def test_a_peak_is_that_of_the_fastest_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peak_is_that_of_the_fastest_product(monkeypatch):
     seconds = iter([9.0, 0.5, 0.25, 1.0])  # the first touches memory, and does not count
     monkeypatch.setattr(matmul_peak.MatrixProduct, "run", lambda self: next(seconds))
     assert matmul_peak.matmul_flops_per_s(np.dtype(np.float32), seconds=0.0, side=16) == 2 * 16**3 / 0.25
 
 
-def test_a_product_is_that_of_its_matrices() -> None:
+def test_a_product_is_that_of_its_matrices():
     product = matmul_peak.MatrixProduct(np.dtype(np.float64), side=20)
     assert product.run() > 0 and product.flops == 2 * 20**3
     np.testing.assert_allclose(product._into, product._a @ product._b, rtol=1e-12)
 
 
 @pytest.mark.parametrize("side", [1, 64, 150])
-def test_few_numbers_of_a_product_are_drawn_on_the_host(side: int, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_numbers_of_a_product_are_drawn_on_the_host(side, gpu, monkeypatch):
     """They are copied to the GPU, and there repeated until the matrix is full."""
     placed, place = [], matmul_peak.backend.place
 
-    def watched(array: Any, on: str) -> Any:
+    def watched(array, on):
         placed.append(array.shape)
         return place(array, on)
 
@@ -98,13 +98,13 @@ def test_few_numbers_of_a_product_are_drawn_on_the_host(side: int, gpu: Any, mon
     np.testing.assert_allclose(to_host(product._into), a @ b, rtol=1e-4, atol=1e-4)
 
 
-def test_a_blas_tells_its_kernels_and_what_it_was_told() -> None:
+def test_a_blas_tells_its_kernels_and_what_it_was_told():
     told = matmul_peak.blas({"OPENBLAS_CORETYPE": "Haswell", "PATH": "/bin", "OMP_NUM_THREADS": "1"})
     assert told.endswith("OMP_NUM_THREADS=1, OPENBLAS_CORETYPE=Haswell") and "PATH" not in told
     if matmul_peak._bundled():
         assert told.startswith("kernels ") and len(told.split(",")[0]) > len("kernels ")
 
 
-def test_a_blas_that_says_nothing_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blas_that_says_nothing_is_not_known(monkeypatch):
     monkeypatch.setattr(matmul_peak, "_bundled", list)
     assert matmul_peak.blas({"PATH": "/bin"}) == "not known"

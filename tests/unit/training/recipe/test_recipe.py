@@ -24,14 +24,14 @@ def home(tmp_path: Path) -> dict[str, str]:
     return {"HOME": str(tmp_path / "home")}
 
 
-def test_without_anything_the_recipe_is_the_default(home: dict[str, str]) -> None:
+def test_without_anything_the_recipe_is_the_default(home):
     resolved = recipes.load(environment=home)
     assert resolved.recipe == Recipe()
     assert set(resolved.origin.values()) == {"default"}
     assert list(resolved.origin) == list(recipes.flat(Recipe()))
 
 
-def test_precedence_and_origins(home: dict[str, str], tmp_path: Path) -> None:
+def test_precedence_and_origins(home, tmp_path):
     site, recipe = tmp_path / "site.toml", tmp_path / "recipe.toml"
     user = Path(home["HOME"]) / ".config" / "hpcdist" / "config.toml"
     user.parent.mkdir(parents=True)
@@ -54,19 +54,19 @@ def test_precedence_and_origins(home: dict[str, str], tmp_path: Path) -> None:
     assert resolved.origin["run.device"] == "default"
 
 
-def test_xdg_config_home_names_the_user_file(tmp_path: Path) -> None:
+def test_xdg_config_home_names_the_user_file(tmp_path):
     (tmp_path / "hpcdist").mkdir()
     (tmp_path / "hpcdist" / "config.toml").write_text("run.seed = 9")
     assert recipes.load(environment={"XDG_CONFIG_HOME": str(tmp_path)}).recipe.run.seed == 9
 
 
-def test_a_users_file_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
+def test_a_users_file_that_cannot_be_read_is_not_passed_over(tmp_path):
     (tmp_path / "hpcdist" / "config.toml").mkdir(parents=True)
     with pytest.raises(StorageError, match="user file .* cannot be read"):
         recipes.load(environment={"XDG_CONFIG_HOME": str(tmp_path)})
 
 
-def test_a_stored_recipe_is_all_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stored_recipe_is_all_that_counts(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCDIST_SET__RUN__SEED", "5")
     recipe = recipes.load(None, ["data.path=text.txt", "run.steps=3"]).recipe
     assert recipe.run.seed == 5
@@ -76,9 +76,7 @@ def test_a_stored_recipe_is_all_that_counts(tmp_path: Path, monkeypatch: pytest.
     assert recipes.load_stored("recipe.toml") == recipe
 
 
-def test_a_relative_path_counts_from_the_file_that_has_it(
-    home: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_path_counts_from_the_file_that_has_it(home, tmp_path, monkeypatch):
     states = 'zero.offload_optimizer = "file"\nzero.offload_directory = "states"\nparallel.strategy = "zero1"'
     (tmp_path / "recipe.toml").write_text(f'data.path = "text.txt"\n{states}')
     monkeypatch.chdir("/")
@@ -102,13 +100,13 @@ def test_a_relative_path_counts_from_the_file_that_has_it(
         ("data.path=/a=b c", "data.path", "/a=b c"),
     ],
 )
-def test_overrides_are_read_by_the_type_of_their_key(home: dict[str, str], text: str, key: str, value: object) -> None:
+def test_overrides_are_read_by_the_type_of_their_key(home, text, key, value):
     got = recipes.flat(recipes.load(None, [text], home).recipe)[key]
     assert got == value
     assert type(got) is type(value)
 
 
-def test_a_whole_number_in_toml_is_a_number(home: dict[str, str], tmp_path: Path) -> None:
+def test_a_whole_number_in_toml_is_a_number(home, tmp_path):
     (tmp_path / "recipe.toml").write_text("[optimizer]\nlearning_rate = 1\n")
     rate = recipes.load(tmp_path / "recipe.toml", environment=home).recipe.optimizer.learning_rate
     assert rate == 1.0
@@ -129,9 +127,7 @@ def test_a_whole_number_in_toml_is_a_number(home: dict[str, str], tmp_path: Path
         ("[xyzzy]\nfoo = 3", "xyzzy.foo", "sections are: model, data,"),
     ],
 )
-def test_unknown_keys_are_refused_with_path_and_nearest(
-    home: dict[str, str], tmp_path: Path, text: str, key: str, nearest: str
-) -> None:
+def test_unknown_keys_are_refused_with_path_and_nearest(home, tmp_path, text, key, nearest):
     path = tmp_path / "recipe.toml"
     path.write_text(text)
     with pytest.raises(ConfigurationError) as refused:
@@ -140,7 +136,7 @@ def test_unknown_keys_are_refused_with_path_and_nearest(
     assert nearest in str(refused.value)
 
 
-def test_unknown_keys_of_the_environment_name_their_variable(home: dict[str, str]) -> None:
+def test_unknown_keys_of_the_environment_name_their_variable(home):
     with pytest.raises(ConfigurationError, match=r"'run\.stepz' in environment variable HPCDIST_SET__RUN__STEPZ"):
         recipes.load(environment=home | {"HPCDIST_SET__RUN__STEPZ": "3"})
 
@@ -161,7 +157,7 @@ def test_unknown_keys_of_the_environment_name_their_variable(home: dict[str, str
         ("[run\nsteps = 3", r"recipe\.toml is not valid TOML: .*line 1"),
     ],
 )
-def test_wrong_types_name_the_key(home: dict[str, str], tmp_path: Path, text: str, message: str) -> None:
+def test_wrong_types_name_the_key(home, tmp_path, text, message):
     (tmp_path / "recipe.toml").write_text(text)
     with pytest.raises(ConfigurationError, match=message):
         recipes.load(tmp_path / "recipe.toml", environment=home)
@@ -170,23 +166,18 @@ def test_wrong_types_name_the_key(home: dict[str, str], tmp_path: Path, text: st
 @pytest.mark.parametrize(
     "text", ["run.steps=1.5", "run.steps=", "run.steps=0x", "model.tied=1", "data.context=2\nrun.steps=3"]
 )
-def test_wrong_types_of_overrides(home: dict[str, str], text: str) -> None:
+def test_wrong_types_of_overrides(home, text):
     with pytest.raises(ConfigurationError, match=r"in --set has the wrong type: .*, such as ['0-9a-z]"):
         recipes.load(None, [text], home)
 
 
-def test_an_override_without_a_value_is_a_wrong_call(home: dict[str, str]) -> None:
+def test_an_override_without_a_value_is_a_wrong_call(home):
     with pytest.raises(UsageError, match=r"--set run\.steps: expected KEY=VALUE"):
         recipes.load(None, ["run.steps"], home)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "parallel.context=2",
-    ],
-)
-def test_what_is_not_built_is_refused(home: dict[str, str], text: str) -> None:
+@pytest.mark.parametrize("text", ["parallel.context=2"])
+def test_what_is_not_built_is_refused(home, text):
     with pytest.raises(ConfigurationError, match="not built in this version") as refused:
         recipes.load(None, [text], home)
     assert refused.value.exit_code == errors.CONFIGURATION == 78
@@ -223,14 +214,14 @@ def test_what_is_not_built_is_refused(home: dict[str, str], text: str) -> None:
         "optimizer.learning_rate=-1",
     ],
 )
-def test_values_that_cannot_be_run_name_key_and_origin(home: dict[str, str], text: str) -> None:
+def test_values_that_cannot_be_run_name_key_and_origin(home, text):
     key = text.partition("=")[0]
     with pytest.raises(ConfigurationError, match=key.replace(".", r"\.")) as refused:
         recipes.load(None, [text], home)
     assert f"{key} is from --set" in str(refused.value)
 
 
-def test_fewer_samples_than_data_ranks(home: dict[str, str]) -> None:
+def test_fewer_samples_than_data_ranks(home):
     with pytest.raises(ConfigurationError, match=r"run\.global_batch = 3 with 4 data ranks: each needs"):
         recipes.load(None, ["run.global_batch=3", "parallel.data=4"], home)
     recipe = Recipe(run=RunConfig(global_batch=3))
@@ -241,7 +232,7 @@ def test_fewer_samples_than_data_ranks(home: dict[str, str]) -> None:
         Recipe(run=RunConfig(global_batch=3), parallel=ParallelConfig(data=4))
 
 
-def test_files_that_cannot_be_read(home: dict[str, str], tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(home, tmp_path):
     with pytest.raises(StorageError, match="there is no such file"):
         recipes.load(tmp_path / "none.toml", environment=home)
     with pytest.raises(StorageError, match="site profile .*there is no such file"):
@@ -259,7 +250,7 @@ def test_files_that_cannot_be_read(home: dict[str, str], tmp_path: Path) -> None
     fraction=st.floats(0, 0.5),
     every=st.floats(0, allow_infinity=False),
 )
-def test_a_dump_reads_back_as_it_was(path: str, seed: int, fraction: float, every: float) -> None:
+def test_a_dump_reads_back_as_it_was(path, seed, fraction, every):
     run = RunConfig(seed=seed, log_every_s=every)
     recipe = Recipe(data=DataConfig(path=path, validation_fraction=fraction), run=run)
     tree = tomllib.loads(recipes.dump(recipe))
@@ -272,22 +263,22 @@ def test_a_dump_reads_back_as_it_was(path: str, seed: int, fraction: float, ever
 
 
 @given(st.one_of(st.booleans(), st.integers(), st.floats(), st.text(st.characters(exclude_categories=["Cs"]))))
-def test_toml_of_any_value(value: bool | int | float | str) -> None:
+def test_toml_of_any_value(value):
     got = tomllib.loads(f"value = {toml_value(value)}")["value"]
     assert type(got) is type(value)
     assert got == value or (math.isnan(got) and math.isnan(value))
 
 
-def test_text_that_is_no_unicode_is_refused() -> None:
+def test_text_that_is_no_unicode_is_refused():
     with pytest.raises(ConfigurationError, match="not valid Unicode"):
         recipes.dump(Recipe(data=DataConfig(path="/\udce9")))
 
 
-def test_every_value_is_part_of_the_digest() -> None:
+def test_every_value_is_part_of_the_digest():
     assert recipes.digest(Recipe()) != recipes.digest(Recipe(run=RunConfig(seed=1)))
 
 
-def test_reading_a_recipe_imports_nothing_heavy() -> None:
+def test_reading_a_recipe_imports_nothing_heavy():
     program = (
         "import sys; from hpcdist.training.recipe import recipe; recipe.load();"
         "print([name for name in ('numpy', 'mpi4py', 'numba', 'h5py', 'cupy', 'matplotlib') if name in sys.modules])"
@@ -313,12 +304,7 @@ def test_reading_a_recipe_imports_nothing_heavy() -> None:
         (["parallel.pipeline=2", "parallel.schedule=file"], "the schedule 'file' needs one"),
         (["parallel.pipeline=2", "parallel.schedule_file=a.txt"], "no other reads it"),
         (
-            [
-                "parallel.pipeline=2",
-                "parallel.schedule=zb-h1",
-                "parallel.microbatches=4",
-                "parallel.recompute=true",
-            ],
+            ["parallel.pipeline=2", "parallel.schedule=zb-h1", "parallel.microbatches=4", "parallel.recompute=true"],
             "stays in memory until it is computed",
         ),
         (["zero.keep_gradients=true", "parallel.strategy=zero1"], "no gradients are cut"),
@@ -334,12 +320,12 @@ def test_reading_a_recipe_imports_nothing_heavy() -> None:
         (["parallel.pipeline=0"], "must be at least 1"),
     ],
 )
-def test_layouts_that_make_no_sense_are_refused(home: dict[str, str], texts: list[str], message: str) -> None:
+def test_layouts_that_make_no_sense_are_refused(home, texts, message):
     with pytest.raises(ConfigurationError, match=message):
         recipes.load(None, texts, home)
 
 
-def test_the_schedule_follows_the_pipeline(home: dict[str, str]) -> None:
+def test_the_schedule_follows_the_pipeline(home):
     assert recipes.load(None, [], home).recipe.parallel.order == "sequential"
     assert recipes.load(None, ["parallel.pipeline=2"], home).recipe.parallel.order == "1f1b"
     assert recipes.load(None, ["parallel.pipeline=2", "parallel.schedule=gpipe"], home).recipe.parallel.order == "gpipe"

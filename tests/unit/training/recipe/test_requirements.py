@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -28,18 +27,18 @@ def none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_each_key_names_its_package(key: str, none_is_installed: None) -> None:
+def test_each_key_names_its_package(key, none_is_installed):
     (line,) = requirements.missing_packages(recipes.load(None, [key]).recipe)
     name, value = key.split("=", 1)
     assert line.startswith(f"{name} = {value} needs the module {KEYS[key]}, which {sys.executable} does not have")
     assert "pip install 'hpcdist[" in line
 
 
-def test_the_default_recipe_needs_none(none_is_installed: None) -> None:
+def test_the_default_recipe_needs_none(none_is_installed):
     assert requirements.missing_packages(recipes.load(None, []).recipe) == []
 
 
-def test_the_file_of_a_model_is_read_and_not_run(tmp_path: Path) -> None:
+def test_the_file_of_a_model_is_read_and_not_run(tmp_path):
     """What it imports in any case is needed, but for modules beside it."""
     (tmp_path / "beside.py").touch()
     (tmp_path / "model.py").write_text(
@@ -65,7 +64,7 @@ def test_the_file_of_a_model_is_read_and_not_run(tmp_path: Path) -> None:
     assert "needs the module not_there," in line
 
 
-def test_the_doctor_says_what_the_ranks_lack(tmp_path: Path, none_is_installed: None) -> None:
+def test_the_doctor_says_what_the_ranks_lack(tmp_path, none_is_installed):
     path = tmp_path / "job.toml"
     path.write_text(recipes.dump(recipes.load(None, ["telemetry.nvtx=true"]).recipe))
     found = job._packages(path)

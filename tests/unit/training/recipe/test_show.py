@@ -25,11 +25,11 @@ def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return run
 
 
-def test_show_prints_the_recipe(invoke) -> None:
+def test_show_prints_the_recipe(invoke):
     assert invoke() == recipes.dump(Recipe())
 
 
-def test_show_with_origins_is_still_toml(invoke, tmp_path: Path) -> None:
+def test_show_with_origins_is_still_toml(invoke, tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text('[run]\nsteps = 5\n[data]\npath = "a = b"\n')
     shown = invoke(str(path), "--set", "run.seed=4", "--origin")
@@ -43,7 +43,7 @@ def test_show_with_origins_is_still_toml(invoke, tmp_path: Path) -> None:
     assert places["path"] == f"recipe {path}"
 
 
-def test_show_as_json(invoke) -> None:
+def test_show_as_json(invoke):
     shown = json.loads(invoke("--json", "--set", "run.seed=4"))
     assert shown["recipe"]["run.seed"] == 4
     assert shown["origin"]["run.seed"] == "--set"

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -96,7 +95,7 @@ def serve_until(loop: Watched, ready: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
-def test_loops_follow_from_the_architecture(text: dict[str, object]) -> None:
+def test_loops_follow_from_the_architecture(text):
     for name in ("allreduce", "zero1", "zero3"):
         settings = {**text, "parallel.strategy": name, "parameter_server.consistency": "bsp"}
         assert run_threads(1, lambda comm, settings=settings: loop_class(assembled(comm, settings))) == [TrainingLoop]
@@ -106,9 +105,7 @@ def test_loops_follow_from_the_architecture(text: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
-def test_no_worker_waits_for_another_though_rows_are_always_due(
-    placement: str, slow: int, text: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_worker_waits_for_another_though_rows_are_always_due(placement, slow, text, tmp_path, monkeypatch):
     """The quick one makes all its steps during the third of the slow one; rows are written without any meeting."""
     monkeypatch.setattr(metrics, "FLUSH_EVERY_S", 0.0)
     quick_is_done = threading.Event()
@@ -116,25 +113,25 @@ def test_no_worker_waits_for_another_though_rows_are_always_due(
     written: list[int] = []
     append = MetricsWriter.append
 
-    def noted(writer: MetricsWriter, **row: Any) -> None:
+    def noted(writer, **row):
         written.append(row["step"])
         append(writer, **row)
 
     monkeypatch.setattr(MetricsWriter, "append", noted)
 
-    def before(loop: Watched, step: int) -> None:
+    def before(loop, step):
         if loop.trainer.comm.rank == slow and step == 3:
             serve_until(loop, quick_is_done.is_set)
         if loop.trainer.comm.rank == slow and step == STEPS:
             # Rank 0 writes what has come, be it at work or done with it.
             serve_until(loop, lambda: loop.metrics.serve() or len(written) >= 5)
 
-    def after(loop: Watched, step: int) -> None:
+    def after(loop, step):
         meetings_at_steps.append(loop.held)
         if loop.trainer.comm.rank != slow and step == STEPS:
             quick_is_done.set()
 
-    def body(comm: Communicator) -> tuple[int, int]:
+    def body(comm):
         loop = loop_on(comm, {**text, "parameter_server.placement": placement}, tmp_path, before, after)
         return loop.run().done, loop.held
 
@@ -147,15 +144,15 @@ def test_no_worker_waits_for_another_though_rows_are_always_due(
     assert (rows["compute_s"][:, :2] > 0).all() and np.isnan(rows["compute_s"][:, 2:]).all()
 
 
-def test_rows_of_many_steps_come_in_short_messages_and_in_order(text: dict[str, object], tmp_path: Path) -> None:
+def test_rows_of_many_steps_come_in_short_messages_and_in_order(text, tmp_path):
     """Worker 1 is ahead, then behind; rank 2 has no steps. What is written are the steps of both, with their mean."""
     ends = [(3 * ROWS_PER_MESSAGE, 2 * ROWS_PER_MESSAGE + 5), (3 * ROWS_PER_MESSAGE + 1, 4 * ROWS_PER_MESSAGE)]
     size = 3
 
-    def row(rank: int, step: int) -> list[float]:
+    def row(rank, step):
         return [float(100 * step + 10 * rank + column) for column in range(len(PER_RANK))]
 
-    def body(comm: Communicator) -> int:
+    def body(comm):
         trainer = assembled(comm, text)
         streaming = EventPublisher(session_of(comm), trainer, OperationTiming(), tmp_path, print, None)
         energy = EnergyRecorder(comm, trainer.recipe, None)
@@ -186,13 +183,11 @@ def test_rows_of_many_steps_come_in_short_messages_and_in_order(text: dict[str, 
         assert found[name][:, :2].tolist() == wanted and np.isnan(found[name][:, 2]).all()
 
 
-def test_rows_far_ahead_of_the_slowest_do_not_wait_for_it(
-    text: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_far_ahead_of_the_slowest_do_not_wait_for_it(text, tmp_path, monkeypatch):
     """Beyond `LEAD` there are the rows of the slower workers only: what rank 0 holds has a bound."""
     monkeypatch.setattr("hpcdist.training.observe.metrics.MOST_LEAD_STEPS", 5)
 
-    def body(comm: Communicator) -> int:
+    def body(comm):
         trainer = assembled(comm, text)
         streaming = EventPublisher(session_of(comm), trainer, OperationTiming(), tmp_path, print, None)
         rows = AsyncRunMetrics(
@@ -214,12 +209,12 @@ def test_rows_far_ahead_of_the_slowest_do_not_wait_for_it(
     assert np.isnan(found["step_s"][5:, 1]).all() and np.isfinite(found["step_s"][:, 0]).all()
 
 
-def test_a_stop_needs_one_meeting(text: dict[str, object], tmp_path: Path) -> None:
-    def after(loop: Watched, step: int) -> None:
+def test_a_stop_needs_one_meeting(text, tmp_path):
+    def after(loop, step):
         if loop.trainer.comm.rank == 1 and step == 4:
             loop.stop_requests._wanted[StopReason.REQUEUE] = 1
 
-    def body(comm: Communicator) -> tuple[int, int, StopReason | None]:
+    def body(comm):
         loop = loop_on(comm, {**text, "run.steps": 10_000}, tmp_path, after=after)
         outcome = loop.run()
         return loop.held, outcome.done, outcome.stop_request
@@ -232,12 +227,10 @@ def test_a_stop_needs_one_meeting(text: dict[str, object], tmp_path: Path) -> No
 
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
 @pytest.mark.parametrize("clocks", [[STEPS, 4], [STEPS, STEPS]], ids=["one is done", "all are done"])
-def test_a_start_is_summarised_by_the_steps_of_each_worker(
-    clocks: list[int], placement: str, text: dict[str, object], tmp_path: Path
-) -> None:
+def test_a_start_is_summarised_by_the_steps_of_each_worker(clocks, placement, text, tmp_path):
     """No step of a worker is left out because another made none."""
 
-    def body(comm: Communicator) -> dict[str, Any]:
+    def body(comm):
         loop = loop_on(comm, {**text, "parameter_server.placement": placement}, tmp_path, clocks=clocks)
         outcome = loop.run()
         assert outcome.steps.count == (STEPS - 4 if comm.rank == 1 and 4 in clocks else 0)
@@ -269,19 +262,17 @@ def test_a_start_is_summarised_by_the_steps_of_each_worker(
     ],
     ids=["asp", "ssp", "backup", "more than the backups"],
 )
-def test_a_loss_that_is_not_finite_stops_all_and_names_the_tensor(
-    keys: dict[str, object], failing: list[int], text: dict[str, object], tmp_path: Path
-) -> None:
+def test_a_loss_that_is_not_finite_stops_all_and_names_the_tensor(keys, failing, text, tmp_path):
     """Nobody waits for the push that will not come."""
     ready = threading.Barrier(3)
 
-    def before(loop: Watched, step: int) -> None:
+    def before(loop, step):
         if step == 1:
             ready.wait(LIMIT_S)
         if loop.trainer.comm.rank in failing:
             loop.exchange.parameters.view(loop.trainer.model.layout.segments[0].key)[...] = np.nan
 
-    def body(comm: Communicator) -> str:
+    def body(comm):
         with pytest.raises(NonFiniteError) as error:
             loop_on(comm, {**text, **keys}, tmp_path, before).run()
         return str(error.value)
@@ -292,9 +283,7 @@ def test_a_loss_that_is_not_finite_stops_all_and_names_the_tensor(
 
 
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
-def test_a_late_worker_is_left_behind_and_its_gradient_dropped(
-    placement: str, text: dict[str, object], tmp_path: Path
-) -> None:
+def test_a_late_worker_is_left_behind_and_its_gradient_dropped(placement, text, tmp_path):
     """Worker 1 computes its step 3 while the others make all of theirs; steps of which it has no part have their rows.
 
     A meeting in the middle saves, though worker 1 is late.
@@ -303,22 +292,22 @@ def test_a_late_worker_is_left_behind_and_its_gradient_dropped(
     settings = {**text, "parameter_server.consistency": "bsp", "parameter_server.backup_workers": 1}
     settings |= {"parameter_server.placement": placement, "checkpoint.every_steps": 2}
 
-    def before(loop: Watched, step: int) -> None:
+    def before(loop, step):
         if loop.trainer.comm.rank == 1 and step == 5:
             done = [False, False]
 
-            def ready() -> bool:
+            def ready():
                 for index, there in enumerate(done):
                     done[index] = there or quick_are_done.acquire(blocking=False)
                 return all(done)
 
             serve_until(loop, ready)
 
-    def after(loop: Watched, step: int) -> None:
+    def after(loop, step):
         if loop.trainer.comm.rank != 1 and loop.exchange.clock == 5:
             quick_are_done.release()
 
-    def body(comm: Communicator) -> tuple[int, int, dict[str, Any]]:
+    def body(comm):
         loop = loop_on(comm, settings | {"parameter_server.servers": 2}, tmp_path, before, after)
         outcome = loop.run()
         found = summarise(comm, loop.trainer, outcome, tmp_path, 1.0, {}) | {"energy_j": None, "energy_reason": "no"}
@@ -338,21 +327,21 @@ def test_a_late_worker_is_left_behind_and_its_gradient_dropped(
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) >= 2
 
 
-def test_a_quick_worker_waits_at_the_bound(text: dict[str, object], tmp_path: Path) -> None:
+def test_a_quick_worker_waits_at_the_bound(text, tmp_path):
     """Worker 0 begins no step before the other is as far ahead as it may; there are meetings nevertheless."""
     settings = {**text, "parameter_server.consistency": "ssp", "parameter_server.staleness": 2}
     settings |= {"checkpoint.every_steps": 5, "parameter_server.staleness_aware": "true"}
     loops: dict[int, Watched] = {}
     begun = {0: 0, 1: 0}
 
-    def before(loop: Watched, step: int) -> None:
+    def before(loop, step):
         rank = loop.trainer.comm.rank
         begun[rank] = step
         assert step - 1 - min(loops[2].trainer.exchange.seen.values()) <= 2
         if rank == 0:
             serve_until(loop, lambda: begun[1] >= min(step + 2, STEPS))
 
-    def body(comm: Communicator) -> tuple[int, int, dict[str, Any]]:
+    def body(comm):
         loop = loops[comm.rank] = loop_on(comm, settings, tmp_path, before)
         comm.barrier()
         outcome = loop.run()

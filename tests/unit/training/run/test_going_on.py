@@ -8,7 +8,6 @@ import pytest
 from harness.trainings import assembled
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.cli import run as run_command
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch import exit_file
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.training.recipe import recipe
@@ -36,7 +35,7 @@ def text(text: Path) -> dict[str, object]:
         (["train", "--", "-x"], ["train", "--out", "runs/1", "--resume", "auto", "--", "-x"]),
     ],
 )
-def test_the_command_that_goes_on(command: list[str], resumed: list[str]) -> None:
+def test_the_command_that_goes_on(command, resumed):
     assert exit_file.resume_command(command, Path("runs/1")) == resumed
 
 
@@ -47,20 +46,20 @@ def test_the_command_that_goes_on(command: list[str], resumed: list[str]) -> Non
         (["run", "--out", "a", "--resume=never", "--", "python", "train"], ["run", "--resume", "auto", "--out", "a"]),
     ],
 )
-def test_the_command_that_goes_on_with_a_script(command: list[str], resumed: list[str]) -> None:
+def test_the_command_that_goes_on_with_a_script(command, resumed):
     assert exit_file.resume_command(command, Path("r"), script=True) == [*resumed, "--", "python", "train"]
 
 
 @pytest.mark.parametrize("dashes", [[], ["--"]])
-def test_the_options_of_a_script_stay_as_they_are(dashes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_options_of_a_script_stay_as_they_are(dashes, monkeypatch):
     script = ["python", "train.py", "--out", "foo", "--resume", "never", "--", "-x"]
     monkeypatch.setattr("sys.argv", ["/venv/bin/hpcdist", "run", "-n", "4", *dashes, *script])
     resumed = exit_file.resume_command(run_command._typed_command(len(script)), Path("r"), script=True)
     assert resumed == ["hpcdist", "run", "--out", "r", "--resume", "auto", "-n", "4", "--", *script]
 
 
-def test_a_stopped_run_ends_with_the_very_command(text: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    def said(comm: Communicator) -> str:
+def test_a_stopped_run_ends_with_the_very_command(text, monkeypatch):
+    def said(comm):
         trainer = assembled(comm, text)
         made = TrainingJob(trainer.recipe, RunDirectory(Path("runs/1"), None), StopRequests(), RunLock(), as_json=False)
         return made._how_to_go_on(7, trainer)
@@ -77,7 +76,7 @@ def test_a_stopped_run_ends_with_the_very_command(text: dict[str, object], monke
     assert others.endswith("; go on with hpcdist train --out=a --resume auto, on 2 ranks by the same launcher")
 
 
-def test_hpcdist_run_is_told_and_shows_it_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hpcdist_run_is_told_and_shows_it_last(tmp_path, monkeypatch):
     """It knows the directory of a run that died; of one that ended as it should, nothing, or how it goes on."""
     assert not exit_file.announce_completion("stopped"), "nobody listens"
     monkeypatch.setenv(exit_file.LAUNCH_DIR, str(tmp_path / "elsewhere"))
@@ -89,9 +88,7 @@ def test_hpcdist_run_is_told_and_shows_it_last(tmp_path: Path, monkeypatch: pyte
     assert exit_file.announce_completion("stopped") and exit_file.read_announcements(tmp_path) == ("", "stopped")
 
 
-def test_after_a_kill_the_newest_checkpoint_and_hang_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_after_a_kill_the_newest_checkpoint_and_hang_are_named(tmp_path, capsys):
     run_command._print_resume_command(tmp_path, TYPED)
     assert "there is no checkpoint yet; begin again with hpcdist run -n 2 train" in capsys.readouterr().err
     for step in (50, 100):
@@ -103,8 +100,8 @@ def test_after_a_kill_the_newest_checkpoint_and_hang_are_named(
     assert f"'my recipe.toml' --out {tmp_path} --resume auto\n" in shown and f"hpcdist hang {tmp_path}\n" in shown
 
 
-def test_another_number_of_steps_says_what_it_makes_of_the_learning_rate(text: dict[str, object]) -> None:
-    def said(comm: Communicator) -> list[str]:
+def test_another_number_of_steps_says_what_it_makes_of_the_learning_rate(text):
+    def said(comm):
         trainer = assembled(comm, text)
         trainer = replace(trainer, first_step=10)
         shorter, same, first = (job._changed_rate_text(trainer, steps) for steps in (20, 40, None))
@@ -119,7 +116,7 @@ def test_another_number_of_steps_says_what_it_makes_of_the_learning_rate(text: d
     assert found[1].startswith(reshaped + "3 is ") and found[2:] == ["", "", ""]
 
 
-def test_a_changed_learning_rate_is_told_of_a_run_that_begins_with_the_parameters() -> None:
+def test_a_changed_learning_rate_is_told_of_a_run_that_begins_with_the_parameters():
     rate, model = "optimizer.learning_rate = 0.003 there, 0.1 now", "model.hidden = 8 there, 16 now"
     assert recipe.init_from_hint("runs/1", [rate]).endswith("its parameters: --out OTHER --init-from runs/1")
     assert recipe.init_from_hint("runs/1", [rate, model]) == ""

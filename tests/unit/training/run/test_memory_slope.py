@@ -2,15 +2,12 @@
 
 import gc
 import tracemalloc
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from harness.inputs import write_text
 from harness.trainings import assembled, session_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.telemetry import anomalies
@@ -35,9 +32,7 @@ BYTES_A_STEP = 80.0  # of both ranks together; a list of three numbers a step in
     ],
     ids=["replicas", "asynchronous"],
 )
-def test_memory_does_not_grow_with_the_steps(
-    last: int, keys: dict[str, object], tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_does_not_grow_with_the_steps(last, keys, tmp_path, rng, monkeypatch):
     bounds = {
         (loop, "SAMPLED_STEPS"): 32,
         (stop_requests, "TIMINGS_KEPT"): 32,
@@ -55,7 +50,7 @@ def test_memory_does_not_grow_with_the_steps(
     held = np.full(last + 2, np.inf)  # made here: what it takes is no growth
     seen: list[tracemalloc.Snapshot] = []
 
-    def body(comm: Communicator) -> Any:
+    def body(comm):
         session = session_of(comm)
         session.spans = Spans(tmp_path / f"rank-{comm.rank}.spans", comm.rank, comm.size, capacity=64)
         trainer = assembled(comm, settings, session=session)
@@ -64,7 +59,7 @@ def test_memory_does_not_grow_with_the_steps(
         loop = loop_class(trainer)(session, trainer, tmp_path, progress, {}, StopRequests(), energy)
         after = loop.checkpoint_timer.stepped
 
-        def stepped(seconds: float) -> None:
+        def stepped(seconds):
             after(seconds)
             made = loop.outcome.steps.count
             if comm.rank == 0 and made % 10 == 0 and not FIRST + LOOKS < made < last - LOOKS:

@@ -1,13 +1,11 @@
 """What a log shows: the first step, the last, and a line now and then; nothing on other ranks."""
 
-import pytest
-
 from hpcdist.comm.launch.exit_file import TERMINAL_COLUMNS
 from hpcdist.training.observe import instrumentation as subject
 from hpcdist.training.observe.instrumentation import ConsoleProgress
 
 
-def test_a_log_gets_the_first_and_the_last_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_gets_the_first_and_the_last_step(capsys):
     progress = ConsoleProgress(steps=10, first=0, every_s=1e9, shown=True)
     for done in range(1, 11):
         progress.step(done, loss=2.5, targets=100, communication=0.25)
@@ -17,14 +15,14 @@ def test_a_log_gets_the_first_and_the_last_step(capsys: pytest.CaptureFixture[st
     assert "loss 2.5000" in lines[1] and "comm 25%" in lines[1] and "ETA 0 s" in lines[1]
 
 
-def test_every_step_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_step_when_asked(capsys):
     progress = ConsoleProgress(steps=3, first=0, every_s=0.0, shown=True)
     for done in range(1, 4):
         progress.step(done, 1.0, 1, 0.0)
     assert len(capsys.readouterr().err.splitlines()) == 3
 
 
-def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_are_silent(capsys):
     progress = ConsoleProgress(steps=1, first=0, every_s=0.0, shown=False)
     progress.say("nothing")
     progress.step(1, 1.0, 1, 0.0)
@@ -32,9 +30,7 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_first_step_says_nothing_of_the_others(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_step_says_nothing_of_the_others(capsys, monkeypatch):
     """It compiles for 40 s: no speed and no time that is left come from it, nor later ones by it."""
     now = [0.0]
     monkeypatch.setattr(subject.time, "monotonic", lambda: now[0])
@@ -49,9 +45,7 @@ def test_the_first_step_says_nothing_of_the_others(
     assert "200 samples/s" in third and f"ETA {(105 - 8) * 0.5:.0f} s" in third
 
 
-def test_a_bar_where_the_terminal_is_that_of_hpcdist_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bar_where_the_terminal_is_that_of_hpcdist_run(capsys, monkeypatch):
     monkeypatch.setenv(TERMINAL_COLUMNS, "90")
     progress = ConsoleProgress(steps=3, first=0, every_s=0.0, shown=True)
     progress.say("a line")

@@ -41,7 +41,7 @@ def no_hang() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     atomic.write(path, "one")
     with pytest.raises(TypeError), atomic.replacing(path) as file:
@@ -51,7 +51,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_text() == "two" and path.stat().st_mode & 0o777 == 0o600 and os.listdir(tmp_path) == ["file"]
 
 
-def test_a_link_at_the_place_is_replaced_and_one_at_a_new_name_refused(tmp_path: Path) -> None:
+def test_a_link_at_the_place_is_replaced_and_one_at_a_new_name_refused(tmp_path):
     victim, path = tmp_path / "victim", tmp_path / "file"
     victim.write_text("mine")
     path.symlink_to(victim)
@@ -61,7 +61,7 @@ def test_a_link_at_the_place_is_replaced_and_one_at_a_new_name_refused(tmp_path:
     assert victim.read_text() == "mine" and not path.is_symlink() and path.read_text() == "new"
 
 
-def test_what_a_killed_writer_left_is_removed_when_it_is_old(tmp_path: Path) -> None:
+def test_what_a_killed_writer_left_is_removed_when_it_is_old(tmp_path):
     old, new, other = atomic.temporary_path(tmp_path / "a"), atomic.temporary_path(tmp_path / "a"), tmp_path / ".a.new"
     for path in (old, new, other):
         path.touch()
@@ -73,7 +73,7 @@ def test_what_a_killed_writer_left_is_removed_when_it_is_old(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == [other.name]
 
 
-def test_what_is_set_aside_has_a_name_of_its_own(tmp_path: Path) -> None:
+def test_what_is_set_aside_has_a_name_of_its_own(tmp_path):
     for number in (1, 2):
         (tmp_path / "usage.json").write_text(str(number))
         assert atomic.set_aside(tmp_path / "usage.json") == tmp_path / f"usage.json.damaged-{number}"
@@ -102,7 +102,7 @@ WRITERS: dict[Callable[[Path], object], tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_no_writer_follows_a_link(write: Callable[[Path], object], tmp_path: Path) -> None:
+def test_no_writer_follows_a_link(write, tmp_path):
     victim, run = tmp_path / "victim", tmp_path / "run"
     victim.write_text("mine")
     for name in WRITERS[write]:
@@ -112,7 +112,7 @@ def test_no_writer_follows_a_link(write: Callable[[Path], object], tmp_path: Pat
     assert victim.read_text() == "mine"
 
 
-def test_a_link_in_the_place_of_a_directory_of_ours_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_a_directory_of_ours_is_not_followed(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tmp_path / "recorder").symlink_to(elsewhere)
@@ -148,7 +148,7 @@ TOLERANT = {USAGE_FILE, LOCK_FILE, "state.json"}  # what is no file is set aside
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name, tmp_path):
     os.mkfifo(tmp_path / name)
     if name in TOLERANT:
         READERS[name](tmp_path / name)
@@ -158,16 +158,14 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
-def test_a_record_that_cannot_be_read_just_now_keeps_its_place(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_that_cannot_be_read_just_now_keeps_its_place(code, tmp_path, monkeypatch, capfd):
     StartRecord(tmp_path)
     EnergyRecorder(solo(), Recipe(), None, tmp_path).note()
     ledger.record(tmp_path, ledger.SUBMITTED, job="1")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert set(before) == {STARTS_FILE, USAGE_FILE, ledger.FILE_NAME}
 
-    def fail(path: Path, most_bytes: int = 0) -> bytes:
+    def fail(path, most_bytes=0):
         raise OSError(code, os.strerror(code), os.fspath(path))
 
     with monkeypatch.context() as during:
@@ -180,7 +178,7 @@ def test_a_record_that_cannot_be_read_just_now_keeps_its_place(
     assert len(told) == 3 and all(os.strerror(code) in line and "stays as it is" in line for line in told)
 
 
-def test_only_what_a_file_holds_is_damage(tmp_path: Path) -> None:
+def test_only_what_a_file_holds_is_damage(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "large").write_bytes(b"12345")
     for name in (".", "loop", "large"):
@@ -191,7 +189,7 @@ def test_only_what_a_file_holds_is_damage(tmp_path: Path) -> None:
     assert not regular.is_damage(MemoryError()) and not regular.is_damage(OSError(errno.EMFILE, ""))
 
 
-def test_a_device_or_a_sparse_file_is_not_read_to_its_end(tmp_path: Path) -> None:
+def test_a_device_or_a_sparse_file_is_not_read_to_its_end(tmp_path):
     with pytest.raises(StorageError, match=r"/dev/zero cannot be read: it is not a regular file"):
         toml_file.read("/dev/zero")
     with (tmp_path / "recipe.toml").open("wb") as file:
@@ -200,11 +198,11 @@ def test_a_device_or_a_sparse_file_is_not_read_to_its_end(tmp_path: Path) -> Non
         recipes.load_stored(tmp_path / "recipe.toml")
 
 
-def test_a_file_of_the_kernel_that_claims_no_size_is_read() -> None:
+def test_a_file_of_the_kernel_that_claims_no_size_is_read():
     assert regular.read("/proc/self/stat").startswith(str(os.getpid()).encode())
 
 
-def test_brackets_within_brackets_are_no_traceback(tmp_path: Path) -> None:
+def test_brackets_within_brackets_are_no_traceback(tmp_path):
     deep = tmp_path / "deep.toml"
     deep.write_text("a = " + "[" * 100_000)
     with pytest.raises(ConfigurationError, match="too deep in one another"):

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from harness.combinations import HALF, legal, ranks_of
@@ -64,9 +63,7 @@ def compare(ranks: int, keys: dict[str, Any], directory: Path, *, meets: bool) -
 
 
 @pytest.mark.timeout(7200 if EVERYTHING else 240)
-def test_a_resumed_run_has_the_bits_of_the_whole_one(
-    text: Path, tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_has_the_bits_of_the_whole_one(text, tmp_path, rng, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # nothing crashes here
     found = list(legal())
     chosen = found if EVERYTHING else [found[number] for number in sorted(rng.permutation(len(found))[:SAMPLE])]

@@ -51,7 +51,7 @@ def outcome(
     return found
 
 
-def test_a_step_takes_as_long_as_its_slowest_rank(words: dict[str, object]) -> None:
+def test_a_step_takes_as_long_as_its_slowest_rank(words):
     ranks = [
         outcome([9.0, 1.0, 2.0, 4.0], [8.0, 0.5, 0.5, 0.75], [5, 10, 10, 12]),
         outcome([9.5, 2.0, 1.0, 3.0], [8.0, 1.0, 0.5, 1.5], [5, 11, 10, 10]),
@@ -64,7 +64,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank(words: dict[str, object]) -> N
     assert not [name for name in found if name.endswith("_reason")]
 
 
-def test_a_dedicated_server_only_waits_and_sends(words: dict[str, object]) -> None:
+def test_a_dedicated_server_only_waits_and_sends(words):
     """Of its time nothing is told; of bytes, what it sent when that is the most."""
     workers = [outcome([9.0, 1.0, 2.0], [8.0, 0.5, 1.0], [5, 10, 10]) for _ in range(2)]
     server = outcome([9.0, 7.0, 7.0], [9.0, 6.9, 6.9], [5, 20, 20])
@@ -74,10 +74,10 @@ def test_a_dedicated_server_only_waits_and_sends(words: dict[str, object]) -> No
     assert found["bytes_sent_per_step"] == 20
 
 
-def test_what_is_loaded_from_memory_of_the_node_is_no_part_of_what_is_sent(words: dict[str, object]) -> None:
+def test_what_is_loaded_from_memory_of_the_node_is_no_part_of_what_is_sent(words):
     shared = {**words, **SERVED, "parameter_server.placement": "colocated", "parameter_server.transport": "shared"}
 
-    def body(comm: Communicator) -> tuple[dict[str, Any], int]:
+    def body(comm):
         trainer = assembled(comm, shared)
         trainings.results(trainer, 4)
         found = summarise(comm, trainer, outcome([1.0] * 4, [0.5] * 4, [8.0] * 4), Path("run"), math.nan, {})
@@ -95,7 +95,7 @@ def test_what_is_loaded_from_memory_of_the_node_is_no_part_of_what_is_sent(words
     assert none["bytes_loaded_per_step"] is None
 
 
-def test_without_lock_step_every_worker_counts_its_own_steps(words: dict[str, object]) -> None:
+def test_without_lock_step_every_worker_counts_its_own_steps(words):
     """Worker 0 is quick and done after 8 s of the 23 that the other takes; both took 3 or 2 s for the first step."""
     quick = outcome([3.0, 1.0, 1.0, 1.0, 2.0], [2.0, 0.5, 0.5, 0.5, 1.0], [9, 10, 10, 10, 11], [30] * 5)
     slow = outcome([2.0, 10.0, 11.0], [1.0, 1.0, 1.1], [9, 10, 10], [26] * 3)
@@ -108,7 +108,7 @@ def test_without_lock_step_every_worker_counts_its_own_steps(words: dict[str, ob
     assert found["bytes_sent_per_step"] == 20
 
 
-def test_one_step_is_better_than_none() -> None:
+def test_one_step_is_better_than_none():
     one, none = StepStatistics(), StepStatistics()
     one.add(4.0, 7.0, targets=28)
     one, none = ({**steps.measured(), "served": math.nan} for steps in (one, none))
@@ -119,7 +119,7 @@ def test_one_step_is_better_than_none() -> None:
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
-def test_a_start_without_a_step_says_so(consistency: str, words: dict[str, object]) -> None:
+def test_a_start_without_a_step_says_so(consistency, words):
     empty = [outcome([], [], [], loss=math.nan) for _ in range(3)]
     found = summaries({**words, **SERVED, "parameter_server.consistency": consistency}, empty)
     for figure, reason in {
@@ -138,14 +138,14 @@ def test_a_start_without_a_step_says_so(consistency: str, words: dict[str, objec
     ("share", "said"),
     [(0.25, "25% of the time of reductions was not waited for"), (0.0, "hid nothing"), (-0.16, "hid nothing")],
 )
-def test_what_overlap_hid_is_said_without_negative_shares(words: dict[str, object], share: float, said: str) -> None:
+def test_what_overlap_hid_is_said_without_negative_shares(words, share, said):
     found = summaries(words, [outcome([1.0, 1.0], [0.5, 0.5], [8.0, 8.0])] * 2)
     lines = describe(found | {"energy_j": None, "energy_reason": "none", "communication_hidden_share": share})
     assert said in lines and "-16%" not in lines
     assert ("was not waited for" in lines) == (share > 0)
 
 
-def test_what_the_library_sends_is_not_visible(words: dict[str, object]) -> None:
+def test_what_the_library_sends_is_not_visible(words):
     unknown = [outcome([1.0, 1.0], [0.5, 0.5], [8.0, count]) for count in (8.0, math.nan)]
     found = summaries(words, unknown)
     assert found["bytes_sent_per_step"] is None and found["bytes_sent_reason"] == NOT_VISIBLE
@@ -156,7 +156,7 @@ def test_what_the_library_sends_is_not_visible(words: dict[str, object]) -> None
     assert "set communication.checked to false" in checked["bytes_sent_reason"]
 
 
-def test_it_tells_how_samples_were_shared(words: dict[str, object]) -> None:
+def test_it_tells_how_samples_were_shared(words):
     done = [outcome([1.0, 1.0], [0.5, 0.5], [8.0, 8.0])] * 2
     assert summaries(words, done)["samples_by_replica"] is None
     found = summaries({**words, "data.shares": "measured"}, done)
@@ -166,7 +166,7 @@ def test_it_tells_how_samples_were_shared(words: dict[str, object]) -> None:
     assert said in describe(found | {"energy_j": None, "energy_reason": "none"})
 
 
-def test_the_figures_of_many_steps_are_those_of_a_sample_and_of_all_sums(words: dict[str, object]) -> None:
+def test_the_figures_of_many_steps_are_those_of_a_sample_and_of_all_sums(words):
     """All ranks hold the same steps of their samples, and what is added up is of every step."""
     count = 3 * SAMPLED_STEPS
     step_s = np.random.default_rng(7).exponential(1.0, (count, 2)) + 1.0
@@ -185,7 +185,7 @@ def test_the_figures_of_many_steps_are_those_of_a_sample_and_of_all_sums(words: 
     assert late == pytest.approx(SAMPLED_STEPS / 2, rel=0.1), "no part of the run counts more than another"
 
 
-def test_what_was_moved_is_said_by_its_kind(words: dict[str, object]) -> None:
+def test_what_was_moved_is_said_by_its_kind(words):
     """Where something is not known, of what the messages of the algorithms sent there is a mean."""
     ranks = [outcome([1.0], [0.5], [math.nan]) for _ in range(2)]
     for rank, messages in zip(ranks, (1000.0, 3000.0), strict=True):
@@ -204,7 +204,7 @@ def test_what_was_moved_is_said_by_its_kind(words: dict[str, object]) -> None:
         assert f"communication 50.0%: {said} a step and rank" in describe(shown).splitlines()
 
 
-def test_the_lines_of_a_summary_are_short_and_say_what_they_count(words: dict[str, object]) -> None:
+def test_the_lines_of_a_summary_are_short_and_say_what_they_count(words):
     """No table of algorithms, no list of sensors, no unit behind what was not measured."""
     found = summaries(words, [outcome([1.0, 1.0], [0.5, 0.5], [8.0, 8.0])] * 2)
     table = "recursive_doubling<=16384,ring<=65536,node_shared"
@@ -222,7 +222,7 @@ def test_the_lines_of_a_summary_are_short_and_say_what_they_count(words: dict[st
 
 
 @pytest.mark.parametrize(("kind", "unit"), [("gpt", "tokens"), ("encoder", "tokens"), ("mlp", "samples")])
-def test_a_speed_counts_what_the_model_predicts(kind: str, unit: str, words: dict[str, object]) -> None:
+def test_a_speed_counts_what_the_model_predicts(kind, unit, words):
     vocabulary = {"model.mask_token": 10, "model.vocabulary": 11} if kind == "encoder" else {}
     settings = {**words, "model.kind": kind, "model.tied": "false", **vocabulary}
     if kind != "gpt":

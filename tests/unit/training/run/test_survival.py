@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,7 +33,7 @@ def handlers():
         (signal.SIGINT, StopReason.INTERRUPT),
     ],
 )
-def test_a_signal_becomes_a_stop_request_and_nothing_else(number: int, stop_request: StopReason) -> None:
+def test_a_signal_becomes_a_stop_request_and_nothing_else(number, stop_request):
     stop_requests = StopRequests(None)
     stop_requests.listen()
     assert agreed_reason(stop_requests.current()) is None
@@ -42,21 +41,21 @@ def test_a_signal_becomes_a_stop_request_and_nothing_else(number: int, stop_requ
     assert agreed_reason(stop_requests.current()) is stop_request
 
 
-def test_the_second_interrupt_does_not_wait() -> None:
+def test_the_second_interrupt_does_not_wait():
     StopRequests(None).listen()
     os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_stop_file_asks_for_a_requeue(tmp_path: Path) -> None:
+def test_a_stop_file_asks_for_a_requeue(tmp_path):
     stop_requests = StopRequests(tmp_path / STOP_FILE)
     assert agreed_reason(stop_requests.current()) is None
     (tmp_path / STOP_FILE).touch()
     assert agreed_reason(stop_requests.current()) is StopReason.REQUEUE
 
 
-def test_one_rank_decides_for_all_and_an_interrupt_wins() -> None:
+def test_one_rank_decides_for_all_and_an_interrupt_wins():
     assert agreed_reason(np.array([0.0, 0.0])) is None
     assert agreed_reason(np.array([1.0, 0.0])) is StopReason.REQUEUE
     assert agreed_reason(np.array([3.0, 1.0])) is StopReason.INTERRUPT
@@ -64,7 +63,7 @@ def test_one_rank_decides_for_all_and_an_interrupt_wins() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "two", "-1", "9" * 400])
-def test_a_wish_to_grow_that_is_no_number_of_ranks_is_none(tmp_path: Path, text: str) -> None:
+def test_a_wish_to_grow_that_is_no_number_of_ranks_is_none(tmp_path, text):
     stop_requests = StopRequests()
     grow_file = tmp_path / "grow"
     stop_requests.accept_growth(grow_file)
@@ -90,7 +89,7 @@ libc.pthread_mutex_lock(mutex)
 
 
 @pytest.mark.parametrize(("name", "code"), [("TERM", 75), ("HUP", 75), ("USR1", 75), ("INT", 130)])
-def test_a_signal_ends_a_process_that_has_nothing_to_save(name: str, code: int, tmp_path: Path) -> None:
+def test_a_signal_ends_a_process_that_has_nothing_to_save(name, code, tmp_path):
     ended = jobs.run([sys.executable, "-c", BLOCKED, name], env={**os.environ, "HPCDIST_LAUNCH_DIR": str(tmp_path)})
     assert (ended.returncode, ended.stdout) == (code, "let go\n"), ended
     assert f"SIG{name}: nothing to save, exit code {code}" in ended.stderr
@@ -98,9 +97,7 @@ def test_a_signal_ends_a_process_that_has_nothing_to_save(name: str, code: int, 
     assert len(list(tmp_path.glob("at-once-*"))) == 1, "the supervisor has to know"
 
 
-def test_a_signal_is_a_wish_again_once_there_is_something_to_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_is_a_wish_again_once_there_is_something_to_save(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCDIST_LAUNCH_DIR", str(tmp_path))
     stop_requests = StopRequests()
     stop_requests.listen()
@@ -128,13 +125,13 @@ main()
 @pytest.mark.parametrize(
     ("command", "code"), [("run", 75), ("train", 75), ("plan", -signal.SIGTERM)], ids=["run", "train", "plan"]
 )
-def test_a_signal_while_a_job_is_imported(command: str, code: int) -> None:
+def test_a_signal_while_a_job_is_imported(command, code):
     source = EARLY.format(command="lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))")
     ended = subprocess.run([sys.executable, "-c", source, command], timeout=LIMIT_S, check=False)
     assert ended.returncode == code
 
 
-def test_a_signal_at_the_end_leaves_the_exit_code() -> None:
+def test_a_signal_at_the_end_leaves_the_exit_code():
     source = EARLY.format(command="lambda: (atexit.register(os.kill, os.getpid(), signal.SIGTERM), sys.exit(3))")
     ended = subprocess.run([sys.executable, "-c", source, "run"], timeout=LIMIT_S, check=False)
     assert ended.returncode == 3
