@@ -4,21 +4,14 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from harness.trainings import recipe_of
+from harness.trainings import recipe_keys, recipe_of
 from hpcdist.errors import ConfigurationError
 
 HALF = 3  # steps before the kill, and behind it
-SMALL = {
-    "model.layers": 2,
-    "model.hidden": 8,
-    "model.heads": 2,
-    "model.dropout": 0.1,
-    "data.context": 4,
-    "run.global_batch": 8,
-    "run.steps": 20,
-    "optimizer.warmup_steps": 4,
-    "optimizer.clip_norm": 0.5,
-}
+SMALL = recipe_keys(
+    "layers=2 hidden=8 heads=2 dropout=0.1 data.context=4 global_batch=8 steps=20 optimizer.warmup_steps=4 "
+    "optimizer.clip_norm=0.5"
+)
 
 SERVED = {"parallel.strategy": "parameter_server"}
 COLOCATED = SERVED | {"parameter_server.placement": "colocated"}
@@ -71,18 +64,13 @@ EXCHANGES: dict[str, dict[str, Any]] = {
 SCHEDULES: dict[str, dict[str, Any]] = {
     "sequential": {},
     "accumulated": {"parallel.microbatches": 2},
-    "gpipe": {"parallel.pipeline": 2, "parallel.schedule": "gpipe", "parallel.microbatches": 4},
-    "1f1b": {"parallel.pipeline": 2, "parallel.microbatches": 4},
-    "1f1b, recomputed": {"parallel.pipeline": 2, "parallel.microbatches": 4, "parallel.recompute": "true"},
-    "interleaved": {
-        "parallel.pipeline": 2,
-        "parallel.schedule": "interleaved",
-        "parallel.chunks": 2,
-        "parallel.microbatches": 2,
-    },
-    "zb-h1": {"parallel.pipeline": 2, "parallel.schedule": "zb-h1", "parallel.microbatches": 4},
-    "zb-h2": {"parallel.pipeline": 2, "parallel.schedule": "zb-h2", "parallel.microbatches": 4},
-    "zb-v": {"parallel.pipeline": 2, "parallel.schedule": "zb-v", "parallel.microbatches": 4},
+    "gpipe": recipe_keys("pipeline=2 schedule=gpipe microbatches=4"),
+    "1f1b": recipe_keys("pipeline=2 microbatches=4"),
+    "1f1b, recomputed": recipe_keys("pipeline=2 microbatches=4 recompute=true"),
+    "interleaved": recipe_keys("pipeline=2 schedule=interleaved chunks=2 microbatches=2"),
+    "zb-h1": recipe_keys("pipeline=2 schedule=zb-h1 microbatches=4"),
+    "zb-h2": recipe_keys("pipeline=2 schedule=zb-h2 microbatches=4"),
+    "zb-v": recipe_keys("pipeline=2 schedule=zb-v microbatches=4"),
 }
 TENSOR: dict[str, dict[str, Any]] = {
     "": {},
@@ -96,7 +84,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 OPTIMIZERS: tuple[dict[str, Any], ...] = (
     {},
     {"optimizer.name": "lamb"},
-    {"optimizer.name": "sgd", "optimizer.momentum": 0.9, "model.tied": "true"},
+    recipe_keys("optimizer.name=sgd optimizer.momentum=0.9 tied=true"),
     {"optimizer.name": "lars"},
 )
 
@@ -126,15 +114,9 @@ def ranks_of(keys: dict[str, Any]) -> int:
 # there, every ZeRO stage inside of a pipeline with and without what it may keep, both ways to cut activations over
 # tensor ranks, dropout, recomputing, uneven micro-batches, and stages cut by measured seconds.
 PRODUCT_STEPS = 2
-PRODUCT: dict[str, object] = {
-    "model.hidden": 8,
-    "model.dropout": 0.2,
-    "data.context": 5,
-    "run.steps": PRODUCT_STEPS,
-    "run.global_batch": 6,
-    "run.validation_samples": 2,
-    "parallel.microbatches": 3,
-}
+PRODUCT: dict[str, object] = {"run.steps": PRODUCT_STEPS} | recipe_keys(
+    "hidden=8 dropout=0.2 data.context=5 global_batch=6 validation_samples=2 microbatches=3"
+)
 PIPELINE_PRODUCT: dict[str, object] = {**PRODUCT, "parallel.pipeline": 2}
 KEEP_BOTH = {"zero.keep_gradients": "true", "zero.keep_parameters": "true"}
 BY_ROWS = {"parallel.tensor": 2, "parallel.sequence_parallel": "true"}
@@ -142,22 +124,22 @@ BY_ROWS = {"parallel.tensor": 2, "parallel.sequence_parallel": "true"}
 PRODUCTS: dict[str, tuple[int, dict[str, object]]] = {
     "interleaved, recomputing": (
         2,
-        {**PIPELINE_PRODUCT, "parallel.schedule": "interleaved", "parallel.chunks": 2, "parallel.recompute": "true"}
-        | {"parallel.microbatches": 2},
+        PIPELINE_PRODUCT | recipe_keys("schedule=interleaved chunks=2 recompute=true") | {"parallel.microbatches": 2},
     ),
-    "tensor": (2, {**PRODUCT, "parallel.tensor": 2, "parallel.microbatches": 2}),
+    "tensor": (2, PRODUCT | recipe_keys("tensor=2 microbatches=2")),
     "zb-v, tied": (2, {**PIPELINE_PRODUCT, "parallel.schedule": "zb-v"}),
     "gpipe x zero3, kept": (
         4,
         {**PIPELINE_PRODUCT, "parallel.schedule": "gpipe", "parallel.strategy": "zero3", **KEEP_BOTH},
     ),
-    "1f1b x zero2": (4, {**PIPELINE_PRODUCT, "parallel.strategy": "zero2", "model.tied": "false"}),
-    "zb-h2, measured": (2, {**PIPELINE_PRODUCT, "parallel.schedule": "zb-h2", "parallel.partition": "measured"}),
+    "1f1b x zero2": (4, PIPELINE_PRODUCT | recipe_keys("strategy=zero2 tied=false")),
+    "zb-h2, measured": (2, PIPELINE_PRODUCT | recipe_keys("schedule=zb-h2 partition=measured")),
     "zb-h1 x tensor by rows": (4, {**PIPELINE_PRODUCT, "parallel.schedule": "zb-h1", **BY_ROWS}),
     "zero3 x tensor by rows": (4, {**PRODUCT, "parallel.strategy": "zero3", **BY_ROWS}),
     "zb-h1 x servers": (
         4,
-        {**PIPELINE_PRODUCT, "parallel.schedule": "zb-h1", "parallel.strategy": "parameter_server"}
+        PIPELINE_PRODUCT
+        | recipe_keys("schedule=zb-h1 strategy=parameter_server")
         | {"parameter_server.placement": "colocated"},
     ),
 }

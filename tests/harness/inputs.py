@@ -5,6 +5,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from harness.trainings import recipe_keys
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
@@ -12,41 +13,24 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 
 STEPS = 6
-KEYS: dict[str, object] = {
-    "model.layers": 2,
-    "model.hidden": 16,
-    "model.heads": 4,
-    "run.steps": STEPS,
-    "run.global_batch": 8,
-    "run.validation_samples": 12,
-    "optimizer.warmup_steps": 2,
-    "optimizer.clip_norm": 0.7,
-    "precision.mode": "float64",
-}
-LLAMA: dict[str, object] = {
-    "model.positions": "rotary",
-    "model.norm": "rms",
-    "model.activation": "swiglu",
-    "model.kv_heads": 2,
-    "model.bias": "false",
-    "model.vocabulary": 257,
-    "data.context": 12,
-}
+KEYS: dict[str, object] = recipe_keys(
+    f"layers=2 hidden=16 heads=4 steps={STEPS} global_batch=8 validation_samples=12 "
+    "optimizer.warmup_steps=2 optimizer.clip_norm=0.7 precision.mode=float64"
+)
+LLAMA: dict[str, object] = recipe_keys(
+    "positions=rotary norm=rms activation=swiglu kv_heads=2 bias=false vocabulary=257 data.context=12"
+)
 ENCODER: dict[str, object] = {"model.kind": "encoder", "model.vocabulary": 257, "data.context": 12}
 CONVNET: dict[str, object] = {"model.kind": "convnet", "model.layers": 3, "model.hidden": 6}
 KINDS: dict[str, dict[str, object]] = {
     "gpt with the options of Llama": LLAMA,
-    "gpt of grouped heads with biases, dropping": {
-        "model.kv_heads": 2,
-        "model.dropout": 0.1,
-        "model.tied": "true",
-        "model.vocabulary": 257,
-        "data.context": 12,
-    },
+    "gpt of grouped heads with biases, dropping": recipe_keys(
+        "kv_heads=2 dropout=0.1 tied=true vocabulary=257 data.context=12"
+    ),
     "encoder": ENCODER,
     "encoder with the options of Llama": LLAMA | ENCODER,
     "convnet": CONVNET,
-    "convnet with lars, dropping": CONVNET | {"optimizer.name": "lars", "model.dropout": 0.1, "model.norm": "rms"},
+    "convnet with lars, dropping": CONVNET | recipe_keys("optimizer.name=lars dropout=0.1 norm=rms"),
 }
 
 

@@ -6,9 +6,9 @@ A recipe is a dictionary of keys, over `SMALL` where nothing else is said. All t
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -45,16 +45,38 @@ State = dict[tuple[str, str], np.ndarray]  # by kind and tensor, flat
 NOISE = "kv.bias"  # of "qkv" too: its part for the keys has a true gradient of zero: under Adam it follows the rounding
 LAYOUT_KEYS = ("parallel.", "communication.", "zero.", "parameter_server.")  # they must not change a run
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
-SMALL: Keys = {
-    "model.layers": 1,
-    "model.hidden": 16,
-    "model.heads": 2,
-    "data.context": 8,
-    "run.steps": 20,
-    "run.global_batch": 12,
-    "run.validation_samples": 12,
-    "optimizer.warmup_steps": 2,
-}
+
+
+def recipe_keys(text: str) -> Keys:
+    """Return the keys of a recipe that ``text`` has: "strategy=zero1 zero.gradients=2".
+
+    The section may be left out where one alone has the key.
+    """
+    sections: dict[str, list[str]] = {}
+    for section, kind in get_type_hints(recipes.Recipe).items():
+        for field in fields(kind) if is_dataclass(kind) else ():
+            sections.setdefault(field.name, []).append(section)
+    keys: Keys = {}
+    for word in text.split():
+        key, _, value = word.partition("=")
+        (section,) = sections[key] if "." not in key else [""]
+        keys[f"{section}.{key}".removeprefix(".")] = number(value)
+    return keys
+
+
+def number(text: str) -> int | float | str:
+    """Return the number that ``text`` is, or else the text."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+SMALL: Keys = recipe_keys(
+    "layers=1 hidden=16 heads=2 data.context=8 steps=20 global_batch=12 validation_samples=12 optimizer.warmup_steps=2"
+)
 
 
 def abort(code: int) -> None:
@@ -229,19 +251,10 @@ def difference(mine: Trainer | State, theirs: State) -> float:
 
 # Trainings that are made on the CPU and on a GPU, real or double.
 STEPS = 4
-SETTINGS: Keys = {
-    "model.layers": 2,
-    "model.hidden": 16,
-    "model.heads": 2,
-    "model.tied": "true",
-    "data.context": 8,
-    "run.steps": STEPS,
-    "run.global_batch": 7,
-    "run.validation_samples": 5,
-    "optimizer.warmup_steps": 2,
-    "optimizer.clip_norm": 0.5,
-    "communication.algorithm": "ring",
-}
+SETTINGS: Keys = recipe_keys(
+    f"layers=2 hidden=16 heads=2 tied=true data.context=8 steps={STEPS} global_batch=7 "
+    "validation_samples=5 optimizer.warmup_steps=2 optimizer.clip_norm=0.5 algorithm=ring"
+)
 TWO = {"parallel.microbatches": 2}
 PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 3, "run.global_batch": 12}
 SERVER = {"parallel.strategy": "parameter_server", **TWO}

@@ -8,17 +8,10 @@ from pathlib import Path
 import pytest
 
 from harness import jobs
+from harness.trainings import recipe_keys
 
 LIMIT_S = 120
-SETTINGS = {
-    "model.layers": 1,
-    "model.hidden": 32,
-    "model.heads": 2,
-    "data.context": 16,
-    "run.steps": 8,
-    "run.global_batch": 6,
-    "parallel.strategy": "zero3",
-}
+SETTINGS = recipe_keys("layers=1 hidden=32 heads=2 data.context=16 steps=8 global_batch=6 strategy=zero3")
 
 pytestmark = pytest.mark.timeout(5 * LIMIT_S)
 

@@ -9,18 +9,12 @@ from typing import Any
 import pytest
 
 from harness import jobs
+from harness.trainings import recipe_keys
 from hpcdist.telemetry.metrics import side_tables, step_metrics
 from hpcdist.telemetry.trace import summary
 
 LIMIT_S = 240
-SMALL = {
-    "model.layers": 2,
-    "model.hidden": 16,
-    "model.heads": 2,
-    "data.context": 8,
-    "run.global_batch": 8,
-    "run.steps": 12,
-}
+SMALL = recipe_keys("layers=2 hidden=16 heads=2 data.context=8 global_batch=8 steps=12")
 JOBS = {
     "ring": (2, {"communication.algorithm": "ring"}),
     "thread": (2, {"communication.algorithm": "ring", "communication.overlap": "thread"}),

@@ -5,20 +5,13 @@ from dataclasses import replace
 import numpy as np
 
 from harness.compressed.server import Case, Job, OneProcess, colocated, dedicated, gradients
-from harness.trainings import losses, state, trainer_of
+from harness.trainings import losses, recipe_keys, state, trainer_of
 from hpcdist.training.run.saving import CheckpointSaver
 
-SETTINGS = {
-    "model.layers": 1,
-    "model.hidden": 16,
-    "model.heads": 2,
-    "data.context": 8,
-    "run.steps": 40,
-    "run.global_batch": 12,
-    "optimizer.warmup_steps": 2,
-    "parallel.strategy": "parameter_server",
-    "communication.compression": "int4",
-}
+SETTINGS = recipe_keys(
+    "layers=1 hidden=16 heads=2 data.context=8 steps=40 global_batch=12 optimizer.warmup_steps=2 "
+    "strategy=parameter_server compression=int4"
+)
 
 
 def test_rank_workers_push_payloads_and_all_have_the_bits_of_one_process(comm):

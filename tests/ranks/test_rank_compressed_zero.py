@@ -5,22 +5,14 @@ from dataclasses import replace
 import numpy as np
 
 from harness.compressed.zero import Defined, Driven, compare
-from harness.trainings import losses, state, trainer_of
+from harness.trainings import losses, recipe_keys, state, trainer_of
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.training.run.saving import CheckpointSaver
 
-SETTINGS = {
-    "model.layers": 1,
-    "model.hidden": 16,
-    "model.heads": 2,
-    "data.context": 8,
-    "run.steps": 40,
-    "run.global_batch": 12,
-    "optimizer.warmup_steps": 2,
-    "parallel.strategy": "zero3",
-    "communication.compression": "int4",
-    "compression.parameters": "int8",
-}
+SETTINGS = recipe_keys(
+    "layers=1 hidden=16 heads=2 data.context=8 steps=40 global_batch=12 optimizer.warmup_steps=2 strategy=zero3 "
+    "compression=int4 compression.parameters=int8"
+)
 
 
 def test_rank_sums_are_those_of_the_definition_and_weights_are_alike(comm):

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from harness.trainings import blamed, losses, small
+from harness.trainings import blamed, losses, recipe_keys, small
 from hpcdist import models
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import solo
@@ -22,19 +22,15 @@ from hpcdist.training.run.saving import CheckpointSaver
 STEPS = 6
 STRATEGIES: dict[str, dict[str, object]] = {
     "ring": {"parallel.strategy": "gossip"},
-    "one_peer, adapt first": {
-        "parallel.strategy": "gossip",
-        "decentralised.graph": "one_peer",
-        "decentralised.order": "adapt_first",
-    },
-    "complete": {"parallel.strategy": "gossip", "decentralised.graph": "complete"},
-    "local_sgd": {"parallel.strategy": "local_sgd", "decentralised.period": 3},
-    "local_sgd, outer": {
-        "parallel.strategy": "local_sgd",
-        "decentralised.period": 3,
-        "decentralised.outer_learning_rate": 0.7,
-        "decentralised.outer_momentum": 0.9,
-    },
+    "one_peer, adapt first": recipe_keys(
+        "strategy=gossip decentralised.graph=one_peer decentralised.order=adapt_first"
+    ),
+    "complete": recipe_keys("strategy=gossip decentralised.graph=complete"),
+    "local_sgd": recipe_keys("strategy=local_sgd decentralised.period=3"),
+    "local_sgd, outer": recipe_keys(
+        "strategy=local_sgd decentralised.period=3 decentralised.outer_learning_rate=0.7 "
+        "decentralised.outer_momentum=0.9"
+    ),
 }
 
 
@@ -86,15 +82,8 @@ def test_rank_gossip_is_the_recursion_of_its_matrices(comm, rng, graph, order):
 
 _trainer = partial(
     small,
-    **{
-        "model.layers": 2,
-        "model.hidden": 32,
-        "data.context": 16,
-        "run.steps": 2 * STEPS,
-        "run.global_batch": 9,
-        "run.validation_samples": 20,
-        "communication.algorithm": "ring",
-    },
+    **{"run.steps": 2 * STEPS}
+    | recipe_keys("layers=2 hidden=32 data.context=16 global_batch=9 validation_samples=20 algorithm=ring"),
 )
 
 

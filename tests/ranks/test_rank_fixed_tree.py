@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.trainings import digest, losses_and_norms, small, state_bits
+from harness.trainings import digest, losses_and_norms, recipe_keys, small, state_bits
 from hpcdist.arrays.ranges import split
 from hpcdist.collectives.algorithms.fixed_tree import FixedTree, shards_of
 from hpcdist.comm.record.timing import count_traffic
@@ -22,13 +22,7 @@ SHARDS = 12  # one partial sum a rank on 3 ranks, several on 2 and 4
 
 _trainer = partial(
     small,
-    **{
-        "model.hidden": 32,
-        "data.context": 16,
-        "run.global_batch": SAMPLES,
-        "run.validation_samples": 50,
-        "run.logical_shards": SHARDS,
-    },
+    **recipe_keys(f"hidden=32 data.context=16 global_batch={SAMPLES} validation_samples=50 logical_shards={SHARDS}"),
 )
 
 

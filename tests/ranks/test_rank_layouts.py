@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from harness.trainings import alone, difference, losses, trainer_of
+from harness.trainings import alone, difference, losses, recipe_keys, trainer_of
 from hpcdist.training.run.loop import mean_validation_loss
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
@@ -18,19 +18,10 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 STRATEGIES = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")
 ALL = os.environ.get("HPCDIST_TEST_LAYOUTS") == "all"
 STEPS = 20 if ALL else 8
-KEYS: dict[str, object] = {
-    "model.layers": 6,
-    "model.hidden": 24,
-    "model.heads": 4,
-    "model.dropout": 0.1,
-    "data.context": 12,
-    "run.steps": STEPS,
-    "run.global_batch": 8,
-    "run.validation_samples": 20,
-    "optimizer.warmup_steps": 3,
-    "optimizer.clip_norm": 0.7,
-    "parallel.microbatches": 4,
-}
+KEYS: dict[str, object] = recipe_keys(
+    f"layers=6 hidden=24 heads=4 dropout=0.1 data.context=12 steps={STEPS} global_batch=8 "
+    "validation_samples=20 optimizer.warmup_steps=3 optimizer.clip_norm=0.7 microbatches=4"
+)
 
 Cell = tuple[tuple[int, int, int], str, str, str]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.trainings import dotted, losses, small
+from harness.trainings import dotted, losses, recipe_keys, small
 from hpcdist import collectives
 from hpcdist.collectives.nonblocking import engines
 from hpcdist.comm.communicator import Communicator
@@ -114,14 +114,7 @@ def test_rank_polled_ring_sends_what_the_ring_sends(comm):
     assert comm.size == 1 or traffic.calls["isend"] > 2 * (comm.size - 1), "several lanes"
 
 
-KEYS = {
-    "model.layers": 2,
-    "model.hidden": 32,
-    "data.context": 16,
-    "run.steps": 6,
-    "run.global_batch": 9,
-    "communication.bucket_bytes": 16384,
-}
+KEYS = recipe_keys("layers=2 hidden=32 data.context=16 steps=6 global_batch=9 bucket_bytes=16384")
 
 
 def _trained(comm: Communicator, folder: Path, **keys: object) -> tuple[list[float], bytes, Trainer]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.trainings import losses, small
+from harness.trainings import losses, recipe_keys, small
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
 from hpcdist.training.build.trainer import Trainer
@@ -14,26 +14,17 @@ from hpcdist.training.run.saving import CheckpointSaver
 # name -> (its keys, what goes to files)
 CASES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "zero1": ({"parallel.strategy": "zero1"}, ("optimizer",)),
-    "zero1, shared": ({"parallel.strategy": "zero1", "zero.shared_parameters": "true"}, ("optimizer",)),
+    "zero1, shared": (recipe_keys("strategy=zero1 zero.shared_parameters=true"), ("optimizer",)),
     "zero2": ({"parallel.strategy": "zero2"}, ("optimizer",)),
     "zero3": ({"parallel.strategy": "zero3"}, ("optimizer", "parameters")),
-    "zero3, ahead": (
-        {"parallel.strategy": "zero3", "zero.prefetch": 1, "communication.overlap": "poll"},
-        ("optimizer", "parameters"),
-    ),
+    "zero3, ahead": (recipe_keys("strategy=zero3 zero.prefetch=1 overlap=poll"), ("optimizer", "parameters")),
 }
 
 
-KEYS = {
-    "model.layers": 2,
-    "model.hidden": 32,
-    "model.tied": "true",
-    "data.context": 16,
-    "run.global_batch": 7,
-    "run.validation_samples": 20,
-    "optimizer.clip_norm": 0.3,
-    "communication.algorithm": "ring",
-}
+KEYS = recipe_keys(
+    "layers=2 hidden=32 tied=true data.context=16 global_batch=7 validation_samples=20 optimizer.clip_norm=0.3 "
+    "algorithm=ring"
+)
 
 
 def _trainer(comm: Communicator, folder: Path, keys: dict[str, object], resume: Path | None = None) -> Trainer:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.trainings import TOLERANCE, dotted, losses, losses_and_norms, session_of, small
+from harness.trainings import TOLERANCE, dotted, losses, losses_and_norms, recipe_keys, session_of, small
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import solo
@@ -22,14 +22,9 @@ from hpcdist.training.run.saving import CheckpointSaver
 from hpcdist.training.run.stop_requests import StopRequests
 
 STEPS, FEW = 30, 12
-KEYS = {
-    "model.hidden": 32,
-    "data.context": 16,
-    "run.steps": STEPS,
-    "run.global_batch": 7,
-    "optimizer.warmup_steps": 5,
-    "optimizer.clip_norm": 0.3,
-}
+KEYS = recipe_keys(
+    f"hidden=32 data.context=16 steps={STEPS} global_batch=7 optimizer.warmup_steps=5 optimizer.clip_norm=0.3"
+)
 
 
 def _trainer(comm: Communicator, folder: Path, resume: Path | None = None, **keys: object) -> Trainer:

@@ -5,20 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from harness.trainings import alone, losses, trainer_of
+from harness.trainings import alone, losses, recipe_keys, trainer_of
 from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 4
-KEYS: dict[str, object] = {
-    "model.layers": 6,
-    "model.hidden": 24,
-    "model.heads": 4,
-    "data.context": 12,
-    "precision.mode": "float64",
-    "run.steps": STEPS,
-    "run.global_batch": 8,
-    "parallel.microbatches": 4,
-}
+KEYS: dict[str, object] = recipe_keys(
+    f"layers=6 hidden=24 heads=4 data.context=12 precision.mode=float64 steps={STEPS} global_batch=8 microbatches=4"
+)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

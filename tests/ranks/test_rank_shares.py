@@ -7,18 +7,16 @@ import numpy as np
 import pytest
 
 from harness.inputs import write_text
-from harness.trainings import assembled, losses
+from harness.trainings import assembled, losses, recipe_keys
 from hpcdist.comm.communicator import Communicator
 from hpcdist.training.data import SampleShares
 
 STEPS = 6
 LAYOUTS: dict[str, dict[str, object]] = {
-    "zero3 over nodes": {"communication.algorithm": "hierarchical", "parallel.strategy": "zero3"},
-    "servers over nodes": {
-        "communication.algorithm": "hierarchical",
-        "parallel.strategy": "parameter_server",
-        "parameter_server.placement": "colocated",
-    },
+    "zero3 over nodes": recipe_keys("algorithm=hierarchical strategy=zero3"),
+    "servers over nodes": recipe_keys(
+        "algorithm=hierarchical strategy=parameter_server parameter_server.placement=colocated"
+    ),
 }
 
 

@@ -6,7 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.trainings import SMALL, TOLERANCE, Reference, alone, blamed, difference, losses, small, state_bits
+from harness.trainings import (
+    SMALL,
+    TOLERANCE,
+    Reference,
+    alone,
+    blamed,
+    difference,
+    losses,
+    recipe_keys,
+    small,
+    state_bits,
+)
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import solo
@@ -22,53 +33,27 @@ LAYOUTS = {
     "zero1": ({"parallel.strategy": "zero1"}, (1, 2, 3, 4)),
     "zero2": ({"parallel.strategy": "zero2"}, (1, 2, 3, 4)),
     "zero3": ({"parallel.strategy": "zero3"}, (1, 2, 3, 4)),
-    "zero2 accumulating": ({"parallel.strategy": "zero2", "parallel.microbatches": 3}, (2, 3)),
-    "zero3 accumulating tied": (
-        {"parallel.strategy": "zero3", "parallel.microbatches": 2, "model.tied": "true"},
-        (1, 3),
-    ),
+    "zero2 accumulating": (recipe_keys("strategy=zero2 microbatches=3"), (2, 3)),
+    "zero3 accumulating tied": (recipe_keys("strategy=zero3 microbatches=2 tied=true"), (1, 3)),
     "allreduce in shared memory": ({"communication.algorithm": "node_shared"}, (2, 4)),
-    "zero1 in shared memory": ({"parallel.strategy": "zero1", "communication.algorithm": "node_shared"}, (2, 3)),
-    "zero3 in shared memory": (
-        {"parallel.strategy": "zero3", "parallel.microbatches": 2, "communication.algorithm": "node_shared"},
-        (2, 4),
-    ),
-    "zero3 inside the nodes": ({"parallel.strategy": "zero3", "zero.parameters": 2}, (4,)),
-    "zero of three degrees": ({"parallel.strategy": "zero2", "zero.gradients": 2, "parallel.microbatches": 2}, (4,)),
-    "zero3 keeping small units": ({"parallel.strategy": "zero3", "zero.persistent_below": 9000}, (2, 3)),
-    "zero1 sharing parameters": ({"parallel.strategy": "zero1", "zero.shared_parameters": "true"}, (2, 3)),
-    "gpipe": ({"parallel.pipeline": 2, "parallel.schedule": "gpipe", "parallel.microbatches": 4}, (2, 4)),
-    "1f1b": ({"parallel.pipeline": 2, "parallel.microbatches": 4}, (2, 4)),
-    "1f1b of 3": ({"parallel.pipeline": 3, "parallel.microbatches": 2}, (3,)),
-    "gpipe of 4, recomputing": (
-        {
-            "parallel.pipeline": 4,
-            "parallel.schedule": "gpipe",
-            "parallel.microbatches": 4,
-            "parallel.recompute": "true",
-        },
-        (4,),
-    ),
-    "1f1b tied, recomputing": (
-        {"parallel.pipeline": 2, "parallel.microbatches": 3, "model.tied": "true", "parallel.recompute": "true"},
-        (2, 4),
-    ),
-    "1f1b with zero1": (
-        {"parallel.pipeline": 2, "parallel.microbatches": 2, "parallel.strategy": "zero1", "model.tied": "true"},
-        (2, 4),
-    ),
+    "zero1 in shared memory": (recipe_keys("strategy=zero1 algorithm=node_shared"), (2, 3)),
+    "zero3 in shared memory": (recipe_keys("strategy=zero3 microbatches=2 algorithm=node_shared"), (2, 4)),
+    "zero3 inside the nodes": (recipe_keys("strategy=zero3 zero.parameters=2"), (4,)),
+    "zero of three degrees": (recipe_keys("strategy=zero2 zero.gradients=2 microbatches=2"), (4,)),
+    "zero3 keeping small units": (recipe_keys("strategy=zero3 zero.persistent_below=9000"), (2, 3)),
+    "zero1 sharing parameters": (recipe_keys("strategy=zero1 zero.shared_parameters=true"), (2, 3)),
+    "gpipe": (recipe_keys("pipeline=2 schedule=gpipe microbatches=4"), (2, 4)),
+    "1f1b": (recipe_keys("pipeline=2 microbatches=4"), (2, 4)),
+    "1f1b of 3": (recipe_keys("pipeline=3 microbatches=2"), (3,)),
+    "gpipe of 4, recomputing": (recipe_keys("pipeline=4 schedule=gpipe microbatches=4 recompute=true"), (4,)),
+    "1f1b tied, recomputing": (recipe_keys("pipeline=2 microbatches=3 tied=true recompute=true"), (2, 4)),
+    "1f1b with zero1": (recipe_keys("pipeline=2 microbatches=2 strategy=zero1 tied=true"), (2, 4)),
 }
 
 
-KEYS = {
-    "model.layers": 2,
-    "model.hidden": 32,
-    "data.context": 16,
-    "run.steps": STEPS,
-    "run.validation_samples": 50,
-    "optimizer.warmup_steps": 5,
-    "communication.algorithm": "ring",
-}
+KEYS = recipe_keys(
+    f"layers=2 hidden=32 data.context=16 steps={STEPS} validation_samples=50 optimizer.warmup_steps=5 algorithm=ring"
+)
 _trainer = partial(small, **KEYS)
 
 

@@ -3,24 +3,16 @@
 import numpy as np
 import pytest
 
-from harness.trainings import alone, difference, losses, trainer_of
+from harness.trainings import alone, difference, losses, recipe_keys, trainer_of
 from hpcdist.training.run.loop import mean_validation_loss
 
 STEPS = 8
 KEYS: dict[str, object] = {
-    "model.layers": 2,
-    "model.hidden": 24,
-    "model.heads": 4,
-    "model.vocabulary": 257,
-    "data.context": 12,
-    "run.steps": STEPS,
-    "run.global_batch": 6,
-    "run.validation_samples": 20,
-    "optimizer.warmup_steps": 3,
-    "optimizer.clip_norm": 0.7,
-    "optimizer.groups": "['*bias*: weight_decay=0.3 rate_factor=0.5', '2.*: rate_factor=2.0']",
-    "precision.mode": "float64",
-}
+    "optimizer.groups": "['*bias*: weight_decay=0.3 rate_factor=0.5', '2.*: rate_factor=2.0']"
+} | recipe_keys(
+    f"layers=2 hidden=24 heads=4 vocabulary=257 data.context=12 steps={STEPS} global_batch=6 "
+    "validation_samples=20 optimizer.warmup_steps=3 optimizer.clip_norm=0.7 precision.mode=float64"
+)
 BY_ROWS: dict[str, object] = {"parallel.sequence_parallel": "true"}
 # (data, pipeline, tensor) -> keys
 CASES: dict[tuple[int, int, int], list[dict[str, object]]] = {

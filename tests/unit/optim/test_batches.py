@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from harness.trainings import alone, difference, losses, recipe_of, trainer_of
+from harness.trainings import alone, difference, losses, recipe_keys, recipe_of, trainer_of
 from harness.trainings import state as state_of
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
@@ -18,21 +18,10 @@ from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.saving import CheckpointSaver
 
 WARMUP = (12, 4, 36, 8)  # 3 steps of 4, 3 of 8, then 12 each
-RUN: dict[str, object] = {
-    "model.layers": 1,
-    "model.hidden": 16,
-    "model.heads": 2,
-    "data.context": 8,
-    "precision.mode": "float64",
-    "run.steps": 9,
-    "run.global_batch": 12,
-    "run.batch_warmup": list(WARMUP),
-    "optimizer.name": "lars",
-    "optimizer.base_batch": 12,
-    "optimizer.scaling": "linear",
-    "optimizer.warmup_samples": 30,
-    "communication.algorithm": "ring",
-}
+RUN: dict[str, object] = {"run.batch_warmup": list(WARMUP)} | recipe_keys(
+    "layers=1 hidden=16 heads=2 data.context=8 precision.mode=float64 steps=9 global_batch=12 optimizer.name=lars "
+    "optimizer.base_batch=12 optimizer.scaling=linear optimizer.warmup_samples=30 algorithm=ring"
+)
 
 
 def counted(batches: BatchSchedule, steps: int) -> list[int]:
@@ -149,17 +138,14 @@ REFUSED = [
     ({"run.batch_warmup": [10, 4]}, "is no whole number of steps of 4; let the stage end at 8"),
     ({"run.batch_warmup": [12, 12]}, "after steps of 12 samples come steps of 12"),
     ({"run.batch_warmup": [8, 8, 16, 4]}, "each stage must have larger ones"),
-    ({"run.logical_shards": 4, "communication.algorithm": "auto"}, "run.logical_shards = 4 is not built"),
+    (recipe_keys("logical_shards=4 algorithm=auto"), "run.logical_shards = 4 is not built"),
     ({"data.shares": "measured"}, "data.shares = 'measured' is not built"),
     ({"precision.mode": "float16"}, "precision.mode = 'float16' is not built"),
-    ({"parallel.strategy": "gossip", "optimizer.name": "sgd"}, "share no count of samples"),
-    ({"parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}, "share no count of samples"),
+    (recipe_keys("strategy=gossip optimizer.name=sgd"), "share no count of samples"),
+    (recipe_keys("strategy=parameter_server parameter_server.consistency=asp"), "share no count of samples"),
     ({"parallel.data": 5}, "with 5 data ranks: each needs at least one sample of a step"),
     ({"parallel.microbatches": 6}, "parallel.microbatches = 6 with run.batch_warmup = "),
-    (
-        {"parallel.pipeline": 2, "parallel.microbatches": 3},
-        "parallel.pipeline = 2: those of a pipeline have as many samples each",
-    ),
+    (recipe_keys("pipeline=2 microbatches=3"), "parallel.pipeline = 2: those of a pipeline have as many samples each"),
 ]
 
 

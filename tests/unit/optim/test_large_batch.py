@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.trainings import alone, difference, losses, trainer_of
+from harness.trainings import alone, difference, losses, recipe_keys, trainer_of
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.training.build.trainer import Trainer
 
@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, object]] = {
         "optimizer.base_batch": 5,
         "optimizer.scaling": "sqrt",
     },
-    "lars": {"optimizer.name": "lars", "optimizer.base_batch": 5, "optimizer.scaling": "linear"},
+    "lars": recipe_keys("optimizer.name=lars optimizer.base_batch=5 optimizer.scaling=linear"),
 }
 SERVER = {"parallel.strategy": "parameter_server"}
 # name -> (ranks, keys)

@@ -8,7 +8,7 @@ import pytest
 
 from harness.inputs import write_text
 from harness.rank_run import RankRun, gpt, text
-from harness.trainings import assembled, refused
+from harness.trainings import assembled, recipe_keys, refused
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
@@ -293,16 +293,9 @@ def test_a_value_that_is_not_finite_ends_the_run_on_all_ranks(overlap, rng):
 )
 def test_where_a_run_saves_changes_no_bit_of_it(overlap, layout, tmp_path, rng):
     """The gradient that is pending is among the pieces; an exchange that would drop it is refused."""
-    settings = {
-        "data.path": write_text(tmp_path / "text.txt", rng),
-        "communication.delayed": "true",
-        "communication.overlap": overlap,
-        "communication.algorithm": "ring",
-        "parallel.strategy": "allreduce",
-        "run.global_batch": 6,
-        "parallel.microbatches": 2,
-        "optimizer.name": "lamb",
-    }
+    settings = {"data.path": write_text(tmp_path / "text.txt", rng), "communication.overlap": overlap} | recipe_keys(
+        "delayed=true algorithm=ring strategy=allreduce global_batch=6 microbatches=2 optimizer.name=lamb"
+    )
     alone, settings = dict(settings), settings | layout
 
     def body(comm, settings, *, saves):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from harness import trainings
+from harness.trainings import recipe_keys
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads, solo
@@ -23,26 +24,18 @@ LAYOUTS = {
     "one process": (1, {}),
     "allreduce": (3, {}),
     "zero1": (2, {"parallel.strategy": "zero1"}),
-    "zero2": (3, {"parallel.strategy": "zero2", "parallel.microbatches": 2}),
-    "zero3, tied": (2, {"parallel.strategy": "zero3", "model.tied": "true"}),
-    "1f1b": (3, {"parallel.pipeline": 3, "parallel.microbatches": 2}),
+    "zero2": (3, recipe_keys("strategy=zero2 microbatches=2")),
+    "zero3, tied": (2, recipe_keys("strategy=zero3 tied=true")),
+    "1f1b": (3, recipe_keys("pipeline=3 microbatches=2")),
     "dedicated server": (3, {"parallel.strategy": "parameter_server"}),
-    "colocated servers": (2, {"parallel.strategy": "parameter_server", "parameter_server.placement": "colocated"}),
-    "gpipe x data, tied": (
-        4,
-        {"parallel.pipeline": 2, "parallel.schedule": "gpipe", "parallel.microbatches": 2, "model.tied": "true"},
-    ),
+    "colocated servers": (2, recipe_keys("strategy=parameter_server parameter_server.placement=colocated")),
+    "gpipe x data, tied": (4, recipe_keys("pipeline=2 schedule=gpipe microbatches=2 tied=true")),
 }
 
 
-KEYS = {
-    "model.layers": 2,
-    "run.steps": STEPS,
-    "run.global_batch": 8,
-    "run.validation_samples": 37,
-    "optimizer.name": "adamw",
-    "optimizer.warmup_steps": 50,
-}
+KEYS = recipe_keys(
+    f"layers=2 steps={STEPS} global_batch=8 validation_samples=37 optimizer.name=adamw optimizer.warmup_steps=50"
+)
 
 
 def small_recipe(text: Path, keys: dict[str, object]) -> recipes.Recipe:

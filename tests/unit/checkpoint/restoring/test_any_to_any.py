@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.trainings import trainer_of
+from harness.trainings import recipe_keys, trainer_of
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.piece import Piece, runs, whole_box
@@ -36,15 +36,7 @@ from hpcdist.training.run.saving import CheckpointSaver
 EVERYTHING = os.environ.get("HPCDIST_TEST_RESUMES") == "all"
 BLOCK = 1024  # bytes: small, so that larger pieces begin and end inside one
 COUNT = 5  # updates of the optimizer so far
-SMALL = {
-    "optimizer.name": "sgd",
-    "optimizer.momentum": 0.9,
-    "model.layers": 2,
-    "model.hidden": 8,
-    "model.heads": 2,
-    "data.context": 4,
-    "run.global_batch": 8,
-}
+SMALL = recipe_keys("optimizer.name=sgd optimizer.momentum=0.9 layers=2 hidden=8 heads=2 data.context=4 global_batch=8")
 DOUBLE = {"precision.mode": "float64"}
 SERVED = {"parallel.strategy": "parameter_server"}
 COLOCATED = SERVED | {"parameter_server.placement": "colocated"}
@@ -55,30 +47,21 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "allreduce": (3, {}),
     "allreduce, bfloat16": (2, {"precision.mode": "bfloat16"}),
     "zero1": (4, {"parallel.strategy": "zero1"}),
-    "zero1, float16": (2, {"parallel.strategy": "zero1", "precision.mode": "float16"}),
-    "zero2, degrees": (4, {"parallel.strategy": "zero2", "zero.gradients": 2}),
+    "zero1, float16": (2, recipe_keys("strategy=zero1 precision.mode=float16")),
+    "zero2, degrees": (4, recipe_keys("strategy=zero2 zero.gradients=2")),
     "zero3": (3, {"parallel.strategy": "zero3"}),
-    "zero3, bfloat16": (3, {"parallel.strategy": "zero3", "precision.mode": "bfloat16"}),
-    "zero3, degrees": (4, {"parallel.strategy": "zero3", "zero.parameters": 2, "zero.persistent_below": 80}),
-    "zero3, states in files": (2, {"parallel.strategy": "zero3", "zero.offload_optimizer": "file"}),
-    "pipeline": (4, {"parallel.pipeline": 4, "parallel.microbatches": 2}),
-    "pipeline, chunks": (
-        2,
-        {"parallel.pipeline": 2, "parallel.schedule": "interleaved", "parallel.chunks": 2, "parallel.microbatches": 2},
-    ),
+    "zero3, bfloat16": (3, recipe_keys("strategy=zero3 precision.mode=bfloat16")),
+    "zero3, degrees": (4, recipe_keys("strategy=zero3 zero.parameters=2 zero.persistent_below=80")),
+    "zero3, states in files": (2, recipe_keys("strategy=zero3 zero.offload_optimizer=file")),
+    "pipeline": (4, recipe_keys("pipeline=4 microbatches=2")),
+    "pipeline, chunks": (2, recipe_keys("pipeline=2 schedule=interleaved chunks=2 microbatches=2")),
     "pipeline, folded, zero2": (
         4,
-        {
-            "parallel.pipeline": 2,
-            "parallel.schedule": "zb-v",
-            "parallel.microbatches": 4,
-            "zero.keep_gradients": "true",
-            "parallel.strategy": "zero2",
-        },
+        recipe_keys("pipeline=2 schedule=zb-v microbatches=4 zero.keep_gradients=true strategy=zero2"),
     ),
     "tensor": (2, {"parallel.tensor": 2}),
-    "tensor, zero1": (4, {"parallel.tensor": 2, "parallel.sequence_parallel": "true", "parallel.strategy": "zero1"}),
-    "tensor, pipeline": (4, {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.microbatches": 2}),
+    "tensor, zero1": (4, recipe_keys("tensor=2 sequence_parallel=true strategy=zero1")),
+    "tensor, pipeline": (4, recipe_keys("tensor=2 pipeline=2 microbatches=2")),
     "dedicated servers": (4, SERVED | {"parameter_server.servers": 2}),
     "colocated servers": (3, COLOCATED),
     "asynchronous servers": (3, SERVED | {"parameter_server.consistency": "asp"}),
@@ -86,7 +69,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "local sgd": (2, {"parallel.strategy": "local_sgd"}),
     "float64": (1, DOUBLE),
     "float64, zero3": (4, DOUBLE | {"parallel.strategy": "zero3"}),
-    "float64, tensor, pipeline": (4, DOUBLE | {"parallel.tensor": 2, "parallel.pipeline": 2}),
+    "float64, tensor, pipeline": (4, DOUBLE | recipe_keys("tensor=2 pipeline=2")),
 }
 DRAWN = {False: 7, True: 2}  # layouts of single and double precision, where not all of them are taken
 PAIRS = [(one, other) for one in LAYOUTS for other in LAYOUTS if one != other and ("64" in one) == ("64" in other)]

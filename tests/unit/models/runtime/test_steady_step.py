@@ -7,24 +7,17 @@ That smaller arrays do not come and go either shows where a model four times as 
 import pytest
 
 from harness.steady import Steady, steady, unseen_messages
+from harness.trainings import recipe_keys
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.counts import counts
 
 ALLOWED = 160 << 10  # bytes, of all ranks together: numpy's buffers of 32 KiB, views, lists and floats
 MORE = 16 << 10  # what a larger model of as many tensors may take beyond a smaller one
 
-COMMON: dict[str, object] = {
-    "model.layers": 2,
-    "model.hidden": 128,
-    "model.heads": 2,
-    "data.context": 128,
-    "run.steps": 20,
-    "run.global_batch": 8,
-    "run.validation_samples": 2,
-    "optimizer.warmup_steps": 2,
-    "optimizer.clip_norm": 0.5,
-    "communication.algorithm": "ring",
-}
+COMMON: dict[str, object] = recipe_keys(
+    "layers=2 hidden=128 heads=2 data.context=128 steps=20 global_batch=8 validation_samples=2 "
+    "optimizer.warmup_steps=2 optimizer.clip_norm=0.5 algorithm=ring"
+)
 LARGER = {"model.hidden": 256, "data.context": 256}
 TWO = {"parallel.microbatches": 2}
 PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 4}
@@ -33,22 +26,16 @@ ALONE: dict[str, dict[str, object]] = {
     "two micro-batches": TWO,
     "recompute": {"parallel.recompute": "true"},
     "gpipe, recompute": {"parallel.schedule": "gpipe", "parallel.recompute": "true", **TWO},
-    "rotary, rms, swiglu, grouped": {
-        "model.positions": "rotary",
-        "model.norm": "rms",
-        "model.activation": "swiglu",
-        "model.kv_heads": 1,
-        "model.bias": "false",
-    },
+    "rotary, rms, swiglu, grouped": recipe_keys("positions=rotary norm=rms activation=swiglu kv_heads=1 bias=false"),
     "tied": {"model.tied": "true"},
     "dropout": {"model.dropout": 0.1},
-    "sgd": {"optimizer.name": "sgd", "optimizer.momentum": 0.0},
-    "nesterov": {"optimizer.name": "sgd", "optimizer.nesterov": "true"},
+    "sgd": recipe_keys("optimizer.name=sgd optimizer.momentum=0.0"),
+    "nesterov": recipe_keys("optimizer.name=sgd optimizer.nesterov=true"),
     "lars": {"optimizer.name": "lars"},
     "lamb": {"optimizer.name": "lamb"},
     "bfloat16": {"precision.mode": "bfloat16"},
-    "float16, lamb": {"precision.mode": "float16", "optimizer.name": "lamb"},
-    "logical shards": {"run.logical_shards": 2, "communication.algorithm": "auto"},
+    "float16, lamb": recipe_keys("precision.mode=float16 optimizer.name=lamb"),
+    "logical shards": recipe_keys("logical_shards=2 algorithm=auto"),
 }
 TOGETHER: dict[str, dict[str, object]] = {
     "allreduce": {"parallel.strategy": "allreduce"},

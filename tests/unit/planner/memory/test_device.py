@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from harness.made_plans import cluster_of
-from harness.trainings import losses, trainer_of
+from harness.trainings import losses, recipe_keys, trainer_of
 from hpcdist import models
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
@@ -54,28 +54,28 @@ RUNS: dict[str, tuple[int, dict[str, object], dict[str, Any]]] = {
     "zero3": (2, {"parallel.strategy": "zero3"}, {"data": 2, "microbatch": 4, "strategy": "zero3"}),
     "bfloat16": (
         2,
-        {"precision.mode": "bfloat16", "parallel.strategy": "zero1"},
+        recipe_keys("precision.mode=bfloat16 strategy=zero1"),
         {"data": 2, "microbatch": 4, "strategy": "zero1", "precision": "bfloat16", "activations": "float32"},
     ),
     "server": (
         2,
-        {"parallel.strategy": "parameter_server", "parameter_server.placement": "dedicated"},
+        recipe_keys("strategy=parameter_server parameter_server.placement=dedicated"),
         {"data": 1, "microbatch": 8, "strategy": "parameter_server", "servers": 1},
     ),
     "int8": (2, {"communication.compression": "int8"}, {"data": 2, "microbatch": 4, "compression": "int8"}),
     "top k": (
         2,
-        {"communication.compression": "topk", "parallel.strategy": "zero3"},
+        recipe_keys("compression=topk strategy=zero3"),
         {"data": 2, "microbatch": 4, "compression": "topk", "strategy": "zero3"},
     ),
     "one bit": (
         2,
-        {"communication.compression": "onebit", "compression.warmup_steps": 1, "optimizer.warmup_steps": 1},
+        recipe_keys("compression=onebit compression.warmup_steps=1 optimizer.warmup_steps=1"),
         {"data": 2, "microbatch": 4, "compression": "onebit"},
     ),
     "four ranks": (
         4,
-        {"parallel.pipeline": 2, "parallel.microbatches": 4, "parallel.strategy": "zero2"},
+        recipe_keys("pipeline=2 microbatches=4 strategy=zero2"),
         {"data": 2, "pipeline": 2, "microbatch": 1, "strategy": "zero2"},
     ),
     "gpipe": (2, {"parallel.schedule": "gpipe"}, {**PIPELINE, "schedule": "gpipe"}),
@@ -83,7 +83,7 @@ RUNS: dict[str, tuple[int, dict[str, object], dict[str, Any]]] = {
     "1f1b, computed again": (2, {"parallel.recompute": "true"}, {**PIPELINE, "recompute": "full"}),
     "interleaved": (
         2,
-        {"parallel.schedule": "interleaved", "parallel.chunks": 2},
+        recipe_keys("schedule=interleaved chunks=2"),
         {**PIPELINE, "schedule": "interleaved", "chunks": 2},
     ),
     "zb-h1": (2, {"parallel.schedule": "zb-h1"}, {**PIPELINE, "schedule": "zb-h1"}),
@@ -91,7 +91,7 @@ RUNS: dict[str, tuple[int, dict[str, object], dict[str, Any]]] = {
     "tensor": (2, {"parallel.tensor": 2}, {"tensor": 2, "microbatch": 8}),
     "sequence": (
         2,
-        {"parallel.tensor": 2, "parallel.sequence_parallel": "true"},
+        recipe_keys("tensor=2 sequence_parallel=true"),
         {"tensor": 2, "microbatch": 8, "sequence_parallel": True},
     ),
 }

@@ -10,7 +10,7 @@ import pytest
 from harness.combinations import SMALL
 from harness.compressed.optimizers import layout, padded, seat_of
 from harness.compressed.optimizers import steps as given_steps
-from harness.trainings import bits, outcomes, trainer_of
+from harness.trainings import bits, outcomes, recipe_keys, trainer_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
@@ -30,14 +30,10 @@ from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.saving import CheckpointSaver
 
 WARM = 3
-DGC = {
-    "communication.compression": "dgc",
-    "compression.density": 0.05,
-    "compression.warmup_steps": 4,
-    "optimizer.name": "sgd",
-    "optimizer.momentum": 0.9,
-    "optimizer.learning_rate": 0.1,
-}
+DGC = recipe_keys(
+    "compression=dgc compression.density=0.05 compression.warmup_steps=4 optimizer.name=sgd "
+    "optimizer.momentum=0.9 optimizer.learning_rate=0.1"
+)
 ONEBIT = {"communication.compression": "onebit", "compression.warmup_steps": WARM}
 BOTH = {"dgc": DGC, "onebit": ONEBIT}
 PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 2}

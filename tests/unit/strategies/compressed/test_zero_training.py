@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.trainings import losses, refused, state, trainer_of
+from harness.trainings import losses, recipe_keys, refused, state, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.compressed.zero import CompressedZero
 from hpcdist.strategies.core.replica_check import check_replicas, check_tensor_axis
@@ -30,51 +30,36 @@ def settings(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
     path = tmp_path / "text.txt"
     words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
     path.write_text(" ".join(rng.choice(words, 1500)))
-    return {
-        "model.layers": 1,
-        "model.hidden": 16,
-        "model.heads": 2,
-        "data.path": path,
-        "data.context": 8,
-        "run.steps": 40,
-        "run.global_batch": 12,
-        "optimizer.warmup_steps": 2,
-        "optimizer.learning_rate": 0.01,
-    }
+    return {"data.path": path} | recipe_keys(
+        "layers=1 hidden=16 heads=2 data.context=8 steps=40 global_batch=12 optimizer.warmup_steps=2 "
+        "optimizer.learning_rate=0.01"
+    )
 
 
 TRAININGS: dict[str, tuple[int, dict[str, object]]] = {
-    "zero2 by micro-batches": (
-        2,
-        {"parallel.strategy": "zero2", "parallel.microbatches": 3, "communication.compression": "int4"},
-    ),
-    "zero3, random k": (2, {**ZERO3, "communication.compression": "randomk", "compression.density": 0.8}),
+    "zero2 by micro-batches": (2, recipe_keys("strategy=zero2 microbatches=3 compression=int4")),
+    "zero3, random k": (2, ZERO3 | recipe_keys("compression=randomk compression.density=0.8")),
     "qwZ alone": (3, {**ZERO3, "compression.parameters": "int8"}),
     "qwZ, kept and recomputed": (
         2,
-        {**ZERO3, "compression.parameters": "int8", "zero.keep_parameters": "true", "run.recompute_every_steps": 2}
+        ZERO3
+        | recipe_keys("compression.parameters=int8 zero.keep_parameters=true recompute_every_steps=2")
         | {"parallel.microbatches": 2},
     ),
     "ZeRO++": (4, PLUS),
     "ZeRO++ on all levels": (4, {**PLUS, "compression.across_nodes": False, "zero.persistent_below": 1100}),
     "a pipeline": (
         4,
-        {**ZERO3, "parallel.pipeline": 2, "parallel.microbatches": 2, "communication.compression": "int8"}
-        | {"compression.parameters": "int8"},
+        ZERO3 | recipe_keys("pipeline=2 microbatches=2 compression=int8") | {"compression.parameters": "int8"},
     ),
     "a tensor axis, cut unevenly": (
         4,
-        {**ZERO3, "parallel.tensor": 2, "communication.compression": "int8", "compression.parameters": "int8"}
-        | {"model.vocabulary": 257},
+        ZERO3 | recipe_keys("tensor=2 compression=int8 compression.parameters=int8") | {"model.vocabulary": 257},
     ),
-    "shared parameters": (
-        2,
-        {"parallel.strategy": "zero1", "zero.shared_parameters": "true", "communication.compression": "int8"},
-    ),
+    "shared parameters": (2, recipe_keys("strategy=zero1 zero.shared_parameters=true compression=int8")),
     "offloaded": (
         2,
-        {"parallel.strategy": "zero2", "communication.compression": "int8", "zero.offload_optimizer": "file"}
-        | {"zero.offload_directory": "."},
+        recipe_keys("strategy=zero2 compression=int8 zero.offload_optimizer=file") | {"zero.offload_directory": "."},
     ),
 }
 
@@ -120,28 +105,30 @@ def test_a_checkpoint_goes_on_to_the_bit(settings, tmp_path):
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"parallel.strategy": "zero2", "communication.compression": "powersgd"}, "factors are of whole tensors"),
-    ({"parallel.strategy": "zero1", "compression.parameters": "int8"}, "would be rounded; choose zero3"),
-    ({"parallel.strategy": "allreduce", "compression.parameters": "int8"}, "would be rounded; choose zero3"),
-    ({**ZERO3, "zero.parameters": 1, "compression.parameters": "int8"}, "would be rounded; choose zero3"),
+    (recipe_keys("strategy=zero2 compression=powersgd"), "factors are of whole tensors"),
+    (recipe_keys("strategy=zero1 compression.parameters=int8"), "would be rounded; choose zero3"),
+    (recipe_keys("strategy=allreduce compression.parameters=int8"), "would be rounded; choose zero3"),
+    (ZERO3 | recipe_keys("zero.parameters=1 compression.parameters=int8"), "would be rounded; choose zero3"),
     (
-        {**ZERO3, "compression.parameters": "int8", "zero.prefetch": 1, "communication.overlap": "thread"},
+        ZERO3 | recipe_keys("compression.parameters=int8 zero.prefetch=1 overlap=thread"),
         "zero.prefetch = 1 is not built",
     ),
-    ({**ZERO3, "compression.parameters": "int8", "communication.overlap": "thread"}, "communication.overlap = "),
+    (ZERO3 | recipe_keys("compression.parameters=int8 overlap=thread"), "communication.overlap = "),
     (
-        {**ZERO3, "compression.parameters": "int8", "zero.offload_optimizer": "file", "zero.offload_parameters": "file"}
+        ZERO3
+        | recipe_keys("compression.parameters=int8 zero.offload_optimizer=file zero.offload_parameters=file")
         | {"zero.offload_directory": "."},
         "zero.offload_parameters = 'file' is not built",
     ),
     (
-        {**ZERO3, "communication.compression": "int8", "zero.offload_optimizer": "file"}
-        | {"zero.offload_parameters": "file", "zero.offload_directory": "."},
+        ZERO3
+        | recipe_keys("compression=int8 zero.offload_optimizer=file")
+        | recipe_keys("zero.offload_parameters=file zero.offload_directory=."),
         "zero.offload_parameters = 'file' is not built",
     ),
-    ({**ZERO3, "compression.parameters": "int8", "run.logical_shards": 4}, "where the ranks cut them"),
-    ({**ZERO3, "compression.parameters": "int8", "precision.mode": "float64"}, "precision.mode = 'float64'"),
-    ({**ZERO3, "compression.parameters": "float16", "precision.mode": "bfloat16"}, "16 bits already"),
+    (ZERO3 | recipe_keys("compression.parameters=int8 logical_shards=4"), "where the ranks cut them"),
+    (ZERO3 | recipe_keys("compression.parameters=int8 precision.mode=float64"), "precision.mode = 'float64'"),
+    (ZERO3 | recipe_keys("compression.parameters=float16 precision.mode=bfloat16"), "16 bits already"),
 ]
 
 

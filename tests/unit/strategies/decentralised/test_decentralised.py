@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from harness import trainings
-from harness.trainings import Trained, assembled, check_same, with_pointers
+from harness.trainings import Trained, assembled, check_same, recipe_keys, with_pointers
 from hpcdist import models
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
@@ -268,20 +268,15 @@ BASE: dict[str, object] = {
     "communication.algorithm": "ring",
 }
 SAME = {
-    "complete, adapt first": {
-        "parallel.strategy": "gossip",
-        "decentralised.graph": "complete",
-        "decentralised.order": "adapt_first",
-    },
-    "local_sgd of period 1": {"parallel.strategy": "local_sgd", "decentralised.period": 1},
-    "local_sgd with momentum": {
-        "parallel.strategy": "local_sgd",
-        "decentralised.period": 1,
-        "decentralised.moments": "average",
-        "optimizer.momentum": 0.9,
-        "optimizer.weight_decay": 0.01,
-    },
-    "local_sgd accumulating": {"parallel.strategy": "local_sgd", "decentralised.period": 1, "parallel.microbatches": 3},
+    "complete, adapt first": recipe_keys(
+        "strategy=gossip decentralised.graph=complete decentralised.order=adapt_first"
+    ),
+    "local_sgd of period 1": recipe_keys("strategy=local_sgd decentralised.period=1"),
+    "local_sgd with momentum": recipe_keys(
+        "strategy=local_sgd decentralised.period=1 decentralised.moments=average optimizer.momentum=0.9 "
+        "optimizer.weight_decay=0.01"
+    ),
+    "local_sgd accumulating": recipe_keys("strategy=local_sgd decentralised.period=1 microbatches=3"),
 }
 
 
@@ -348,15 +343,13 @@ def test_bytes_of_an_averaging(words):
 @pytest.mark.parametrize(
     "keys",
     [
-        {"parallel.strategy": "gossip", "decentralised.graph": "one_peer"},
-        {"parallel.strategy": "gossip", "decentralised.order": "adapt_first"},
-        {"parallel.strategy": "local_sgd", "decentralised.period": 3},
-        {
-            "parallel.strategy": "local_sgd",
-            "decentralised.period": 3,
-            "decentralised.outer_learning_rate": 0.7,
-            "decentralised.outer_momentum": 0.9,
-        },
+        recipe_keys("strategy=gossip decentralised.graph=one_peer"),
+        recipe_keys("strategy=gossip decentralised.order=adapt_first"),
+        recipe_keys("strategy=local_sgd decentralised.period=3"),
+        recipe_keys(
+            "strategy=local_sgd decentralised.period=3 decentralised.outer_learning_rate=0.7 "
+            "decentralised.outer_momentum=0.9"
+        ),
     ],
     ids=["one_peer", "ring", "local_sgd", "outer"],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harness.threads import on_threads
-from harness.trainings import blamed, refused, small, state_bits
+from harness.trainings import blamed, recipe_keys, refused, small, state_bits
 from harness.trainings import losses_and_norms as train
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
@@ -141,7 +141,7 @@ def test_a_worker_adds_up_layers_and_pushes_them_once(text):
     [
         ({"parameter_server.consistency": "asp"}, r"parameter_server.consistency = 'asp' with run.logical_shards = 6"),
         (
-            {"parameter_server.consistency": "ssp", "parameter_server.staleness": 2},
+            recipe_keys("parameter_server.consistency=ssp parameter_server.staleness=2"),
             r"set parameter_server.consistency = 'bsp', or run.logical_shards = 0",
         ),
         ({"parameter_server.backup_workers": 1}, r"parameter_server.backup_workers = 1 with run.logical_shards = 6"),

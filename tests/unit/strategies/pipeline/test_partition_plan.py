@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from harness.trainings import losses, trainer_of
+from harness.trainings import losses, recipe_keys, trainer_of
 from hpcdist import models
 from hpcdist.cli.plan.schedule import command as schedule
 from hpcdist.comm.threads.communicator import run_threads
@@ -194,19 +194,10 @@ def test_a_gpu_is_waited_for_at_both_ends(gpu):
     assert gpu.LOG.sites()[gpu.SYNCHRONISE, "costs._clock"] == 3 * turns * spans * 2 and len(found) == 3
 
 
-KEYS: dict[str, object] = {
-    "model.layers": 5,
-    "model.hidden": 32,
-    "model.heads": 2,
-    "model.vocabulary": 256,
-    "model.tied": "true",
-    "data.context": 32,
-    "run.steps": 2,
-    "run.global_batch": 16,
-    "run.log_every_s": 100,
-    "parallel.pipeline": 2,
-    "parallel.microbatches": 4,
-}
+KEYS: dict[str, object] = recipe_keys(
+    "layers=5 hidden=32 heads=2 vocabulary=256 tied=true data.context=32 steps=2 global_batch=16 log_every_s=100 "
+    "pipeline=2 microbatches=4"
+)
 
 
 @pytest.fixture

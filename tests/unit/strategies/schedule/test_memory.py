@@ -4,19 +4,13 @@ import pytest
 
 from harness import trainings
 from harness.inputs import write_text
-from harness.trainings import assembled
+from harness.trainings import assembled, recipe_keys
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.schedule.operations import Kind
 
-RUN = {
-    "parallel.pipeline": 2,
-    "parallel.strategy": "zero3",
-    "parallel.microbatches": 3,
-    "zero.keep_gradients": "true",
-    "run.global_batch": 12,
-    "model.layers": 4,
-    "model.tied": "false",
-}
+RUN = recipe_keys(
+    "pipeline=2 strategy=zero3 microbatches=3 zero.keep_gradients=true global_batch=12 layers=4 tied=false"
+)
 
 
 @pytest.mark.parametrize("keep", ["false", "true"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness import trainings
-from harness.trainings import alone, difference, losses, refused, trainer_of
+from harness.trainings import alone, difference, losses, recipe_keys, refused, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DivergenceError, ScheduleError
 from hpcdist.strategies.core.grid import ProcessGrid
@@ -43,80 +43,35 @@ def text(tmp_path_factory):
 
 CASES = {
     "1x1x2": (2, {"parallel.tensor": 2}),
-    "1x1x2 by rows": (2, {"parallel.tensor": 2, "parallel.sequence_parallel": "true"}),
-    "1x1x2 in float32": (2, {"parallel.tensor": 2, "precision.mode": "float32"}),
-    "1x1x3 by rows, tied": (
-        3,
-        {"parallel.tensor": 3, "parallel.sequence_parallel": "true", "model.heads": 6, "model.tied": "true"},
-    ),
-    "1x1x4 tied, dropping": (4, {"parallel.tensor": 4, "model.tied": "true", "model.dropout": 0.1}),
-    "1x1x4 by rows, accumulating": (
-        4,
-        {"parallel.tensor": 4, "parallel.sequence_parallel": "true", "parallel.microbatches": 2},
-    ),
-    "2x1x2 with zero1": (4, {"parallel.tensor": 2, "parallel.strategy": "zero1"}),
-    "2x1x2 with zero2 by rows": (
-        4,
-        {"parallel.tensor": 2, "parallel.strategy": "zero2", "parallel.sequence_parallel": "true"},
-    ),
+    "1x1x2 by rows": (2, recipe_keys("tensor=2 sequence_parallel=true")),
+    "1x1x2 in float32": (2, recipe_keys("tensor=2 precision.mode=float32")),
+    "1x1x3 by rows, tied": (3, recipe_keys("tensor=3 sequence_parallel=true heads=6 tied=true")),
+    "1x1x4 tied, dropping": (4, recipe_keys("tensor=4 tied=true dropout=0.1")),
+    "1x1x4 by rows, accumulating": (4, recipe_keys("tensor=4 sequence_parallel=true microbatches=2")),
+    "2x1x2 with zero1": (4, recipe_keys("tensor=2 strategy=zero1")),
+    "2x1x2 with zero2 by rows": (4, recipe_keys("tensor=2 strategy=zero2 sequence_parallel=true")),
     "2x1x2 with zero3 by rows, tied": (
         4,
-        {
-            "parallel.tensor": 2,
-            "parallel.strategy": "zero3",
-            "parallel.sequence_parallel": "true",
-            "model.tied": "true",
-            "parallel.microbatches": 2,
-        },
+        recipe_keys("tensor=2 strategy=zero3 sequence_parallel=true tied=true microbatches=2"),
     ),
     "1x2x2 by rows, tied": (
         4,
-        {
-            "parallel.tensor": 2,
-            "parallel.pipeline": 2,
-            "parallel.sequence_parallel": "true",
-            "model.tied": "true",
-            "parallel.microbatches": 5,
-            "model.dropout": 0.2,
-        },
+        recipe_keys("tensor=2 pipeline=2 sequence_parallel=true tied=true microbatches=5 dropout=0.2"),
     ),
     "1x2x2 zb-v by rows": (
         4,
-        {
-            "parallel.tensor": 2,
-            "parallel.pipeline": 2,
-            "parallel.schedule": "zb-v",
-            "parallel.sequence_parallel": "true",
-            "parallel.microbatches": 5,
-            "model.layers": 2,
-            "model.dropout": 0.2,
-        },
+        recipe_keys("tensor=2 pipeline=2 schedule=zb-v sequence_parallel=true microbatches=5 layers=2 dropout=0.2"),
     ),
     "1x2x2 recomputing by rows": (
         4,
-        {
-            "parallel.tensor": 2,
-            "parallel.pipeline": 2,
-            "parallel.sequence_parallel": "true",
-            "parallel.microbatches": 5,
-            "parallel.recompute": "true",
-            "model.dropout": 0.2,
-        },
+        recipe_keys("tensor=2 pipeline=2 sequence_parallel=true microbatches=5 recompute=true dropout=0.2"),
     ),
-    "2x1x2 overlapping by rows": (
-        4,
-        {"parallel.tensor": 2, "communication.overlap": "thread", "parallel.sequence_parallel": "true"},
-    ),
-    "2x1x2 lamb with zero3": (4, {"parallel.tensor": 2, "parallel.strategy": "zero3", "optimizer.name": "lamb"}),
-    "2x1x2 lars by rows": (4, {"parallel.tensor": 2, "optimizer.name": "lars", "parallel.sequence_parallel": "true"}),
+    "2x1x2 overlapping by rows": (4, recipe_keys("tensor=2 overlap=thread sequence_parallel=true")),
+    "2x1x2 lamb with zero3": (4, recipe_keys("tensor=2 strategy=zero3 optimizer.name=lamb")),
+    "2x1x2 lars by rows": (4, recipe_keys("tensor=2 optimizer.name=lars sequence_parallel=true")),
     "2x1x2 offloading": (
         4,
-        {
-            "parallel.tensor": 2,
-            "parallel.strategy": "zero1",
-            "zero.offload_optimizer": "file",
-            "zero.offload_directory": ".",
-        },
+        recipe_keys("tensor=2 strategy=zero1 zero.offload_optimizer=file zero.offload_directory=."),
     ),
 }
 

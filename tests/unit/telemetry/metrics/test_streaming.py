@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from harness.inputs import write_text
-from harness.trainings import assembled, session_of
+from harness.trainings import assembled, recipe_keys, session_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record import spans as record_spans
 from hpcdist.comm.record.spans import Spans
@@ -31,13 +31,9 @@ STEPS = 12
 
 @pytest.fixture
 def settings(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
-    return {
-        "data.path": write_text(tmp_path / "text.txt", rng),
-        "run.steps": STEPS,
-        "checkpoint.every_steps": 5,
-        "energy.sources": "none",
-        "telemetry.jsonl": "true",
-    }
+    return {"data.path": write_text(tmp_path / "text.txt", rng)} | recipe_keys(
+        f"steps={STEPS} checkpoint.every_steps=5 energy.sources=none telemetry.jsonl=true"
+    )
 
 
 class Said(ConsoleProgress):

@@ -12,7 +12,7 @@ import pytest
 
 from harness import trainings
 from harness.devices import Watch, expected_sites
-from harness.trainings import LAYOUTS, STEPS, TRAININGS, Trained, assembled, check_same, with_pointers
+from harness.trainings import LAYOUTS, STEPS, TRAININGS, Trained, assembled, check_same, recipe_keys, with_pointers
 from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device
 from hpcdist.comm.communicator import Communicator
@@ -71,9 +71,7 @@ def test_a_step_transfers_no_more_than_it_must(gpu, words, layout, ranks, pointe
 
 def without_lock_step(comm: Communicator, settings: dict[str, object]) -> tuple[list[float], np.ndarray]:
     """Train under asp with one worker, which is as reproducible as lock-step; return losses and parameters."""
-    trainer = assembled(
-        comm, {**settings, "parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}
-    )
+    trainer = assembled(comm, settings | recipe_keys("strategy=parameter_server parameter_server.consistency=asp"))
     exchange, losses = trainer.exchange, []
     operations = exchange.attended(trainer.operations)
     exchange.part()

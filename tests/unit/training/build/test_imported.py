@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 import pytest
 
-from harness.trainings import recipe_of
+from harness.trainings import recipe_keys, recipe_of
 from hpcdist.checkpoint.format import manifest
 from hpcdist.cli import checkpoint
 from hpcdist.comm.start import start_alone
@@ -99,16 +99,10 @@ def refuses_other_code(folder: Path, recipe: recipes.Recipe) -> None:
     ],
 )
 def test_it_trains_and_is_found_again(kind, file, shape, shown, folder):
-    keys = {
-        "model.kind": "import",
-        "model.factory": f"{folder}/own.py:{kind}",
-        "data.path": folder / file,
-        "data.context": 12,
-        "run.global_batch": 8,
-        "run.steps": 12,
-        "optimizer.warmup_steps": 1,
-        "optimizer.learning_rate": 0.02,
-    }
+    keys = {"model.factory": f"{folder}/own.py:{kind}", "data.path": folder / file} | recipe_keys(
+        "model.kind=import data.context=12 global_batch=8 steps=12 optimizer.warmup_steps=1 "
+        "optimizer.learning_rate=0.02"
+    )
     recipe = recipe_of(keys)
     trainer = assemble(start_alone(), recipe)
     losses = []
@@ -135,14 +129,9 @@ def test_a_state_dict_of_a_users_modules_has_their_names(folder):
     import torch
 
     (folder / "tied.py").write_text(TIED)
-    keys = {
-        "model.kind": "import",
-        "model.factory": f"{folder}/tied.py:build",
-        "data.path": folder / "text.txt",
-        "data.context": 12,
-        "run.global_batch": 8,
-        "run.steps": 1,
-    }
+    keys = {"model.factory": f"{folder}/tied.py:build", "data.path": folder / "text.txt"} | recipe_keys(
+        "model.kind=import data.context=12 global_batch=8 steps=1"
+    )
     recipe = recipe_of(keys)
     trainer = assemble(start_alone(), recipe)
     CheckpointSaver(trainer, folder / "run" / "checkpoints").save(0)

@@ -6,7 +6,7 @@ import pytest
 
 from harness.inputs import KINDS, STEPS, keys_of, write_data
 from harness.steady import steady
-from harness.trainings import alone, difference, losses, refused, trainer_of
+from harness.trainings import alone, difference, losses, recipe_keys, refused, trainer_of
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.models.transformer import masked_predictions
 from hpcdist.training.run.loop import mean_validation_loss
@@ -17,22 +17,13 @@ BY_ROWS = TENSOR | {"parallel.sequence_parallel": "true"}
 WAYS = {
     "2 replicas": (2, {}),
     "3 replicas, zero1": (3, {"parallel.strategy": "zero1"}),
-    "2 replicas, zero2, accumulating": (2, {"parallel.strategy": "zero2", "parallel.microbatches": 2}),
+    "2 replicas, zero2, accumulating": (2, recipe_keys("strategy=zero2 microbatches=2")),
     "2 replicas, zero3": (2, {"parallel.strategy": "zero3"}),
-    "pipeline of 2": (2, {"parallel.pipeline": 2, "parallel.microbatches": 4}),
-    "pipeline of 3, recomputing": (
-        3,
-        {"parallel.pipeline": 3, "parallel.microbatches": 4, "parallel.recompute": "true"},
-    ),
-    "pipeline of 2, zero-bubble": (
-        2,
-        {"parallel.pipeline": 2, "parallel.microbatches": 4, "parallel.schedule": "zb-v"},
-    ),
-    "pipeline of 2 by measured units": (
-        2,
-        {"parallel.pipeline": 2, "parallel.microbatches": 4, "parallel.partition": "measured"},
-    ),
-    "2 x 2, zero1": (4, {"parallel.pipeline": 2, "parallel.microbatches": 2, "parallel.strategy": "zero1"}),
+    "pipeline of 2": (2, recipe_keys("pipeline=2 microbatches=4")),
+    "pipeline of 3, recomputing": (3, recipe_keys("pipeline=3 microbatches=4 recompute=true")),
+    "pipeline of 2, zero-bubble": (2, recipe_keys("pipeline=2 microbatches=4 schedule=zb-v")),
+    "pipeline of 2 by measured units": (2, recipe_keys("pipeline=2 microbatches=4 partition=measured")),
+    "2 x 2, zero1": (4, recipe_keys("pipeline=2 microbatches=2 strategy=zero1")),
 }
 CUT = {
     "tensor of 2": (2, TENSOR),

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.trainings import assembled, refused, session_of
+from harness.trainings import assembled, recipe_keys, refused, session_of
 from hpcdist.checkpoint.format import manifest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
@@ -155,16 +155,11 @@ LAYOUTS: dict[str, tuple[dict[str, object], int, int | None, list[ShareSizes]]] 
     "allreduce beside the backward": ({"communication.overlap": "thread"}, 2, None, [(6, 1), (0, 7)]),
     "allreduce accumulating": ({"parallel.microbatches": 3}, 2, None, [(6, 1), (7, 0)]),
     "zero1": ({"parallel.strategy": "zero1"}, 3, None, [(5, 1, 1), (4, 0, 3)]),
-    "zero2": ({"parallel.strategy": "zero2", "parallel.microbatches": 2}, 3, None, [(5, 1, 1), (0, 7, 0)]),
-    "zero3": ({"parallel.strategy": "zero3", "parallel.microbatches": 2}, 3, None, [(5, 1, 1), (7, 0, 0)]),
+    "zero2": (recipe_keys("strategy=zero2 microbatches=2"), 3, None, [(5, 1, 1), (0, 7, 0)]),
+    "zero3": (recipe_keys("strategy=zero3 microbatches=2"), 3, None, [(5, 1, 1), (7, 0, 0)]),
     "dedicated server": (SERVED, 3, None, [(6, 1), (0, 7)]),
     "colocated servers": (COLOCATED, 3, None, [(5, 1, 1), (0, 7, 0)]),
-    "pipeline": (
-        {"parallel.pipeline": 2, "parallel.microbatches": 2, "run.global_batch": 8},
-        4,
-        None,
-        [(5, 3), (1, 7), (8, 0)],
-    ),
+    "pipeline": (recipe_keys("pipeline=2 microbatches=2 global_batch=8"), 4, None, [(5, 3), (1, 7), (8, 0)]),
     "nodes of 2 and 1": (NODES, 3, 2, [(5, 1, 1), (0, 7, 0), (0, 0, 7)]),
     "zero1, nodes of 2 and 1": ({**NODES, "parallel.strategy": "zero1"}, 3, 2, [(5, 1, 1), (0, 0, 7)]),
     "zero3, nodes of 2 and 1": ({**NODES, "parallel.strategy": "zero3"}, 3, 2, [(5, 1, 1), (0, 7, 0)]),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.trainings import recipe_of, survive
+from harness.trainings import recipe_keys, recipe_of, survive
 from hpcdist.checkpoint.partner.redundancy import PartnerStore
 from hpcdist.checkpoint.restoring.restore import newest_complete
 from hpcdist.comm.threads.group import RankDeath
@@ -198,20 +198,11 @@ def test_nobody_knows_the_gpu_of_a_new_process():
         ({}, 3, (3, 1, 1)),
         ({"parallel.data": 4}, 3, (3, 1, 1)),
         ({"run.global_batch": 2}, 3, (2, 1, 1)),
-        ({"parallel.pipeline": 2, "parallel.microbatches": 4}, 7, (3, 2, 1)),
-        ({"parallel.pipeline": 4, "parallel.microbatches": 4, "parallel.schedule": "zb-h1"}, 3, (1, 3, 1)),
-        (
-            {
-                "parallel.pipeline": 2,
-                "parallel.microbatches": 2,
-                "parallel.chunks": 2,
-                "parallel.schedule": "interleaved",
-            },
-            1,
-            (1, 1, 1),
-        ),
-        ({"parallel.tensor": 2, "parallel.sequence_parallel": "true"}, 1, (1, 1, 1)),
-        ({"parallel.strategy": "zero2", "zero.optimizer": 2, "zero.gradients": 2}, 3, (2, 1, 1)),
+        (recipe_keys("pipeline=2 microbatches=4"), 7, (3, 2, 1)),
+        (recipe_keys("pipeline=4 microbatches=4 schedule=zb-h1"), 3, (1, 3, 1)),
+        (recipe_keys("pipeline=2 microbatches=2 chunks=2 schedule=interleaved"), 1, (1, 1, 1)),
+        (recipe_keys("tensor=2 sequence_parallel=true"), 1, (1, 1, 1)),
+        (recipe_keys("strategy=zero2 zero.optimizer=2 zero.gradients=2"), 3, (2, 1, 1)),
     ],
 )
 def test_a_layout_for_any_number_of_ranks(keys, ranks, expected):

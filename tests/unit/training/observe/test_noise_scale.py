@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from harness import trainings
-from harness.trainings import assembled, refused
+from harness.trainings import assembled, recipe_keys, refused
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
@@ -96,39 +96,23 @@ LAYOUTS: dict[str, tuple[int, Settings, int]] = {
     "accumulated": (2, {"parallel.microbatches": 2}, 2),
     "thread": (3, {"communication.overlap": "thread"}, 3),
     "bucketed": (2, {"communication.bucket_bytes": 512}, 2),
-    "alone": (1, {"parallel.microbatches": 3, "model.tied": "true"}, 1),
-    "alone, logical shards": (1, {"communication.algorithm": "auto", "run.logical_shards": 5}, 5),
-    "logical shards": (2, {"communication.algorithm": "auto", "run.logical_shards": 5}, 5),
+    "alone": (1, recipe_keys("microbatches=3 tied=true"), 1),
+    "alone, logical shards": (1, recipe_keys("algorithm=auto logical_shards=5"), 5),
+    "logical shards": (2, recipe_keys("algorithm=auto logical_shards=5"), 5),
     "zero1": (3, {"parallel.strategy": "zero1"}, 3),
-    "zero2": (3, {"parallel.strategy": "zero2", "parallel.microbatches": 2}, 6),
-    "zero3": (2, {"parallel.strategy": "zero3", "parallel.microbatches": 2, "communication.overlap": "thread"}, 4),
-    "zero3 in shards": (
-        2,
-        {"communication.algorithm": "auto", "parallel.strategy": "zero3", "run.logical_shards": 5},
-        5,
-    ),
-    "a pipeline alone": (2, {"parallel.pipeline": 2, "parallel.microbatches": 5, "model.tied": "false"}, 1),
-    "1f1b x zero1": (4, {"parallel.pipeline": 2, "parallel.microbatches": 2, "parallel.strategy": "zero1"}, 2),
-    "1f1b x zero2": (
-        4,
-        {"parallel.pipeline": 2, "parallel.microbatches": 2, "parallel.strategy": "zero2", "model.tied": "false"},
-        4,
-    ),
+    "zero2": (3, recipe_keys("strategy=zero2 microbatches=2"), 6),
+    "zero3": (2, recipe_keys("strategy=zero3 microbatches=2 overlap=thread"), 4),
+    "zero3 in shards": (2, recipe_keys("algorithm=auto strategy=zero3 logical_shards=5"), 5),
+    "a pipeline alone": (2, recipe_keys("pipeline=2 microbatches=5 tied=false"), 1),
+    "1f1b x zero1": (4, recipe_keys("pipeline=2 microbatches=2 strategy=zero1"), 2),
+    "1f1b x zero2": (4, recipe_keys("pipeline=2 microbatches=2 strategy=zero2 tied=false"), 4),
     "tensor": (4, {"parallel.tensor": 2}, 2),
     "a server": (3, {**SERVER, "parameter_server.servers": 1}, 2),
     "colocated servers": (2, {**SERVER, "parameter_server.placement": "colocated"}, 2),
-    "a server in shards": (
-        3,
-        {**SERVER, "parameter_server.servers": 1, "communication.algorithm": "auto", "run.logical_shards": 5},
-        5,
-    ),
-    "zero2 in pairs": (
-        4,
-        {"parallel.strategy": "zero2", "zero.gradients": 2, "zero.optimizer": 4, "parallel.microbatches": 2},
-        8,
-    ),
-    "mirrored servers": (4, {**SERVER, "parameter_server.servers": 2, "parameter_server.mirrored": "true"}, 2),
-    "bfloat16": (2, {"precision.mode": "bfloat16", "parallel.strategy": "zero2", "parallel.microbatches": 2}, 4),
+    "a server in shards": (3, SERVER | recipe_keys("parameter_server.servers=1 algorithm=auto logical_shards=5"), 5),
+    "zero2 in pairs": (4, recipe_keys("strategy=zero2 zero.gradients=2 zero.optimizer=4 microbatches=2"), 8),
+    "mirrored servers": (4, SERVER | recipe_keys("parameter_server.servers=2 parameter_server.mirrored=true"), 2),
+    "bfloat16": (2, recipe_keys("precision.mode=bfloat16 strategy=zero2 microbatches=2"), 4),
 }
 
 
@@ -261,14 +245,11 @@ REFUSED = [
     ({**EACH, "parallel.strategy": "gossip"}, "no step has the gradient of all replicas"),
     ({**EACH, "parallel.strategy": "local_sgd"}, "no step has the gradient of all replicas"),
     ({**EACH, **SERVER, "parameter_server.consistency": "asp"}, "consistency = 'bsp' and no backup workers"),
-    (
-        {**EACH, "communication.delayed": "true", "communication.overlap": "thread"},
-        "the sum of a step's gradients is known one step later",
-    ),
-    ({**EACH, "parallel.tensor": 2, "parallel.sequence_parallel": "true"}, "parallel.sequence_parallel = true"),
+    (EACH | recipe_keys("delayed=true overlap=thread"), "the sum of a step's gradients is known one step later"),
+    (EACH | recipe_keys("tensor=2 sequence_parallel=true"), "parallel.sequence_parallel = true"),
     ({**EACH, "parallel.data": 1}, "with 1 data rank: its gradient is that of the whole batch"),
     (
-        {**EACH, "parallel.data": 1, "parallel.pipeline": 2, "parallel.microbatches": 4, "model.tied": "true"},
+        EACH | recipe_keys("data=1 pipeline=2 microbatches=4 tied=true"),
         "the gradient of the tied tensor is whole once a step",
     ),
 ]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from harness import trainings
-from harness.trainings import assembled, refused
+from harness.trainings import assembled, recipe_keys, refused
 from hpcdist.checkpoint.format.shard_layout import blocks_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
@@ -30,27 +30,21 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
     "alone": (1, {}),
     "allreduce": (3, {**RING, "parallel.microbatches": 2}),
     "dropout": (2, {"model.dropout": 0.2}),
-    "logical shards": (2, {"communication.algorithm": "auto", "run.logical_shards": 4, "run.global_batch": 8}),
-    "zero2": (2, {**RING, "parallel.strategy": "zero2", "parallel.microbatches": 2}),
-    "zero3": (3, {**RING, "parallel.strategy": "zero3", "parallel.microbatches": 2}),
-    "zero3 ahead": (2, {**RING, "parallel.strategy": "zero3", "communication.overlap": "thread", "zero.prefetch": 2}),
+    "logical shards": (2, recipe_keys("algorithm=auto logical_shards=4 global_batch=8")),
+    "zero2": (2, RING | recipe_keys("strategy=zero2 microbatches=2")),
+    "zero3": (3, RING | recipe_keys("strategy=zero3 microbatches=2")),
+    "zero3 ahead": (2, RING | recipe_keys("strategy=zero3 overlap=thread zero.prefetch=2")),
     "zero3 offloaded": (
         2,
-        {**RING, "parallel.strategy": "zero3", "zero.offload_parameters": "file", "zero.offload_optimizer": "file"},
+        RING | recipe_keys("strategy=zero3 zero.offload_parameters=file zero.offload_optimizer=file"),
     ),
-    "bfloat16": (2, {"precision.mode": "bfloat16", "parallel.strategy": "zero2"}),
-    "1f1b x zero1": (
-        4,
-        {"parallel.pipeline": 2, "parallel.microbatches": 3, "run.global_batch": 12, "parallel.strategy": "zero1"},
-    ),
-    "tensor": (2, {"parallel.tensor": 2, "model.tied": "false"}),
-    "bfloat16 in a pipeline": (
-        2,
-        {"parallel.pipeline": 2, "parallel.microbatches": 3, "run.global_batch": 12, "precision.mode": "bfloat16"},
-    ),
+    "bfloat16": (2, recipe_keys("precision.mode=bfloat16 strategy=zero2")),
+    "1f1b x zero1": (4, recipe_keys("pipeline=2 microbatches=3 global_batch=12 strategy=zero1")),
+    "tensor": (2, recipe_keys("tensor=2 tied=false")),
+    "bfloat16 in a pipeline": (2, recipe_keys("pipeline=2 microbatches=3 global_batch=12 precision.mode=bfloat16")),
     "a server": (3, {**SERVER, "parameter_server.servers": 1}),
     "colocated servers": (2, {**SERVER, "parameter_server.placement": "colocated"}),
-    "mirrored servers": (4, {**SERVER, "parameter_server.servers": 2, "parameter_server.mirrored": "true"}),
+    "mirrored servers": (4, SERVER | recipe_keys("parameter_server.servers=2 parameter_server.mirrored=true")),
     "servers in shared memory": (3, {**SERVER, "parameter_server.transport": "shared"}),
 }
 
@@ -193,9 +187,9 @@ REFUSED = [
     ({"run.recompute_every_steps": -1}, "must be at least 0"),
     ({**EACH, "parallel.strategy": "gossip"}, "ranks that do not sum every gradient together"),
     ({**EACH, **SERVER, "parameter_server.consistency": "asp"}, "consistency = 'bsp'"),
-    ({"run.suspicious_factor": 5, "run.device": "gpu"}, "run.suspicious_factor = 5.0 with run.device = 'gpu'"),
+    (recipe_keys("suspicious_factor=5 run.device=gpu"), "run.suspicious_factor = 5.0 with run.device = 'gpu'"),
     (
-        {**EACH, "communication.delayed": "true", "communication.overlap": "thread"},
+        EACH | recipe_keys("delayed=true overlap=thread"),
         "run.recompute_every_steps = 1 with communication.delayed = true",
     ),
 ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.trainings import assembled, session_of
+from harness.trainings import assembled, recipe_keys, session_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import OperationTiming
 from hpcdist.comm.threads.communicator import run_threads
@@ -29,13 +29,10 @@ from hpcdist.training.run.stop_requests import StopReason, StopRequests
 from hpcdist.training.run.summary import NO_STEP_MADE, describe, summarise
 
 STEPS, LIMIT_S = 12, 30
-ASP: dict[str, object] = {
-    "parallel.strategy": "parameter_server",
-    "parameter_server.consistency": "asp",
-    "run.steps": STEPS,
-    "checkpoint.every_steps": 0,
-    "energy.sources": "none",
-}
+ASP: dict[str, object] = recipe_keys(
+    f"strategy=parameter_server parameter_server.consistency=asp steps={STEPS} checkpoint.every_steps=0 "
+    "energy.sources=none"
+)
 
 
 class Watched(AsyncTrainingLoop):
