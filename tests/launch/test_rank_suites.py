@@ -32,7 +32,7 @@ def suite(folder: Path, body: str) -> list[str]:
     shutil.copy(TESTS / "conftest.py", folder)
     shutil.copy(TESTS / "ranks" / "conftest.py", ranks)
     (ranks / "test_sample.py").write_text("import os, time\nimport pytest\n" + textwrap.dedent(body))
-    return [*PYTEST, "--import-mode=importlib", "--rootdir", str(folder), str(ranks)]
+    return [*PYTEST, "--import-mode=importlib", "-o", f"pythonpath={TESTS}", "--rootdir", str(folder), str(ranks)]
 
 
 @pytest.mark.timeout(300)
