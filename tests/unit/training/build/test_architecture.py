@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.trainings import session_of
+from harness.trainings import recipe_keys, recipe_of, session_of
 from hpcdist import models
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
@@ -19,100 +19,55 @@ from hpcdist.training.recipe import settings
 @pytest.mark.parametrize(
     ("ranks", "keys", "expected"),
     [
-        (1, [], "allreduce, native"),
-        (2, ["communication.compression=topk"], "allreduce, native, gradients as topk"),
+        (1, "", "allreduce, native"),
+        (2, "compression=topk", "allreduce, native, gradients as topk"),
         (
             2,
-            ["parallel.strategy=zero3", "communication.compression=int4", "compression.parameters=int8"],
+            "strategy=zero3 compression=int4 compression.parameters=int8",
             "zero3, native, gradients as int4, weights gathered as int8",
         ),
-        (2, ["parallel.strategy=zero2", "parallel.microbatches=3"], "zero2, native, 3 micro-batches"),
-        (3, ["parallel.strategy=parameter_server"], "parameter_server, 1 dedicated server, bsp"),
+        (2, "strategy=zero2 microbatches=3", "zero2, native, 3 micro-batches"),
+        (3, "strategy=parameter_server", "parameter_server, 1 dedicated server, bsp"),
         (
             2,
-            ["parallel.strategy=parameter_server", "parameter_server.placement=colocated"],
+            "strategy=parameter_server parameter_server.placement=colocated",
             "parameter_server, 2 colocated servers, bsp",
         ),
         (
             4,
-            [
-                "parallel.strategy=parameter_server",
-                "parameter_server.servers=2",
-                "parameter_server.transport=shared",
-                "parameter_server.mirrored=true",
-            ],
+            "strategy=parameter_server servers=2 transport=shared mirrored=true",
             "parameter_server, 2 dedicated servers, bsp, transport shared, mirrored",
         ),
         (
             4,
-            ["parallel.strategy=zero3", "zero.parameters=2", "zero.persistent_below=1000", "data.shares=measured"],
+            "strategy=zero3 zero.parameters=2 zero.persistent_below=1000 data.shares=measured",
             "zero3, native, degrees 2, 4, 4, layers below 1,000 elements whole, samples by measured speed",
         ),
         (
             2,
-            [
-                "parallel.strategy=zero3",
-                "zero.prefetch=2",
-                "communication.overlap=poll",
-                "communication.algorithm=ring",
-            ],
+            "strategy=zero3 zero.prefetch=2 overlap=poll algorithm=ring",
             "zero3, ring, 2 gathered ahead, overlapped by polling",
         ),
         (
             2,
-            [
-                "parallel.strategy=zero3",
-                "zero.offload_optimizer=file",
-                "zero.offload_parameters=file",
-                "zero.offload_directory={here}",
-            ],
+            "strategy=zero3 offload_optimizer=file offload_parameters=file offload_directory={here}",
             "zero3, native, optimizer state in files, shards in files",
         ),
-        (
-            1,
-            ["parallel.recompute=true", "parallel.microbatches=2"],
-            "allreduce, native, 2 micro-batches, layers recomputed",
-        ),
-        (2, ["parallel.strategy=zero1", "zero.shared_parameters=true"], "zero1, native, parameters shared by a node"),
-        (
-            1,
-            ["communication.algorithm=ring", "communication.overlap=poll", "communication.delayed=true"],
-            "allreduce, ring, overlapped by polling, delayed",
-        ),
+        (1, "recompute=true microbatches=2", "allreduce, native, 2 micro-batches, layers recomputed"),
+        (2, "strategy=zero1 zero.shared_parameters=true", "zero1, native, parameters shared by a node"),
+        (1, "algorithm=ring overlap=poll delayed=true", "allreduce, ring, overlapped by polling, delayed"),
+        (2, "pipeline=2 microbatches=4 recompute=true", "allreduce, native, 1f1b of 4 micro-batches, recomputing"),
+        (2, "pipeline=2 microbatches=4", "allreduce, native, 1f1b of 4 micro-batches, bubble 20%"),
+        (2, "pipeline=2 microbatches=4 schedule=zb-h1", "allreduce, native, zb-h1 of 4 micro-batches, bubble 8%"),
         (
             2,
-            ["parallel.pipeline=2", "parallel.microbatches=4", "parallel.recompute=true"],
-            "allreduce, native, 1f1b of 4 micro-batches, recomputing",
-        ),
-        (
-            2,
-            ["parallel.pipeline=2", "parallel.microbatches=4"],
-            "allreduce, native, 1f1b of 4 micro-batches, bubble 20%",
-        ),
-        (
-            2,
-            ["parallel.pipeline=2", "parallel.microbatches=4", "parallel.schedule=zb-h1"],
-            "allreduce, native, zb-h1 of 4 micro-batches, bubble 8%",
-        ),
-        (
-            2,
-            [
-                "model.layers=2",
-                "parallel.pipeline=2",
-                "parallel.microbatches=4",
-                "parallel.schedule=interleaved",
-                "parallel.chunks=2",
-            ],
+            "layers=2 pipeline=2 microbatches=4 schedule=interleaved chunks=2",
             "allreduce, native, interleaved of 4 micro-batches, bubble 11%",
         ),
-        (
-            2,
-            ["parallel.pipeline=2", "parallel.microbatches=1", "parallel.schedule=zb-h1"],
-            "allreduce, native, zb-h1 of 1 micro-batches",
-        ),
+        (2, "pipeline=2 microbatches=1 schedule=zb-h1", "allreduce, native, zb-h1 of 1 micro-batches"),
         (
             4,
-            ["parallel.tensor=2", "parallel.sequence_parallel=true", "model.heads=2", "parallel.strategy=zero1"],
+            "tensor=2 sequence_parallel=true heads=2 strategy=zero1",
             "zero1, native, tensor by node_shared, activations by rows",
         ),
         (2, ["parallel.tensor=2", "model.heads=2", "communication.algorithm=ring"], "allreduce, ring, tensor by ring"),
@@ -120,14 +75,8 @@ from hpcdist.training.recipe import settings
 )
 def test_one_line_says_it_all(ranks, keys, expected, tmp_path, rng):
     (tmp_path / "text.txt").write_bytes(rng.integers(0, 256, 5000, np.uint8).tobytes())
-    small = [
-        "model.layers=1",
-        "model.hidden=8",
-        "model.heads=1",
-        "data.context=8",
-        f"data.path={tmp_path / 'text.txt'}",
-    ]
-    recipe = recipes.load(None, small + [key.format(here=tmp_path) for key in keys], {}).recipe
+    small = {"data.path": tmp_path / "text.txt"} | recipe_keys("layers=1 hidden=8 heads=1 data.context=8")
+    recipe = recipe_of(small | recipe_keys(keys.format(here=tmp_path)))
 
     def body(comm):
         return figures.describe_architecture(assemble(session_of(comm), recipe))
