@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from harness import jobs
+from harness.marks import cases
 from hpcdist.bench.collectives import results
 from hpcdist.errors import STORAGE, USAGE
 
@@ -50,12 +51,10 @@ def test_a_comparison_with_itself_finds_nothing(measured):
     assert "| 1.000 |" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["--output", "/proc/results.h5"], STORAGE, "/proc/results.h5: cannot be written"),
-        (["--algorithm", "rings"], USAGE, "choose from native, ring"),
-    ],
+@cases(
+    "arguments, code, said",
+    (["--output", "/proc/results.h5"], STORAGE, "/proc/results.h5: cannot be written"),
+    (["--algorithm", "rings"], USAGE, "choose from native, ring"),
 )
 def test_what_cannot_be_done_is_said_before_anything_is_measured(mpi, arguments, code, said):
     done = hpcdist("run", "-n", 2, "bench", "collectives", "--bytes", "4K", *arguments)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness import jobs
+from harness.marks import cases
 from hpcdist.comm.launch import core_binding, mpirun
 from hpcdist.comm.launch.core_binding import CoreBinding, NodeCores
 
@@ -71,16 +72,14 @@ def mapped(mpi: mpirun.Launcher, tmp_path: Path) -> Mapped:
     return run
 
 
-@pytest.mark.parametrize(
-    ("sockets", "cores", "threads", "each", "asked", "expected"),
-    [
-        (1, 8, 1, 2, 4, 4),
-        (2, 4, 2, 4, 4, 2),  # four hardware threads are two cores
-        (2, 4, 2, 2, 3, 3),  # one of each socket, though four of the first are nearer
-        (2, 4, 1, 8, 1, 1),
-        (2, 3, 1, 3, None, 1),
-        (1, 8, 2, 3, None, 2),
-    ],
+@cases(
+    "sockets, cores, threads, each, asked, expected",
+    (1, 8, 1, 2, 4, 4),
+    (2, 4, 2, 4, 4, 2),  # four hardware threads are two cores
+    (2, 4, 2, 2, 3, 3),  # one of each socket, though four of the first are nearer
+    (2, 4, 1, 8, 1, 1),
+    (2, 3, 1, 3, None, 1),
+    (1, 8, 2, 3, None, 2),
 )
 def test_each_rank_gets_its_own(topology, mapped, sockets, cores, threads, each, asked, expected):
     count = sockets * cores

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.marks import cases
+
 TESTS = Path(__file__).parents[1]
 PYTEST = ["-P", "-m", "pytest", "--color=no", "-p", "no:cacheprovider", "-o", "timeout=0"]
 SIZES = [int(size) for size in os.environ.get("HPCDIST_TEST_RANKS", "1,2,3,4").split(",")]  # 3: not a power of two
@@ -83,12 +85,10 @@ def test_a_rank_that_fails_while_the_others_wait_ends_the_job(mpiexec, tmp_path)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("body", "shown"),
-    [
-        ("time.sleep(100) if comm.rank == 0 else comm.barrier()", "test_end"),
-        ("os._exit(5) if comm.rank == 0 else comm.barrier()", ""),
-    ],
+@cases(
+    "body, shown",
+    ("time.sleep(100) if comm.rank == 0 else comm.barrier()", "test_end"),
+    ("os._exit(5) if comm.rank == 0 else comm.barrier()", ""),
     ids=["hangs", "dies"],
 )
 def test_a_rank_that_never_returns_ends_the_job(mpiexec, tmp_path, body, shown):

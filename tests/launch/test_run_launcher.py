@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from harness.jobs import called, run, until
+from harness.marks import cases
 from hpcdist.checkpoint import lock
 from hpcdist.cli import main
 from hpcdist.cli import run as run_command
@@ -161,9 +162,12 @@ def test_the_ranks_exit_code_comes_back(start):
     assert start("three", wait=False).end() == 3
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGUSR1, 75)],
+@cases(
+    "number, code",
+    (signal.SIGINT, 130),
+    (signal.SIGTERM, 75),
+    (signal.SIGHUP, 75),
+    (signal.SIGUSR1, 75),
     ids=["INT", "TERM", "HUP", "USR1"],
 )
 def test_a_signal_reaches_the_ranks_and_their_code_comes_back(start, number, code):
@@ -325,9 +329,12 @@ def test_a_job_that_somebody_has_stopped_saves_and_ends(who, tmp_path, capfd):
     assert ("(the launcher)" in told) == (who == "launcher")
 
 
-@pytest.mark.parametrize(
-    ("kind", "said", "returned", "code"),
-    [("srun", 75, 137, 75), ("srun", 78, 143, 78), ("mpirun", 75, 137, 137), ("mpirun", 1, 0, 1)],
+@cases(
+    "kind, said, returned, code",
+    ("srun", 75, 137, 75),
+    ("srun", 78, 143, 78),
+    ("mpirun", 75, 137, 137),
+    ("mpirun", 1, 0, 1),
     ids=["srun killed the last ranks", "the first failure", "mpirun has killed", "mpirun lost it"],
 )
 def test_whose_exit_code_counts(kind, said, returned, code, tmp_path):
@@ -560,16 +567,14 @@ def test_what_starts_ranks_itself_is_no_command_for_ranks(name, capsys):
     assert "train" in known and name not in known
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--restarts 2 train", "train ... --out DIR"),
-        ("--restarts 2 doctor", "only train"),
-        ("--restarts 2 train --out x --nix", "--nix"),
-        ("--survive shrink doctor", "only train"),
-        ("--spares 1 train", "--survive replace"),
-        ("--spares 1 --survive shrink train", "--survive replace"),
-    ],
+@cases(
+    "words, said",
+    ("--restarts 2 train", "train ... --out DIR"),
+    ("--restarts 2 doctor", "only train"),
+    ("--restarts 2 train --out x --nix", "--nix"),
+    ("--survive shrink doctor", "only train"),
+    ("--spares 1 train", "--survive replace"),
+    ("--spares 1 --survive shrink train", "--survive replace"),
 )
 def test_what_cannot_be_started_again_or_survive(words, said, capsys):
     code, _, err = called(capsys, "run", "-n", "2", *words.split())

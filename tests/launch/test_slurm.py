@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import hpcdist
+from harness.marks import cases
 from hpcdist.batch import submission
 from hpcdist.batch.array import BenchmarkJob, MergeJob, ServersJob, SweepJob
 from hpcdist.batch.job import BatchJob
@@ -228,14 +229,12 @@ def test_a_directory_whose_name_slurm_would_read_as_a_pattern(cluster, tmp_path,
     assert not (jobs.folder / "log").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--nodes=4"], "node configuration is not available"),
-        (["--nodes=1", "--partition=nix"], "invalid partition specified: nix"),
-        (["--nodes=1", "--constraint=nix"], "Invalid feature specification"),
-        (["--nodes=1", "--mem=2G"], "node configuration is not available"),
-    ],
+@cases(
+    "options, words",
+    (["--nodes=4"], "node configuration is not available"),
+    (["--nodes=1", "--partition=nix"], "invalid partition specified: nix"),
+    (["--nodes=1", "--constraint=nix"], "Invalid feature specification"),
+    (["--nodes=1", "--mem=2G"], "node configuration is not available"),
 )
 def test_what_slurm_refuses(jobs, options, words):
     done = jobs.submit("--job-name=hpcdist-refused", *options)

@@ -14,6 +14,7 @@ import pytest
 
 from harness import jobs
 from harness.jobs import figures
+from harness.marks import cases
 from hpcdist.hdf5 import files
 from hpcdist.telemetry.metrics import step_metrics
 
@@ -235,18 +236,16 @@ def test_a_directory_belongs_to_one_run(text, tmp_path):
     assert foreign.returncode == 78 and (tmp_path / "full" / "thesis.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["--set", "model.layer=3"], 78, ["model.layer", "model.layers"]),
-        (["--set", "run.steps=many"], 78, ["run.steps", "many"]),
-        (["--set", "decentralised.graph=torus"], 78, ["decentralised.graph", "gossip"]),
-        (["--set", "precision.loss_scale=8"], 78, ["precision.loss_scale", "float16"]),
-        (["--set", "parallel.data=9"], 78, ["run.global_batch = 6"]),
-        (["--set", "data.path=/does/not/exist"], 78, ["/does/not/exist"]),
-        (["--set", "run.device=gpu"], 69, ["cupy"]),
-        (["missing.toml"], 74, ["missing.toml"]),
-    ],
+@cases(
+    "arguments, code, words",
+    (["--set", "model.layer=3"], 78, ["model.layer", "model.layers"]),
+    (["--set", "run.steps=many"], 78, ["run.steps", "many"]),
+    (["--set", "decentralised.graph=torus"], 78, ["decentralised.graph", "gossip"]),
+    (["--set", "precision.loss_scale=8"], 78, ["precision.loss_scale", "float16"]),
+    (["--set", "parallel.data=9"], 78, ["run.global_batch = 6"]),
+    (["--set", "data.path=/does/not/exist"], 78, ["/does/not/exist"]),
+    (["--set", "run.device=gpu"], 69, ["cupy"]),
+    (["missing.toml"], 74, ["missing.toml"]),
 )
 def test_bad_input_is_refused_with_a_word_and_a_code(text, tmp_path, arguments, code, words):
     done = train(0, text, "--out", tmp_path / "run", *arguments)

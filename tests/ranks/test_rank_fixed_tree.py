@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from harness.trainings import digest, losses_and_norms, recipe_keys, small, state_bits
 from hpcdist.arrays.ranges import split
 from hpcdist.collectives.algorithms.fixed_tree import FixedTree, shards_of
@@ -50,14 +51,12 @@ def test_rank_a_fixed_tree_has_the_bits_of_one_process(comm, shards, dtype, rng)
     assert comm.checked or not traffic.unknown
 
 
-@pytest.mark.parametrize(
+@cases(
     "keys",
-    [
-        {"optimizer.clip_norm": 0.1},
-        {"optimizer.name": "lamb", "optimizer.clip_norm": 0.1, "model.tied": "true"},
-        {"optimizer.name": "lars", "precision.mode": "float64", "communication.bucket_bytes": 2000},
-        {"model.kind": "mlp", "optimizer.name": "sgd", "run.logical_shards": 8},
-    ],
+    {"optimizer.clip_norm": 0.1},
+    {"optimizer.name": "lamb", "optimizer.clip_norm": 0.1, "model.tied": "true"},
+    {"optimizer.name": "lars", "precision.mode": "float64", "communication.bucket_bytes": 2000},
+    {"model.kind": "mlp", "optimizer.name": "sgd", "run.logical_shards": 8},
 )
 def test_rank_training_has_the_bits_of_one_process(comm, folder, keys):
     alone, together = _trainer(solo(), folder, keys), _trainer(comm, folder, keys)
@@ -67,15 +66,13 @@ def test_rank_training_has_the_bits_of_one_process(comm, folder, keys):
     check_replicas(comm, together.exchange.parameters, STEPS)
 
 
-@pytest.mark.parametrize(
-    ("way", "keys"),
-    [
-        ({"parallel.strategy": "zero1"}, {"optimizer.name": "lars"}),
-        ({"parallel.strategy": "zero2", "zero.shared_parameters": "true"}, {"optimizer.name": "adamw"}),
-        ({"parallel.strategy": "zero3"}, {"optimizer.name": "lamb", "model.tied": "true", "precision.mode": "float64"}),
-        ({"parallel.strategy": "zero3", "zero.persistent_below": 1000}, {"optimizer.name": "sgd"}),
-        ({"parallel.strategy": "zero3", "zero.parameters": 2}, {"optimizer.name": "lamb"}),
-    ],
+@cases(
+    "way, keys",
+    ({"parallel.strategy": "zero1"}, {"optimizer.name": "lars"}),
+    ({"parallel.strategy": "zero2", "zero.shared_parameters": "true"}, {"optimizer.name": "adamw"}),
+    ({"parallel.strategy": "zero3"}, {"optimizer.name": "lamb", "model.tied": "true", "precision.mode": "float64"}),
+    ({"parallel.strategy": "zero3", "zero.persistent_below": 1000}, {"optimizer.name": "sgd"}),
+    ({"parallel.strategy": "zero3", "zero.parameters": 2}, {"optimizer.name": "lamb"}),
 )
 def test_rank_zero_has_the_bits_of_allreduce_in_one_process(comm, folder, way, keys):
     if comm.size % way.get("zero.parameters", 1):

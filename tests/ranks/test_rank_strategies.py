@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from harness.trainings import (
     SMALL,
     TOLERANCE,
@@ -79,16 +80,14 @@ def test_rank_layouts_equal_one_process(comm, folder, name, mode):
     np.testing.assert_allclose(mean_validation_loss(together), single.validation, rtol=TOLERANCE[mode])
 
 
-@pytest.mark.parametrize(  # all of them on threads: test_equalities
-    ("name", "optimizer", "mode"),
-    [
-        ("allreduce", "lars", "float32"),
-        ("zero1", "sgd", "float64"),
-        ("zero2 accumulating", "lamb", "float32"),
-        ("zero3", "lamb", "float64"),
-        ("zero1 sharing parameters", "lars", "float64"),
-        ("1f1b with zero1", "lars", "float64"),
-    ],
+@cases(
+    "name, optimizer, mode",
+    ("allreduce", "lars", "float32"),
+    ("zero1", "sgd", "float64"),
+    ("zero2 accumulating", "lamb", "float32"),
+    ("zero3", "lamb", "float64"),
+    ("zero1 sharing parameters", "lars", "float64"),
+    ("1f1b with zero1", "lars", "float64"),
 )
 def test_rank_layer_wise_rates_and_clipping_are_exact(comm, folder, name, optimizer, mode):
     keys = _keys(name, comm) | {"optimizer.name": optimizer, "optimizer.clip_norm": 0.3, "precision.mode": mode}

@@ -13,6 +13,7 @@ pytest.importorskip("optax")
 import jax.numpy as jnp
 
 from harness import jax_models as models
+from harness.marks import cases
 from hpcdist.adapters.jax import model as adapter
 from hpcdist.adapters.jax import parameters
 from hpcdist.arrays.backend import Array
@@ -368,50 +369,36 @@ def product(p: Any, x: Any) -> Any:
     return x @ p["w"]
 
 
-@pytest.mark.parametrize(
-    ("stages", "params", "more", "error", "said"),
-    [
-        ([product], [{"w": MATRIX, "spare": ROW}], {}, ConfigurationError, r"tensor 0\.spare has no gradient"),
-        (
-            [lambda p, x: x @ jax.lax.stop_gradient(p["w"]) + p["b"]],
-            [{"w": MATRIX, "b": ROW[0]}],
-            {},
-            ConfigurationError,
-            r"tensor 0\.w has no gradient",
-        ),
-        ([lambda p, x: (x @ p["w"])[:1]], [{"w": MATRIX}], {}, UsageError, r"stage 0 .* returns shape \(1, 3\) for 2"),
-        (
-            [lambda p, x: (x @ p["w"]).reshape(len(x), -1)[:, : len(x)]],
-            [{"w": MATRIX}],
-            {},
-            UsageError,
-            "for one; each",
-        ),
-        ([lambda p, x: (x @ p["w"], x)], [{"w": MATRIX}], {}, UsageError, "hands on one array"),
-        ([lambda p, x: (x @ p["w"]).astype(jnp.bfloat16)], [{"w": MATRIX}], {}, UsageError, "returns bfloat16"),
-        (
-            [product],
-            [{"w": MATRIX.astype(np.float16)}],
-            {},
-            ConfigurationError,
-            "w in the params of stage 0 is float16",
-        ),
-        ([product], [{"w": MATRIX.astype(np.float64)}], {}, ConfigurationError, "JAX_ENABLE_X64"),
-        ([product], [{"w": MATRIX, "n": np.arange(3)}], {}, ConfigurationError, "n in the params .* is int64|is int64"),
-        ([product], [{"w": 1.0}], {}, UsageError, "w in the params of stage 0 is a float"),
-        ([product, product], [{"w": MATRIX}, {"w": MATRIX}], {}, UsageError, r"1\.w and 0\.w are the same array"),
-        ([product], [{"w": MATRIX}], {"tied": {"0.v": "0.w"}}, UsageError, r"tied names '0\.v'"),
-        ([product], [{"w": MATRIX}], {"tied": {"0.w": "0.w"}}, UsageError, "in an earlier stage"),
-        ([product], [{"w": MATRIX}], {"keep": "some"}, UsageError, "keep = 'some'"),
-        ([product], [], {}, UsageError, "got 1 stages and 0 params"),
-        ([lambda p, x: x], [{}], {}, UsageError, "nothing to train"),
-        ([lambda p: p], [{"w": MATRIX}], {}, UsageError, r"takes \(p\)"),
-        (["product"], [{"w": MATRIX}], {}, UsageError, "stage 0 is a str"),
-        ([product], [{"w": MATRIX}], {"example": ROW}, UsageError, "give a pair"),
-        ([product], [{"w": MATRIX}], {"example": (ROW, ROW[:1])}, UsageError, "2 inputs and 1 targets"),
-        ([product], [{"w": MATRIX}], {"loss": lambda y, t: (y - t).sum(0)}, UsageError, "the loss has shape"),
-        ([product], [{"w": MATRIX}], {"loss": lambda y, t: y > t}, UsageError, "return losses"),
-    ],
+@cases(
+    "stages, params, more, error, said",
+    ([product], [{"w": MATRIX, "spare": ROW}], {}, ConfigurationError, r"tensor 0\.spare has no gradient"),
+    (
+        [lambda p, x: x @ jax.lax.stop_gradient(p["w"]) + p["b"]],
+        [{"w": MATRIX, "b": ROW[0]}],
+        {},
+        ConfigurationError,
+        r"tensor 0\.w has no gradient",
+    ),
+    ([lambda p, x: (x @ p["w"])[:1]], [{"w": MATRIX}], {}, UsageError, r"stage 0 .* returns shape \(1, 3\) for 2"),
+    ([lambda p, x: (x @ p["w"]).reshape(len(x), -1)[:, : len(x)]], [{"w": MATRIX}], {}, UsageError, "for one; each"),
+    ([lambda p, x: (x @ p["w"], x)], [{"w": MATRIX}], {}, UsageError, "hands on one array"),
+    ([lambda p, x: (x @ p["w"]).astype(jnp.bfloat16)], [{"w": MATRIX}], {}, UsageError, "returns bfloat16"),
+    ([product], [{"w": MATRIX.astype(np.float16)}], {}, ConfigurationError, "w in the params of stage 0 is float16"),
+    ([product], [{"w": MATRIX.astype(np.float64)}], {}, ConfigurationError, "JAX_ENABLE_X64"),
+    ([product], [{"w": MATRIX, "n": np.arange(3)}], {}, ConfigurationError, "n in the params .* is int64|is int64"),
+    ([product], [{"w": 1.0}], {}, UsageError, "w in the params of stage 0 is a float"),
+    ([product, product], [{"w": MATRIX}, {"w": MATRIX}], {}, UsageError, r"1\.w and 0\.w are the same array"),
+    ([product], [{"w": MATRIX}], {"tied": {"0.v": "0.w"}}, UsageError, r"tied names '0\.v'"),
+    ([product], [{"w": MATRIX}], {"tied": {"0.w": "0.w"}}, UsageError, "in an earlier stage"),
+    ([product], [{"w": MATRIX}], {"keep": "some"}, UsageError, "keep = 'some'"),
+    ([product], [], {}, UsageError, "got 1 stages and 0 params"),
+    ([lambda p, x: x], [{}], {}, UsageError, "nothing to train"),
+    ([lambda p: p], [{"w": MATRIX}], {}, UsageError, r"takes \(p\)"),
+    (["product"], [{"w": MATRIX}], {}, UsageError, "stage 0 is a str"),
+    ([product], [{"w": MATRIX}], {"example": ROW}, UsageError, "give a pair"),
+    ([product], [{"w": MATRIX}], {"example": (ROW, ROW[:1])}, UsageError, "2 inputs and 1 targets"),
+    ([product], [{"w": MATRIX}], {"loss": lambda y, t: (y - t).sum(0)}, UsageError, "the loss has shape"),
+    ([product], [{"w": MATRIX}], {"loss": lambda y, t: y > t}, UsageError, "return losses"),
 )
 def test_bad_input_is_named(stages, params, more, error, said):
     options = {"loss": models.squares, "example": (ROW, ROW), **more}

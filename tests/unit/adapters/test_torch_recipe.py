@@ -6,6 +6,7 @@ import fnmatch
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist import models
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
@@ -112,26 +113,24 @@ def test_keys_beside_an_optimizer_win_whatever_their_order(first, tmp_path):
         training.step(np.ones((2, 4)), np.ones((2, 2)))
 
 
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (lambda w, b: torch.optim.Adagrad([w]), "Adagrad has no counterpart"),
-        (lambda w, b: torch.optim.AdamW([w], amsgrad=True), "amsgrad = True"),
-        (lambda w, b: torch.optim.SGD([w], momentum=0.9, dampening=0.1), "dampening = 0.1"),
-        (lambda w, b: torch.optim.Adam([w], weight_decay=0.1), "use AdamW"),
-        (lambda w, b: torch.optim.RMSprop([w], weight_decay=0.1), "adds it to the gradient"),
-        (lambda w, b: torch.optim.RMSprop([w], momentum=0.1), "RMSprop with momentum = 0.1"),
-        (lambda w, b: torch.optim.RMSprop([w], centered=True), "centered = True"),
-        (
-            lambda w, b: torch.optim.SGD([{"params": [w]}, {"params": [b], "momentum": 0.5}], lr=1.0),
-            "groups with momentum = 0 and 0.5",
-        ),
-        (lambda w, b: torch.optim.AdamW([w]), r"lacks 1 of the 2 tensors of the model, such as 0\.bias,"),
-        (
-            lambda w, b: torch.optim.AdamW([w, b, nn.Parameter(torch.ones(7))]),
-            r"a tensor of shape \(7,\) that is no parameter of the wrapped modules",
-        ),
-    ],
+@cases(
+    "make, told",
+    (lambda w, b: torch.optim.Adagrad([w]), "Adagrad has no counterpart"),
+    (lambda w, b: torch.optim.AdamW([w], amsgrad=True), "amsgrad = True"),
+    (lambda w, b: torch.optim.SGD([w], momentum=0.9, dampening=0.1), "dampening = 0.1"),
+    (lambda w, b: torch.optim.Adam([w], weight_decay=0.1), "use AdamW"),
+    (lambda w, b: torch.optim.RMSprop([w], weight_decay=0.1), "adds it to the gradient"),
+    (lambda w, b: torch.optim.RMSprop([w], momentum=0.1), "RMSprop with momentum = 0.1"),
+    (lambda w, b: torch.optim.RMSprop([w], centered=True), "centered = True"),
+    (
+        lambda w, b: torch.optim.SGD([{"params": [w]}, {"params": [b], "momentum": 0.5}], lr=1.0),
+        "groups with momentum = 0 and 0.5",
+    ),
+    (lambda w, b: torch.optim.AdamW([w]), r"lacks 1 of the 2 tensors of the model, such as 0\.bias,"),
+    (
+        lambda w, b: torch.optim.AdamW([w, b, nn.Parameter(torch.ones(7))]),
+        r"a tensor of shape \(7,\) that is no parameter of the wrapped modules",
+    ),
 )
 def test_what_has_no_counterpart_is_refused(make, told):
     module = nn.Linear(2, 2)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.marks import cases
 from hpcdist.batch import carbon
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 
@@ -52,26 +53,24 @@ def test_a_file_is_read(tmp_path, header):
 ROW = "2026-11-22T12:00:00Z,300\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "line 1: no column named time"),
-        ("time,intensity\n" + ROW, "no column named gco2/kwh"),
-        ("time,gCO2/kW\n" + ROW, "'gco2/kw' is close"),
-        ("time,gCO2/kWh,gCO2eq/kWh\n", "more than one column"),
-        ("time,gCO2/kWh\n" + ROW, "1 rows; at least two"),
-        ("time,gCO2/kWh\n" + ROW + ROW, "line 3: .* is not after"),
-        ("time,gCO2/kWh\n" + ROW + "2026-11-22T13:00:00+01:00,5\n", "line 3: .* is not after"),
-        ("time,gCO2/kWh\n2026-11-22T12:00:00,300\n", "line 2: '2026-11-22T12:00:00' has no time zone.* Z for UTC"),
-        ("time,gCO2/kWh\n\n22.11.2026 12:00,300\n", "line 3: '22.11.2026 12:00' is no time"),
-        ("time,gCO2/kWh\n0001-01-01T00:00:00+01:00,300\n", "between the years"),
-        ("time,gCO2/kWh\n2026-11-22T12:00:00Z\n", "line 2: 1 values under 2 names"),
-        *(
-            (f"time,gCO2/kWh\n2026-11-22T12:00:00Z,{value}\n", f"line 2: intensity '{value}'")
-            for value in ("-1", "nan", "inf", "1e999", "", "1_000", "300 g", "0x10")
-        ),
-        ('time,gCO2/kWh\n"2026', "cannot read the forecast"),
-    ],
+@cases(
+    "text, words",
+    ("", "line 1: no column named time"),
+    ("time,intensity\n" + ROW, "no column named gco2/kwh"),
+    ("time,gCO2/kW\n" + ROW, "'gco2/kw' is close"),
+    ("time,gCO2/kWh,gCO2eq/kWh\n", "more than one column"),
+    ("time,gCO2/kWh\n" + ROW, "1 rows; at least two"),
+    ("time,gCO2/kWh\n" + ROW + ROW, "line 3: .* is not after"),
+    ("time,gCO2/kWh\n" + ROW + "2026-11-22T13:00:00+01:00,5\n", "line 3: .* is not after"),
+    ("time,gCO2/kWh\n2026-11-22T12:00:00,300\n", "line 2: '2026-11-22T12:00:00' has no time zone.* Z for UTC"),
+    ("time,gCO2/kWh\n\n22.11.2026 12:00,300\n", "line 3: '22.11.2026 12:00' is no time"),
+    ("time,gCO2/kWh\n0001-01-01T00:00:00+01:00,300\n", "between the years"),
+    ("time,gCO2/kWh\n2026-11-22T12:00:00Z\n", "line 2: 1 values under 2 names"),
+    *(
+        (f"time,gCO2/kWh\n2026-11-22T12:00:00Z,{value}\n", f"line 2: intensity '{value}'")
+        for value in ("-1", "nan", "inf", "1e999", "", "1_000", "300 g", "0x10")
+    ),
+    ('time,gCO2/kWh\n"2026', "cannot read the forecast"),
 )
 def test_what_is_wrong_is_named_by_its_line(tmp_path, text, words):
     with pytest.raises(ConfigurationError, match=words):
@@ -123,15 +122,13 @@ def test_now_is_compared_only_where_it_is_forecast():
     assert carbon.best_window(hourly(0, 0), NOON, 3600, NOON + 2 * HOUR).saving_percent == 0
 
 
-@pytest.mark.parametrize(
-    ("now", "hours", "deadline", "error", "words"),
-    [
-        (NOON, 3, NOON + 2 * HOUR, UsageError, "too soon"),
-        (NOON, 3, NOON + 9 * HOUR, ConfigurationError, "covers .* to .*: no 3 h of it"),
-        (NOON + 5 * HOUR, 1, NOON + 9 * HOUR, ConfigurationError, "newer or longer forecast"),
-        (NOON - 9 * HOUR, 1, NOON - HOUR, ConfigurationError, "covers"),
-        (NOON, 0, NOON + HOUR, UsageError, "longer"),
-    ],
+@cases(
+    "now, hours, deadline, error, words",
+    (NOON, 3, NOON + 2 * HOUR, UsageError, "too soon"),
+    (NOON, 3, NOON + 9 * HOUR, ConfigurationError, "covers .* to .*: no 3 h of it"),
+    (NOON + 5 * HOUR, 1, NOON + 9 * HOUR, ConfigurationError, "newer or longer forecast"),
+    (NOON - 9 * HOUR, 1, NOON - HOUR, ConfigurationError, "covers"),
+    (NOON, 0, NOON + HOUR, UsageError, "longer"),
 )
 def test_what_cannot_be_planned(now, hours, deadline, error, words):
     with pytest.raises(error, match=words):

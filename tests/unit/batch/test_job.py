@@ -2,32 +2,29 @@
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.batch.job import BatchJob, memory_mib, walltime_s
 from hpcdist.errors import UsageError
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("1", 60),
-        ("90", 5400),
-        ("00:01:00", 60),
-        ("01:30:15", 5415),
-        ("48:00:00", 172800),
-        ("1-00:00:00", 86400),
-        ("7-23:59:59", 691199),
-    ],
+@cases(
+    "text, seconds",
+    ("1", 60),
+    ("90", 5400),
+    ("00:01:00", 60),
+    ("01:30:15", 5415),
+    ("48:00:00", 172800),
+    ("1-00:00:00", 86400),
+    ("7-23:59:59", 691199),
 )
 def test_walltimes(text, seconds):
     assert walltime_s(text) == seconds
 
 
-@pytest.mark.parametrize(
+@cases(
     "text",
-    [
-        *("", "0", "-5", "1.5", "10:00", "1-12", "1-12:00", "00:00:59", "1-24:00:00", "00:60:00", "00:00:60", "1h"),
-        *("٣", "1:0:0", "90\n", " 90", "infinite", "1-00:00:00 --wrap=x"),
-    ],
+    *("", "0", "-5", "1.5", "10:00", "1-12", "1-12:00", "00:00:59", "1-24:00:00", "00:60:00", "00:00:60", "1h"),
+    *("٣", "1:0:0", "90\n", " 90", "infinite", "1-00:00:00 --wrap=x"),
 )
 def test_what_is_no_walltime(text):
     with pytest.raises(UsageError, match="expected D-HH:MM:SS, HH:MM:SS or whole minutes"):
@@ -39,28 +36,26 @@ def test_memory(text, mib):
     assert memory_mib(text) == mib
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        (dict(nodes=0), "--nodes 0"),
-        (dict(ranks_per_node=0), "--ranks-per-node 0"),
-        (dict(cpus_per_task=-1), "--cpus-per-task -1"),
-        (dict(restarts=-1), "--restarts -1"),
-        (dict(spare_nodes=1), "--spare-nodes 1.*--restarts"),
-        (dict(restarts=1, spare_nodes=-1), "--spare-nodes -1"),
-        (dict(survive="yes"), "none, shrink, replace"),
-        (dict(name=""), "--job-name is empty"),
-        (dict(partition=""), "--partition is empty"),
-        (dict(qos=""), "--qos is empty"),
-        (dict(constraint=""), "--constraint is empty"),
-        (dict(mem="4 GB"), "--mem '4 GB': expected MiB"),
-        (dict(mem=""), "--mem '': expected MiB"),
-        (dict(walltime="2", signal_s=120), "--signal-seconds 120 is not less than the walltime 2"),
-        (dict(signal_s=0), "between 1 and 65535"),
-        (dict(signal_s=65536), "between 1 and 65535"),
-        (dict(sbatch_args=("-p debug",)), "expected a long option"),
-        (dict(sbatch_args=("--qos=a", "wrap")), "expected a long option"),
-    ],
+@cases(
+    "values, words",
+    (dict(nodes=0), "--nodes 0"),
+    (dict(ranks_per_node=0), "--ranks-per-node 0"),
+    (dict(cpus_per_task=-1), "--cpus-per-task -1"),
+    (dict(restarts=-1), "--restarts -1"),
+    (dict(spare_nodes=1), "--spare-nodes 1.*--restarts"),
+    (dict(restarts=1, spare_nodes=-1), "--spare-nodes -1"),
+    (dict(survive="yes"), "none, shrink, replace"),
+    (dict(name=""), "--job-name is empty"),
+    (dict(partition=""), "--partition is empty"),
+    (dict(qos=""), "--qos is empty"),
+    (dict(constraint=""), "--constraint is empty"),
+    (dict(mem="4 GB"), "--mem '4 GB': expected MiB"),
+    (dict(mem=""), "--mem '': expected MiB"),
+    (dict(walltime="2", signal_s=120), "--signal-seconds 120 is not less than the walltime 2"),
+    (dict(signal_s=0), "between 1 and 65535"),
+    (dict(signal_s=65536), "between 1 and 65535"),
+    (dict(sbatch_args=("-p debug",)), "expected a long option"),
+    (dict(sbatch_args=("--qos=a", "wrap")), "expected a long option"),
 )
 def test_what_is_no_job(values, words):
     with pytest.raises(UsageError, match=words):
@@ -71,21 +66,19 @@ def test_ranks():
     assert BatchJob(nodes=3, ranks_per_node=4, python="python", recipe="", walltime="2", signal_s=119).ranks == 12
 
 
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        ("--output=mine.txt", "contradicts --output of the script; the log of all starts is hpcdist-<job>.out"),
-        ("--open-mode=truncate", "contradicts --open-mode"),
-        ("--nodes=3", "contradicts --nodes of the script; use --nodes"),
-        ("--ntasks=3", "contradicts --ntasks of the script; use --nodes and --ranks-per-node"),
-        ("--ntasks-per-node=3", "use --ranks-per-node"),
-        ("--time=5", "use --time"),
-        ("--signal=B:TERM@9", "use --signal-seconds"),
-        ("--sig=TERM", "contradicts --signal"),  # an abbreviation, as sbatch takes it
-        ("--requeue", "the script says whether the job is requeued; it does until all steps are done"),
-        ("--no-requeue", "the script says whether the job is requeued; --chain does without"),
-        ("--chdir=/tmp", "submit from that directory"),
-    ],
+@cases(
+    "argument, words",
+    ("--output=mine.txt", "contradicts --output of the script; the log of all starts is hpcdist-<job>.out"),
+    ("--open-mode=truncate", "contradicts --open-mode"),
+    ("--nodes=3", "contradicts --nodes of the script; use --nodes"),
+    ("--ntasks=3", "contradicts --ntasks of the script; use --nodes and --ranks-per-node"),
+    ("--ntasks-per-node=3", "use --ranks-per-node"),
+    ("--time=5", "use --time"),
+    ("--signal=B:TERM@9", "use --signal-seconds"),
+    ("--sig=TERM", "contradicts --signal"),  # an abbreviation, as sbatch takes it
+    ("--requeue", "the script says whether the job is requeued; it does until all steps are done"),
+    ("--no-requeue", "the script says whether the job is requeued; --chain does without"),
+    ("--chdir=/tmp", "submit from that directory"),
 )
 def test_a_further_option_may_not_contradict_the_script(argument, words):
     with pytest.raises(UsageError) as error:
@@ -93,14 +86,12 @@ def test_a_further_option_may_not_contradict_the_script(argument, words):
     assert words in str(error.value) and repr(argument) in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("argument", "values", "words"),
-    [
-        ("--qos=debug", {"qos": "regular"}, "contradicts --qos of the script; use --qos"),
-        ("--constr=gpu", {"constraint": "cpu"}, "contradicts --constraint"),
-        ("--mem=4G", {"mem": "0"}, "contradicts --mem of the script; use --mem"),
-        ("--mem-per-cpu=4G", {"mem": "0"}, "contradicts --mem-per-cpu of the script; use --mem"),
-    ],
+@cases(
+    "argument, values, words",
+    ("--qos=debug", {"qos": "regular"}, "contradicts --qos of the script; use --qos"),
+    ("--constr=gpu", {"constraint": "cpu"}, "contradicts --constraint"),
+    ("--mem=4G", {"mem": "0"}, "contradicts --mem of the script; use --mem"),
+    ("--mem-per-cpu=4G", {"mem": "0"}, "contradicts --mem-per-cpu of the script; use --mem"),
 )
 def test_an_option_that_is_said_twice(argument, values, words):
     given = {"nodes": 1, "python": "python", "recipe": "", "sbatch_args": (argument,)}

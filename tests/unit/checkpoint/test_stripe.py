@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.jobs import called
+from harness.marks import cases
 from hpcdist.checkpoint import stripe
 from hpcdist.checkpoint.config import CheckpointConfig
 from hpcdist.comm.threads.communicator import run_threads
@@ -62,18 +63,16 @@ def test_the_number_of_this_file_system_is_that_of_the_kernel(tmp_path):
     assert stripe._magic(tmp_path) == int(stat, 16)
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "writers", "servers", "count"),
-    [
-        (100 << 20, 1, None, 1),  # small: one stripe
-        (16 * GIB, 16, 64, 1),  # a file of each rank is spread by their number
-        (64 * GIB, 2, 64, 32),  # few large ones need several
-        (64 * GIB, 2, 12, 6),
-        (64 * GIB, 2, None, 8),  # nobody knows how many there are
-        (10_000 * GIB, 8, 12, 12),  # at least one for 100 GB, as long as there are so many
-        (10_000 * GIB, 8, None, 14),
-        (0, 1, None, 1),
-    ],
+@cases(
+    "nbytes, writers, servers, count",
+    (100 << 20, 1, None, 1),  # small: one stripe
+    (16 * GIB, 16, 64, 1),  # a file of each rank is spread by their number
+    (64 * GIB, 2, 64, 32),  # few large ones need several
+    (64 * GIB, 2, 12, 6),
+    (64 * GIB, 2, None, 8),  # nobody knows how many there are
+    (10_000 * GIB, 8, 12, 12),  # at least one for 100 GB, as long as there are so many
+    (10_000 * GIB, 8, None, 14),
+    (0, 1, None, 1),
 )
 def test_stripes_by_size_writers_and_servers(nbytes, writers, servers, count):
     assert stripe.stripes(nbytes, writers, servers) == count

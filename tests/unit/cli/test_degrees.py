@@ -2,19 +2,18 @@
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.errors import ConfigurationError
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.requirements import degrees_equation
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["parallel.strategy=zero3", "zero.parameters=3"], "zero.parameters 3 does not divide"),
-        (["parallel.strategy=gossip", "decentralised.graph=edges", "decentralised.edges=0-1, 1-4"], "1-4 names rank 4"),
-        (["parallel.strategy=gossip", "decentralised.graph=edges", "decentralised.edges=0-1, 2-3"], "not connected"),
-        (["chaos.slow_ranks=[4]"], "there is no rank 4"),
-    ],
+@cases(
+    "overrides, words",
+    (["parallel.strategy=zero3", "zero.parameters=3"], "zero.parameters 3 does not divide"),
+    (["parallel.strategy=gossip", "decentralised.graph=edges", "decentralised.edges=0-1, 1-4"], "1-4 names rank 4"),
+    (["parallel.strategy=gossip", "decentralised.graph=edges", "decentralised.edges=0-1, 2-3"], "not connected"),
+    (["chaos.slow_ranks=[4]"], "there is no rank 4"),
 )
 def test_what_does_not_fit_the_ranks_is_refused(overrides, words):
     recipe = recipes.load(None, overrides, {}).recipe
@@ -22,12 +21,10 @@ def test_what_does_not_fit_the_ranks_is_refused(overrides, words):
         degrees_equation(recipe, 4)
 
 
-@pytest.mark.parametrize(
+@cases(
     "overrides",
-    [
-        ["parallel.strategy=zero3", "zero.parameters=2"],
-        ["parallel.strategy=gossip", "decentralised.graph=edges", "decentralised.edges=0-1, 1-2, 2-3"],
-    ],
+    ["parallel.strategy=zero3", "zero.parameters=2"],
+    ["parallel.strategy=gossip", "decentralised.graph=edges", "decentralised.edges=0-1, 1-2, 2-3"],
 )
 def test_what_fits_is_told(overrides):
     assert degrees_equation(recipes.load(None, overrides, {}).recipe, 4).startswith("4 = data 4 x")

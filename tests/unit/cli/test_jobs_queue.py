@@ -12,6 +12,7 @@ import pytest
 
 from harness.jobs import called, python
 from harness.jobs import run as run_program
+from harness.marks import cases
 from hpcdist.batch import ledger
 from hpcdist.batch.schedulers import local
 from hpcdist.batch.schedulers.base import JobState
@@ -201,19 +202,17 @@ def test_the_end_of_a_log(run, slurm):
     assert str(run / "30.out") in done.stderr.decode()
 
 
-@pytest.mark.parametrize(
-    ("text", "lines", "expected"),
-    [
-        (b"", 3, b""),
-        (b"\n", 3, b"\n"),
-        (b"a\nb\nc\n", 2, b"b\nc\n"),
-        (b"a\nb\nc", 2, b"b\nc"),
-        (b"a\nb\nc\n", 9, b"a\nb\nc\n"),
-        (b"a\nb\nc\n", 0, b"a\nb\nc\n"),
-        (b"\n\n\n", 2, b"\n\n"),
-        (b"x" * 200_000 + b"\n" + b"y" * 70_000 + b"\nz\n", 2, b"y" * 70_000 + b"\nz\n"),
-        (b"l\n" * 100_000, 60_000, b"l\n" * 60_000),
-    ],
+@cases(
+    "text, lines, expected",
+    (b"", 3, b""),
+    (b"\n", 3, b"\n"),
+    (b"a\nb\nc\n", 2, b"b\nc\n"),
+    (b"a\nb\nc", 2, b"b\nc"),
+    (b"a\nb\nc\n", 9, b"a\nb\nc\n"),
+    (b"a\nb\nc\n", 0, b"a\nb\nc\n"),
+    (b"\n\n\n", 2, b"\n\n"),
+    (b"x" * 200_000 + b"\n" + b"y" * 70_000 + b"\nz\n", 2, b"y" * 70_000 + b"\nz\n"),
+    (b"l\n" * 100_000, 60_000, b"l\n" * 60_000),
 )
 def test_the_last_lines(tmp_path, text, lines, expected):
     (tmp_path / "log").write_bytes(text)
@@ -457,14 +456,12 @@ def test_the_newest_job_of_a_number_is_meant(run, jobs, tmp_path):
     assert lookup.job_named("30").run_dir == run
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("plain é 日本", "plain é 日本"),
-        ("\x1b]0;x\x07", "\\x1b]0;x\\x07"),
-        ("a\u202eb", "a\\u202eb"),
-        ("\udcff", "\\udcff"),
-    ],
+@cases(
+    "text, shown",
+    ("plain é 日本", "plain é 日本"),
+    ("\x1b]0;x\x07", "\\x1b]0;x\\x07"),
+    ("a\u202eb", "a\\u202eb"),
+    ("\udcff", "\\udcff"),
 )
 def test_no_text_commands_the_terminal(text, shown):
     assert lookup.printable(text) == shown

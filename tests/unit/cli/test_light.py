@@ -8,6 +8,7 @@ import pytest
 
 from harness import jobs
 from harness.jobs import called
+from harness.marks import cases
 from hpcdist import __version__, errors
 from hpcdist.cli import main
 
@@ -18,23 +19,21 @@ def hpcdist(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return jobs.hpcdist(*arguments)
 
 
-@pytest.mark.parametrize(
+@cases(
     "arguments",
-    [
-        ["--help"],
-        ["-h"],
-        ["--version"],
-        ["run", "--help"],
-        ["train", "--help"],
-        ["bench", "collectives", "--help"],
-        ["bench", "data", "--help"],
-        ["bench", "pipeline", "--help"],
-        ["bench", "power", "--help"],
-        ["schedule", "--help"],
-        ["compare", "--help"],
-        ["checkpoint", "--help"],
-        ["checkpoint", "export", "--help"],
-    ],
+    ["--help"],
+    ["-h"],
+    ["--version"],
+    ["run", "--help"],
+    ["train", "--help"],
+    ["bench", "collectives", "--help"],
+    ["bench", "data", "--help"],
+    ["bench", "pipeline", "--help"],
+    ["bench", "power", "--help"],
+    ["schedule", "--help"],
+    ["compare", "--help"],
+    ["checkpoint", "--help"],
+    ["checkpoint", "export", "--help"],
 )
 def test_help_loads_nothing_heavy(arguments):
     code = (

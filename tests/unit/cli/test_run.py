@@ -11,6 +11,7 @@ import pytest
 
 from harness import jobs
 from harness.jobs import called
+from harness.marks import cases
 from hpcdist.cli import main
 from hpcdist.cli import run as run_command
 from hpcdist.comm.launch import launchers, mpirun
@@ -51,18 +52,16 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_launcher")
-@pytest.mark.parametrize(
-    ("before", "after", "code", "message"),
-    [
-        ([], ["--set", "parallel.pipelin=2"], 78, "the nearest known is 'parallel.pipeline'"),
-        ([], ["--set", "data.path=/no/such"], 78, "data.path = /no/such: there is no such file or directory"),
-        ([], ["--set", "parallel.data=4"], 78, "but the world has 3 ranks"),
-        ([], ["--set", "run.global_batch=2"], 78, "with 3 data ranks: each needs at least one sample"),
-        ([], ["--time-limit", "5:00"], 2, "--time-limit"),
-        ([], ["--frob"], 2, "No such option"),
-        (["--survive", "shrink"], ["--set", "parallel.strategy=gossip"], 78, "with --survive"),
-        (["--python", "python3"], ["--set", "parallel.data=4"], 78, "but the world has 3 ranks"),
-    ],
+@cases(
+    "before, after, code, message",
+    ([], ["--set", "parallel.pipelin=2"], 78, "the nearest known is 'parallel.pipeline'"),
+    ([], ["--set", "data.path=/no/such"], 78, "data.path = /no/such: there is no such file or directory"),
+    ([], ["--set", "parallel.data=4"], 78, "but the world has 3 ranks"),
+    ([], ["--set", "run.global_batch=2"], 78, "with 3 data ranks: each needs at least one sample"),
+    ([], ["--time-limit", "5:00"], 2, "--time-limit"),
+    ([], ["--frob"], 2, "No such option"),
+    (["--survive", "shrink"], ["--set", "parallel.strategy=gossip"], 78, "with --survive"),
+    (["--python", "python3"], ["--set", "parallel.data=4"], 78, "but the world has 3 ranks"),
 )
 def test_a_training_that_cannot_run_starts_no_rank(before, after, code, message, capsys):
     code, _, err = called(capsys, "run", "-n", "3", *before, "train", *after)
@@ -70,15 +69,13 @@ def test_a_training_that_cannot_run_starts_no_rank(before, after, code, message,
 
 
 @pytest.mark.usefixtures("no_launcher")
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ([], []),
-        (["--mpi-args", "-n 4"], ["--set", "parallel.data=4"]),  # the launcher's options decide how many there are
-        (["--survive", "shrink"], ["--set", "parallel.data=4"]),  # which is fitted to the ranks
-        (["--python", "python3"], ["--set", "data.path=/no/such"]),  # in the container it is there
-        (["--python", "python3"], ["no/such/recipe.toml"]),
-    ],
+@cases(
+    "before, after",
+    ([], []),
+    (["--mpi-args", "-n 4"], ["--set", "parallel.data=4"]),  # the launcher's options decide how many there are
+    (["--survive", "shrink"], ["--set", "parallel.data=4"]),  # which is fitted to the ranks
+    (["--python", "python3"], ["--set", "data.path=/no/such"]),  # in the container it is there
+    (["--python", "python3"], ["no/such/recipe.toml"]),
 )
 def test_what_only_ranks_can_know_is_left_to_them(before, after):
     with pytest.raises(StartedError):
@@ -112,15 +109,13 @@ def test_an_error_before_the_start_is_left_for_the_launcher_to_show_last(argumen
 
 
 @pytest.mark.usefixtures("no_launcher")
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--", "python", "train.py", "--lr", "3"], [sys.executable, "train.py", "--lr", "3"]),
-        (["python3", "-m", "module"], [sys.executable, "-m", "module"]),
-        (["--python", "apptainer exec my.sif python3", "python", "a b.py"], "apptainer exec my.sif python3 'a b.py'"),
-        (["--", "env", "-i"], ["env", "-i"]),
-        (["--out", "/tmp/it", "--resume", "auto", "--", "env"], ["HPCDIST_RUN_DIR=/tmp/it", "HPCDIST_RESUME=auto"]),
-    ],
+@cases(
+    "arguments, words",
+    (["--", "python", "train.py", "--lr", "3"], [sys.executable, "train.py", "--lr", "3"]),
+    (["python3", "-m", "module"], [sys.executable, "-m", "module"]),
+    (["--python", "apptainer exec my.sif python3", "python", "a b.py"], "apptainer exec my.sif python3 'a b.py'"),
+    (["--", "env", "-i"], ["env", "-i"]),
+    (["--out", "/tmp/it", "--resume", "auto", "--", "env"], ["HPCDIST_RUN_DIR=/tmp/it", "HPCDIST_RESUME=auto"]),
 )
 def test_a_program_is_started_as_it_is(arguments, words, capsys):
     with pytest.raises(SystemExit) as leaving:
@@ -132,16 +127,14 @@ def test_a_program_is_started_as_it_is(arguments, words, capsys):
 
 
 @pytest.mark.usefixtures("no_launcher")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--survive", "shrink", "python", "train.py"], "only train goes on without a rank, not python"),
-        (["--restarts", "2", "python", "train.py"], "add --out DIR"),
-        (["--resume", "auto", "python", "train.py"], "add --out DIR"),
-        (["--out", "it", "train"], "--out before train is for scripts; write: train ... --out"),
-        (["trian"], "'trian' is no program, nor a command to run on ranks"),
-        (["submit"], "'submit' is no program, nor a command to run on ranks"),
-    ],
+@cases(
+    "arguments, message",
+    (["--survive", "shrink", "python", "train.py"], "only train goes on without a rank, not python"),
+    (["--restarts", "2", "python", "train.py"], "add --out DIR"),
+    (["--resume", "auto", "python", "train.py"], "add --out DIR"),
+    (["--out", "it", "train"], "--out before train is for scripts; write: train ... --out"),
+    (["trian"], "'trian' is no program, nor a command to run on ranks"),
+    (["submit"], "'submit' is no program, nor a command to run on ranks"),
 )
 def test_what_a_program_cannot_have_is_refused_by_name(arguments, message, capsys):
     code, _, err = called(capsys, "run", "-n", "3", *arguments)

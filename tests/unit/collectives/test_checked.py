@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from harness.threads import on_threads
+from harness.marks import cases, on_threads
 from hpcdist import collectives
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import ALLREDUCE, SHARDED
@@ -217,14 +217,12 @@ def test_equal_calls_from_different_places_are_no_error(comm, algorithm):
     collectives.allreduce(part, buffer, algorithm, "max")
 
 
-@pytest.mark.parametrize(
-    ("error", "bring"),
-    [
-        (BufferHandoverError, lambda comm: (np.zeros(8)[::2], "ring", "sum")),
-        (BufferHandoverError, lambda comm: (np.zeros(8, ">f8"), "ring", "sum")),
-        (UsageError, lambda comm: (np.zeros(8), "ring", "mean")),
-        (UsageError, lambda comm: (np.zeros(8), "rong", "sum")),
-    ],
+@cases(
+    "error, bring",
+    (BufferHandoverError, lambda comm: (np.zeros(8)[::2], "ring", "sum")),
+    (BufferHandoverError, lambda comm: (np.zeros(8, ">f8"), "ring", "sum")),
+    (UsageError, lambda comm: (np.zeros(8), "ring", "mean")),
+    (UsageError, lambda comm: (np.zeros(8), "rong", "sum")),
 )
 def test_a_rank_whose_call_is_refused_tells_the_others(error, bring):
     """Its own error stays; the others, who would wait for ever, learn of it."""

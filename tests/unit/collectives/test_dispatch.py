@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.threads import on_threads
+from harness.marks import on_threads
 from hpcdist import collectives
 from hpcdist.arrays.dtypes import INTEGERS
 from hpcdist.collectives import ALLREDUCE, dispatch

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.threads import on_threads
+from harness.marks import on_threads
 from hpcdist.arrays.dtypes import FLOATS
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range
 from hpcdist.collectives import SHARDED

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from harness.compressed.compressors import KEY, decoded, encoded, values
+from harness.marks import cases
 from hpcdist.compression.casts import BFloat16, Float16
 from hpcdist.compression.compressor import Compressor, RandomKey, align
 from hpcdist.compression.quantise.adaptive import Adaptive
@@ -151,19 +152,17 @@ def test_the_next_payload_begins_at_a_word():
     assert [align(offset) for offset in (0, 1, 3, 4, 5, 64)] == [0, 4, 4, 4, 8, 64]
 
 
-@pytest.mark.parametrize(
+@cases(
     "make",
-    [
-        lambda: Blockwise(bits=3),
-        lambda: Blockwise(block=0),
-        lambda: Blockwise(block=300),
-        lambda: Blockwise(rounding="up"),
-        lambda: Qsgd(bits=1),
-        lambda: Qsgd(bucket=128),
-        lambda: Qsgd(bucket=768),
-        lambda: Adaptive(block=100),
-        lambda: SignSgd(scale="max"),
-    ],
+    lambda: Blockwise(bits=3),
+    lambda: Blockwise(block=0),
+    lambda: Blockwise(block=300),
+    lambda: Blockwise(rounding="up"),
+    lambda: Qsgd(bits=1),
+    lambda: Qsgd(bucket=128),
+    lambda: Qsgd(bucket=768),
+    lambda: Adaptive(block=100),
+    lambda: SignSgd(scale="max"),
 )
 def test_settings_that_do_not_exist_are_refused(make):
     with pytest.raises(ConfigurationError, match="choose"):

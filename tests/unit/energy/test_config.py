@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.errors import ConfigurationError
 
@@ -26,22 +27,20 @@ def test_what_is_wanted(sources, wanted):
     assert [EnergyConfig(sources=sources).wants(source) for source in ("nvml", "rapl")] == wanted
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"cpu_tdp_w": 100.0}, "no effect with energy.sources = 'auto'"),
-        ({"sources": "declared"}, "needs energy.cpu_tdp_w"),
-        ({"sources": "declared", "cpu_tdp_w": math.inf}, "cpu_tdp_w = inf"),
-        ({"sources": "declared", "cpu_tdp_w": 9.0, "idle_fraction": 1.5}, "idle_fraction = 1.5"),
-        ({"pue": 0.9}, "pue = 0.9"),
-        ({"utilisation_s": -1.0}, "utilisation_s"),
-        ({"carbon_g_per_kwh": 300.0}, "carbon_source"),
-        ({"carbon_source": "somebody"}, "no effect with energy.carbon_g_per_kwh = 0.0"),
-        ({"currency": "EUR"}, "no effect with energy.price_per_kwh = 0.0"),
-        ({"price_per_kwh": 0.3}, "with energy.currency = ''"),
-        ({"sensor_window_s": 11.0}, "sensor_window_s = 11.0"),
-        ({"shift": True, "sources": "rapl"}, "no effect with energy.sources = 'rapl'"),
-    ],
+@cases(
+    "values, message",
+    ({"cpu_tdp_w": 100.0}, "no effect with energy.sources = 'auto'"),
+    ({"sources": "declared"}, "needs energy.cpu_tdp_w"),
+    ({"sources": "declared", "cpu_tdp_w": math.inf}, "cpu_tdp_w = inf"),
+    ({"sources": "declared", "cpu_tdp_w": 9.0, "idle_fraction": 1.5}, "idle_fraction = 1.5"),
+    ({"pue": 0.9}, "pue = 0.9"),
+    ({"utilisation_s": -1.0}, "utilisation_s"),
+    ({"carbon_g_per_kwh": 300.0}, "carbon_source"),
+    ({"carbon_source": "somebody"}, "no effect with energy.carbon_g_per_kwh = 0.0"),
+    ({"currency": "EUR"}, "no effect with energy.price_per_kwh = 0.0"),
+    ({"price_per_kwh": 0.3}, "with energy.currency = ''"),
+    ({"sensor_window_s": 11.0}, "sensor_window_s = 11.0"),
+    ({"shift": True, "sources": "rapl"}, "no effect with energy.sources = 'rapl'"),
 )
 def test_what_contradicts_itself(values, message):
     with pytest.raises(ConfigurationError, match=message):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from harness import jobs
+from harness.marks import cases
 from hpcdist.cli.doctor import job
 from hpcdist.comm.doctor import mpi_library
 from hpcdist.errors import MISSING_CAPABILITY, MissingCapabilityError
@@ -46,12 +47,10 @@ def write(path: Path, code: int, name: str = "tokens", array: np.ndarray = TOKEN
     return path
 
 
-@pytest.mark.parametrize(
-    ("code", "told"),
-    [
-        (ZSTD, f"HDF5 filter zstd ({ZSTD}), for which {sys.executable} needs the module hdf5plugin: pip install"),
-        (NOBODYS, f"({NOBODYS}), which is not known here: set HDF5_PLUGIN_PATH"),
-    ],
+@cases(
+    "code, told",
+    (ZSTD, f"HDF5 filter zstd ({ZSTD}), for which {sys.executable} needs the module hdf5plugin: pip install"),
+    (NOBODYS, f"({NOBODYS}), which is not known here: set HDF5_PLUGIN_PATH"),
 )
 def test_a_filter_that_is_not_there_is_told_when_the_data_is_opened(plain, tmp_path, code, told):
     path = write(tmp_path / "data.h5", code)

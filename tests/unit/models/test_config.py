@@ -4,50 +4,46 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
+from harness.marks import cases
 from hpcdist import models
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"kind": "cnn"}, "model.kind = 'cnn'; choose one of gpt, encoder, mlp, convnet"),
-        ({"layers": 0}, "model.layers = 0"),
-        ({"hidden": -4}, "model.hidden = -4"),
-        ({"heads": 0}, "model.heads = 0"),
-        ({"vocabulary": 0}, "model.vocabulary = 0"),
-        ({"hidden": 130}, "model.hidden = 130 with model.heads = 4: heads have as many numbers each"),
-        ({"dropout": 1.0}, "less than 1"),
-        ({"dropout": -0.1}, "at least 0"),
-        ({"activation": "swish"}, "choose one of gelu, relu, swiglu"),
-        ({"activation": "swiglu", "kind": "mlp"}, "model.activation = 'swiglu' with model.kind = 'mlp'"),
-        ({"activation": "swiglu", "kind": "convnet"}, "model.kind = 'convnet'; use 'gelu' or 'relu'"),
-        ({"positions": "sine"}, "model.positions = 'sine'; choose one of learned, rotary"),
-        ({"norm": "batch"}, "model.norm = 'batch'; choose one of layer, rms"),
-        ({"kv_heads": -1}, "model.kv_heads = -1; it must be at least 0"),
-        ({"kv_heads": 3}, r"model.kv_heads = 3 with model.heads = 4: .*; choose one of \[1, 2, 4\]"),
-        ({"kv_heads": 8}, "model.kv_heads = 8 with model.heads = 4"),
-        ({"feed_forward": -1}, "model.feed_forward = -1"),
-        ({"hidden": 12, "positions": "rotary"}, "model.hidden / model.heads = 3 numbers; make that even"),
-        ({"kind": "encoder", "vocabulary": 1}, "an encoder needs a token to say and one for the mask"),
-        ({"kind": "encoder", "mask_token": 256}, "model.mask_token = 256 with model.vocabulary = 256"),
-        ({"kind": "encoder", "mask_token": -2}, "model.mask_token = -2"),
-        (
-            {"kind": "encoder", "hidden": 130},
-            "model.hidden = 130 with model.heads = 4: heads have as many numbers each",
-        ),
-        (
-            {"mask_token": 5},
-            "model.mask_token = 5 has no effect with model.kind = 'gpt'; remove it, or set model.kind = 'encoder'",
-        ),
-        ({"kind": "mlp", "tied": True}, "model.tied = true has no effect with model.kind = 'mlp'; .* gpt, encoder"),
-        ({"kind": "mlp", "norm": "rms"}, "model.norm = 'rms' has no effect with model.kind = 'mlp'"),
-        ({"kind": "convnet", "bias": False}, "model.bias = false has no effect with model.kind = 'convnet'"),
-        ({"kind": "convnet", "kv_heads": 2}, "model.kv_heads = 2 has no effect"),
-        ({"kind": "convnet", "positions": "rotary"}, "model.positions = 'rotary' has no effect"),
-        ({"kind": "mlp", "feed_forward": 9}, "model.feed_forward = 9 has no effect"),
-    ],
+@cases(
+    "changes, message",
+    ({"kind": "cnn"}, "model.kind = 'cnn'; choose one of gpt, encoder, mlp, convnet"),
+    ({"layers": 0}, "model.layers = 0"),
+    ({"hidden": -4}, "model.hidden = -4"),
+    ({"heads": 0}, "model.heads = 0"),
+    ({"vocabulary": 0}, "model.vocabulary = 0"),
+    ({"hidden": 130}, "model.hidden = 130 with model.heads = 4: heads have as many numbers each"),
+    ({"dropout": 1.0}, "less than 1"),
+    ({"dropout": -0.1}, "at least 0"),
+    ({"activation": "swish"}, "choose one of gelu, relu, swiglu"),
+    ({"activation": "swiglu", "kind": "mlp"}, "model.activation = 'swiglu' with model.kind = 'mlp'"),
+    ({"activation": "swiglu", "kind": "convnet"}, "model.kind = 'convnet'; use 'gelu' or 'relu'"),
+    ({"positions": "sine"}, "model.positions = 'sine'; choose one of learned, rotary"),
+    ({"norm": "batch"}, "model.norm = 'batch'; choose one of layer, rms"),
+    ({"kv_heads": -1}, "model.kv_heads = -1; it must be at least 0"),
+    ({"kv_heads": 3}, r"model.kv_heads = 3 with model.heads = 4: .*; choose one of \[1, 2, 4\]"),
+    ({"kv_heads": 8}, "model.kv_heads = 8 with model.heads = 4"),
+    ({"feed_forward": -1}, "model.feed_forward = -1"),
+    ({"hidden": 12, "positions": "rotary"}, "model.hidden / model.heads = 3 numbers; make that even"),
+    ({"kind": "encoder", "vocabulary": 1}, "an encoder needs a token to say and one for the mask"),
+    ({"kind": "encoder", "mask_token": 256}, "model.mask_token = 256 with model.vocabulary = 256"),
+    ({"kind": "encoder", "mask_token": -2}, "model.mask_token = -2"),
+    ({"kind": "encoder", "hidden": 130}, "model.hidden = 130 with model.heads = 4: heads have as many numbers each"),
+    (
+        {"mask_token": 5},
+        "model.mask_token = 5 has no effect with model.kind = 'gpt'; remove it, or set model.kind = 'encoder'",
+    ),
+    ({"kind": "mlp", "tied": True}, "model.tied = true has no effect with model.kind = 'mlp'; .* gpt, encoder"),
+    ({"kind": "mlp", "norm": "rms"}, "model.norm = 'rms' has no effect with model.kind = 'mlp'"),
+    ({"kind": "convnet", "bias": False}, "model.bias = false has no effect with model.kind = 'convnet'"),
+    ({"kind": "convnet", "kv_heads": 2}, "model.kv_heads = 2 has no effect"),
+    ({"kind": "convnet", "positions": "rotary"}, "model.positions = 'rotary' has no effect"),
+    ({"kind": "mlp", "feed_forward": 9}, "model.feed_forward = 9 has no effect"),
 )
 def test_refusals(changes, message):
     with pytest.raises(ConfigurationError, match=message):
@@ -65,15 +61,13 @@ def test_hidden_of_an_mlp_needs_no_heads():
     assert ModelConfig(kind="mlp", hidden=7).hidden == 7
 
 
-@pytest.mark.parametrize(
-    ("changes", "inner", "kv_width"),
-    [
-        ({}, 512, 128),
-        ({"activation": "swiglu"}, 352, 128),  # 341.3 rounded up
-        ({"activation": "swiglu", "hidden": 12}, 32, 12),
-        ({"activation": "swiglu", "hidden": 4096, "heads": 32, "kv_heads": 8}, 10944, 1024),
-        ({"activation": "relu", "feed_forward": 7, "kv_heads": 1}, 7, 32),
-    ],
+@cases(
+    "changes, inner, kv_width",
+    ({}, 512, 128),
+    ({"activation": "swiglu"}, 352, 128),  # 341.3 rounded up
+    ({"activation": "swiglu", "hidden": 12}, 32, 12),
+    ({"activation": "swiglu", "hidden": 4096, "heads": 32, "kv_heads": 8}, 10944, 1024),
+    ({"activation": "relu", "feed_forward": 7, "kv_heads": 1}, 7, 32),
 )
 def test_widths_of_a_block(changes, inner, kv_width):
     config = ModelConfig(**changes)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.marks import cases
 from hpcdist import models
 from hpcdist.errors import ConfigurationError
 from hpcdist.models import factory
@@ -60,20 +61,18 @@ def test_the_function_gets_what_the_data_decides(file, monkeypatch):
     assert my_model.calls == [(0, 3, 5)]
 
 
-@pytest.mark.parametrize(
-    ("factory", "told"),
-    [
-        ("nowhere.py:build", "there is no file nowhere.py"),
-        ("no_such_module:build", "there is no module no_such_module"),
-        ("no_such.module:build", "there is no module no_such.module"),
-        ("hpcdist.models:nothing", "has no function called nothing"),
-        ("{file}:number", "has no function called number"),
-        ("{file}:other", "returned a str"),
-        ("{file}:alone", "cannot be called with what this data decides, features=2: .*unexpected keyword"),
-        ("{file}:wide", "returned a model of float64, and precision.mode wants float32"),
-        ("{file}", "write 'file.py:function'"),
-        (":build", "write 'file.py:function'"),
-    ],
+@cases(
+    "factory, told",
+    ("nowhere.py:build", "there is no file nowhere.py"),
+    ("no_such_module:build", "there is no module no_such_module"),
+    ("no_such.module:build", "there is no module no_such.module"),
+    ("hpcdist.models:nothing", "has no function called nothing"),
+    ("{file}:number", "has no function called number"),
+    ("{file}:other", "returned a str"),
+    ("{file}:alone", "cannot be called with what this data decides, features=2: .*unexpected keyword"),
+    ("{file}:wide", "returned a model of float64, and precision.mode wants float32"),
+    ("{file}", "write 'file.py:function'"),
+    (":build", "write 'file.py:function'"),
 )
 def test_what_is_no_factory_is_refused(factory, told, file):
     with pytest.raises(ConfigurationError, match=told):

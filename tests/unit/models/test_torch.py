@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
 from hpcdist.models.config import ModelConfig
@@ -162,14 +163,12 @@ def test_options_of_transformers(kind, options, context, batch, rng):
     _compare(model, x, targets, lambda w: _transformer(w, wide, config), rng)
 
 
-@pytest.mark.parametrize(
-    ("layers", "activation", "norm", "shape"),
-    [
-        (4, "relu", "layer", (6, 16, 16, 3)),
-        (5, "gelu", "rms", (3, 9, 14, 1)),
-        (1, "gelu", "layer", (2, 1, 5, 4)),
-        (3, "relu", "layer", (1, 2, 1, 2)),
-    ],
+@cases(
+    "layers, activation, norm, shape",
+    (4, "relu", "layer", (6, 16, 16, 3)),
+    (5, "gelu", "rms", (3, 9, 14, 1)),
+    (1, "gelu", "layer", (2, 1, 5, 4)),
+    (3, "relu", "layer", (1, 2, 1, 2)),
 )
 def test_convnet(layers, activation, norm, shape, rng):
     config = ModelConfig(kind="convnet", layers=layers, hidden=12, activation=activation, norm=norm)

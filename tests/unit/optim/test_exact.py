@@ -6,6 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
@@ -55,20 +56,18 @@ def test_long_sums_do_not_overflow_a_digit(dtype):
     assert float(exact.rounded(digits)) == float(300_000 * Fraction(float(np.float64(value) ** 2)))
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([], 0.0),
-        ([0.0, -0.0], 0.0),
-        ([5e-324], 0.0),
-        ([2.0**-537], 2.0**-1074),
-        ([1.3e154] * 2, math.inf),  # though each square is finite
-        ([1.3e154], 1.3e154**2),
-        ([math.inf, 1.0], math.inf),
-        ([-math.inf], math.inf),
-        ([math.nan, math.inf], math.nan),
-        ([1e200], math.inf),
-    ],
+@cases(
+    "values, expected",
+    ([], 0.0),
+    ([0.0, -0.0], 0.0),
+    ([5e-324], 0.0),
+    ([2.0**-537], 2.0**-1074),
+    ([1.3e154] * 2, math.inf),  # though each square is finite
+    ([1.3e154], 1.3e154**2),
+    ([math.inf, 1.0], math.inf),
+    ([-math.inf], math.inf),
+    ([math.nan, math.inf], math.nan),
+    ([1e200], math.inf),
 )
 def test_the_ends_of_the_range(values, expected):
     np.testing.assert_equal(float(exact.rounded(digits_of(np.array(values)))), expected)

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from harness import jobs
+from harness.marks import cases
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim import rates as optim_rates
 from hpcdist.optim.config import OptimizerConfig
@@ -83,36 +84,34 @@ def test_an_unresolved_rate_is_nobodys():
         learning_rate(OptimizerConfig(base_batch=8, scaling="linear"), 1, 10)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"name": "adam"}, "optimizer.name = 'adam'; choose one of adamw"),
-        ({"decay": "linear"}, "optimizer.decay = 'linear'"),
-        ({"learning_rate": 0.0}, "optimizer.learning_rate = 0.0; it must be finite and above 0"),
-        ({"learning_rate": math.nan}, "optimizer.learning_rate = nan"),
-        ({"beta2": 1.0}, "optimizer.beta2 = 1.0"),
-        ({"epsilon": 0.0}, "optimizer.epsilon"),
-        ({"clip_norm": -1.0}, "optimizer.clip_norm"),
-        ({"weight_decay": math.inf}, "optimizer.weight_decay"),
-        ({"warmup_steps": -1}, "optimizer.warmup_steps"),
-        ({"final_fraction": 1.5}, "optimizer.final_fraction"),
-        ({"nesterov": True}, "optimizer.nesterov"),
-        ({"name": "sgd", "nesterov": True, "momentum": 0.0}, "optimizer.nesterov"),
-        ({"base_batch": 64}, "optimizer.base_batch = 64 with optimizer.scaling = 'none'"),
-        ({"scaling": "linear"}, "optimizer.scaling = 'linear' with optimizer.base_batch = 0"),
-        ({"scaling": "cubic", "base_batch": 64}, "optimizer.scaling = 'cubic'; choose one of none, linear, sqrt"),
-        ({"base_batch": -1}, "optimizer.base_batch = -1"),
-        ({"warmup_samples": -1}, "optimizer.warmup_samples = -1"),
-        ({"warmup_samples": 100, "warmup_steps": 7}, "there is one warm-up"),
-        ({"name": "lars", "bias_correction": False}, "optimizer.bias_correction = false has no effect"),
-        ({"momentum_correction": False}, "remove it, or set optimizer.name = 'lars'"),
-        ({"trust_ratio_max": 10.0}, "optimizer.trust_ratio_max = 10.0 has no effect with optimizer.name = 'adamw'"),
-        ({"name": "lamb", "trust_ratio_min": -0.1}, "optimizer.trust_ratio_min = -0.1"),
-        (
-            {"name": "lamb", "trust_ratio_min": 2.0, "trust_ratio_max": 1.0},
-            "optimizer.trust_ratio_max = 1.0 with optimizer.trust_ratio_min = 2.0",
-        ),
-    ],
+@cases(
+    "options, message",
+    ({"name": "adam"}, "optimizer.name = 'adam'; choose one of adamw"),
+    ({"decay": "linear"}, "optimizer.decay = 'linear'"),
+    ({"learning_rate": 0.0}, "optimizer.learning_rate = 0.0; it must be finite and above 0"),
+    ({"learning_rate": math.nan}, "optimizer.learning_rate = nan"),
+    ({"beta2": 1.0}, "optimizer.beta2 = 1.0"),
+    ({"epsilon": 0.0}, "optimizer.epsilon"),
+    ({"clip_norm": -1.0}, "optimizer.clip_norm"),
+    ({"weight_decay": math.inf}, "optimizer.weight_decay"),
+    ({"warmup_steps": -1}, "optimizer.warmup_steps"),
+    ({"final_fraction": 1.5}, "optimizer.final_fraction"),
+    ({"nesterov": True}, "optimizer.nesterov"),
+    ({"name": "sgd", "nesterov": True, "momentum": 0.0}, "optimizer.nesterov"),
+    ({"base_batch": 64}, "optimizer.base_batch = 64 with optimizer.scaling = 'none'"),
+    ({"scaling": "linear"}, "optimizer.scaling = 'linear' with optimizer.base_batch = 0"),
+    ({"scaling": "cubic", "base_batch": 64}, "optimizer.scaling = 'cubic'; choose one of none, linear, sqrt"),
+    ({"base_batch": -1}, "optimizer.base_batch = -1"),
+    ({"warmup_samples": -1}, "optimizer.warmup_samples = -1"),
+    ({"warmup_samples": 100, "warmup_steps": 7}, "there is one warm-up"),
+    ({"name": "lars", "bias_correction": False}, "optimizer.bias_correction = false has no effect"),
+    ({"momentum_correction": False}, "remove it, or set optimizer.name = 'lars'"),
+    ({"trust_ratio_max": 10.0}, "optimizer.trust_ratio_max = 10.0 has no effect with optimizer.name = 'adamw'"),
+    ({"name": "lamb", "trust_ratio_min": -0.1}, "optimizer.trust_ratio_min = -0.1"),
+    (
+        {"name": "lamb", "trust_ratio_min": 2.0, "trust_ratio_max": 1.0},
+        "optimizer.trust_ratio_max = 1.0 with optimizer.trust_ratio_min = 2.0",
+    ),
 )
 def test_values_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ConfigurationError) as caught:

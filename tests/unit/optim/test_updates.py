@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist.arrays.dtypes import BFLOAT16
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.memory import Ledger
@@ -199,18 +200,16 @@ def test_equals_the_plain_formula_over_100_steps(rng, name, path):
         np.testing.assert_allclose(got[key], expected[key], rtol=1e-11, atol=1e-12, err_msg=key)
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("*.bias", "write patterns"),
-        ("*.bias:", "write patterns"),
-        (": weight_decay=0", "write patterns"),
-        ("*: momentum=0.5", "write patterns"),
-        ("*: weight_decay=-1", "write patterns"),
-        ("*: weight_decay=nan", "write patterns"),
-        ("*: weight_decay=1 weight_decay=2", "write patterns"),
-        ("9.*: weight_decay=0", "which no tensor matches"),
-    ],
+@cases(
+    "text, told",
+    ("*.bias", "write patterns"),
+    ("*.bias:", "write patterns"),
+    (": weight_decay=0", "write patterns"),
+    ("*: momentum=0.5", "write patterns"),
+    ("*: weight_decay=-1", "write patterns"),
+    ("*: weight_decay=nan", "write patterns"),
+    ("*: weight_decay=1 weight_decay=2", "write patterns"),
+    ("9.*: weight_decay=0", "which no tensor matches"),
 )
 def test_groups_that_say_nothing_are_refused(text, told):
     with pytest.raises(ConfigurationError, match=told):
@@ -541,9 +540,11 @@ def test_a_normalized_gradient_has_one_norm_whatever_its_scale(rng):
     assert [norms.clip_scale(norm**2, 1.0, normalize=True) for norm in (0.0, 1e-31)] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
+@cases(
     "config",
-    [OptimizerConfig(), OptimizerConfig(name="sgd"), OptimizerConfig(name="sgd", momentum=0.0)],
+    OptimizerConfig(),
+    OptimizerConfig(name="sgd"),
+    OptimizerConfig(name="sgd", momentum=0.0),
     ids=["adamw", "sgd", "plain"],
 )
 def test_a_step_may_be_made_before_the_weights_change(config, rng):

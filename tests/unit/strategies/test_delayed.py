@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from harness.inputs import write_text
+from harness.marks import cases
 from harness.rank_run import RankRun, gpt, text
 from harness.trainings import assembled, recipe_keys, refused
 from hpcdist.arrays.ranges import Range
@@ -286,9 +287,11 @@ def test_a_value_that_is_not_finite_ends_the_run_on_all_ranks(overlap, rng):
 
 
 @pytest.mark.parametrize("overlap", KINDS)
-@pytest.mark.parametrize(
+@cases(
     "layout",
-    [{}, {"parallel.pipeline": 2}, {"parallel.pipeline": 2, "parallel.schedule": "interleaved", "parallel.chunks": 2}],
+    {},
+    {"parallel.pipeline": 2},
+    {"parallel.pipeline": 2, "parallel.schedule": "interleaved", "parallel.chunks": 2},
     ids=["data", "pipeline", "chunks"],
 )
 def test_where_a_run_saves_changes_no_bit_of_it(overlap, layout, tmp_path, rng):
@@ -326,14 +329,12 @@ def test_where_a_run_saves_changes_no_bit_of_it(overlap, layout, tmp_path, rng):
     np.testing.assert_allclose(whole[0][0], run_threads(1, lambda comm: body(comm, alone, saves=False))[0][0], 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ([], r"communication.delayed = true with communication.overlap = 'none'"),
-        (["communication.overlap=thread", "parallel.strategy=zero1"], r"delayed = true has no effect with .*'zero1'"),
-        (["communication.overlap=thread", "run.logical_shards=4"], r"run.logical_shards = 4"),
-        (["communication.overlap=thread", "precision.mode=bfloat16"], r"precision.mode = 'bfloat16' is not built"),
-    ],
+@cases(
+    "settings, match",
+    ([], r"communication.delayed = true with communication.overlap = 'none'"),
+    (["communication.overlap=thread", "parallel.strategy=zero1"], r"delayed = true has no effect with .*'zero1'"),
+    (["communication.overlap=thread", "run.logical_shards=4"], r"run.logical_shards = 4"),
+    (["communication.overlap=thread", "precision.mode=bfloat16"], r"precision.mode = 'bfloat16' is not built"),
 )
 def test_recipes_that_cannot_be_had_are_refused(settings, match):
     refused(["communication.delayed=true", *settings], match)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.checkpoint.config import RULES as CHECKPOINT
 from hpcdist.comm.config import RULES as COMMUNICATION
 from hpcdist.energy.config import RULES as ENERGY
@@ -44,24 +45,22 @@ def test_every_rule_says_what_to_change(each):
     assert each.cure or any(condition.cure for key, condition in each.conditions.items() if "." in key)
 
 
-@pytest.mark.parametrize(
-    ("terms", "values", "message"),
-    [
-        ("a.x with a.y", {"a.x": 3, "a.y": True}, "a.x = 3 with a.y = true; set a.x = 0, or a.y = false"),
-        ("a.x with a.y", {"a.x": 3, "a.y": False}, None),
-        ("a.x with a.y", {"a.x": 3}, None),
-        ("a.x=p|q->r", {"a.x": "q"}, "a.x = 'q'; set a.x = 'r'"),
-        ("a.x=p|q->r", {"a.x": "r"}, None),
-        ("a.x!=p|q", {"a.x": "r"}, "a.x = 'r'; set a.x to one of p, q"),
-        ("a.x!=2", {"a.x": 2}, None),
-        ("a.x>1 with a.y?", {"a.x": 2, "a.y": "s"}, "a.x = 2 with a.y = 's'; set a.x = 1"),
-        ("a.x>1 with a.y<2", {"a.x": 1, "a.y": 1}, None),
-        ("a.x where a.y=", {"a.x": "p", "a.y": ""}, "a.x = 'p'; set a.x = 'none'"),
-        ("a.x where a.y=", {"a.x": "p", "a.y": "q"}, None),
-        ("a.x where names~p|q", {"a.x": (1,), "names": ("q", "r")}, "a.x = [1]; set a.x = []"),
-        ("a.x where names!~p|q", {"a.x": 1, "names": ("q", "r")}, None),
-        ("a.x with --go=on with rank?", {"a.x": 1, "--go": "on", "rank": 2}, "a.x = 1 with --go on and 2 ranks; set"),
-    ],
+@cases(
+    "terms, values, message",
+    ("a.x with a.y", {"a.x": 3, "a.y": True}, "a.x = 3 with a.y = true; set a.x = 0, or a.y = false"),
+    ("a.x with a.y", {"a.x": 3, "a.y": False}, None),
+    ("a.x with a.y", {"a.x": 3}, None),
+    ("a.x=p|q->r", {"a.x": "q"}, "a.x = 'q'; set a.x = 'r'"),
+    ("a.x=p|q->r", {"a.x": "r"}, None),
+    ("a.x!=p|q", {"a.x": "r"}, "a.x = 'r'; set a.x to one of p, q"),
+    ("a.x!=2", {"a.x": 2}, None),
+    ("a.x>1 with a.y?", {"a.x": 2, "a.y": "s"}, "a.x = 2 with a.y = 's'; set a.x = 1"),
+    ("a.x>1 with a.y<2", {"a.x": 1, "a.y": 1}, None),
+    ("a.x where a.y=", {"a.x": "p", "a.y": ""}, "a.x = 'p'; set a.x = 'none'"),
+    ("a.x where a.y=", {"a.x": "p", "a.y": "q"}, None),
+    ("a.x where names~p|q", {"a.x": (1,), "names": ("q", "r")}, "a.x = [1]; set a.x = []"),
+    ("a.x where names!~p|q", {"a.x": 1, "names": ("q", "r")}, None),
+    ("a.x with --go=on with rank?", {"a.x": 1, "--go": "on", "rank": 2}, "a.x = 1 with --go on and 2 ranks; set"),
 )
 def test_terms(terms, values, message):
     if message is None:

@@ -4,24 +4,23 @@ import math
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.errors import ConfigurationError
 from hpcdist.telemetry.config import TelemetryConfig
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"prometheus": "pull"}, "choose one of off, textfile, http, push"),
-        ({"port": 9000}, "no effect with telemetry.prometheus = 'off'"),
-        ({"prometheus": "http", "textfile_directory": "there"}, "set telemetry.prometheus = 'textfile'"),
-        ({"prometheus": "http", "port": 65536}, "port = 65536"),
-        ({"prometheus": "push"}, "host:port"),
-        ({"prometheus": "push", "gateway": "login1"}, "host:port"),
-        ({"prometheus": "push", "gateway": "login1:0"}, "host:port"),
-        ({"loss_spike": -1.0}, "loss_spike"),
-        ({"loss_spike": math.nan}, "loss_spike"),
-        ({"throughput_drop": 1.0}, "throughput_drop"),
-    ],
+@cases(
+    "values, message",
+    ({"prometheus": "pull"}, "choose one of off, textfile, http, push"),
+    ({"port": 9000}, "no effect with telemetry.prometheus = 'off'"),
+    ({"prometheus": "http", "textfile_directory": "there"}, "set telemetry.prometheus = 'textfile'"),
+    ({"prometheus": "http", "port": 65536}, "port = 65536"),
+    ({"prometheus": "push"}, "host:port"),
+    ({"prometheus": "push", "gateway": "login1"}, "host:port"),
+    ({"prometheus": "push", "gateway": "login1:0"}, "host:port"),
+    ({"loss_spike": -1.0}, "loss_spike"),
+    ({"loss_spike": math.nan}, "loss_spike"),
+    ({"throughput_drop": 1.0}, "throughput_drop"),
 )
 def test_refused(values, message):
     with pytest.raises(ConfigurationError, match=message):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from harness.marks import cases
 from hpcdist.cli.runs.hang import command
 from hpcdist.comm.record.flight_recorder import RankNote, RankRecord, RecordedEvent, Recorder
 from hpcdist.errors import StorageError, UsageError
@@ -124,17 +125,15 @@ def test_skipped_last_collective_and_finished():
     assert "finished without it (end of the program)" in report.findings[0].text
 
 
-@pytest.mark.parametrize(
-    ("op", "other", "wrong"),
-    [
-        ("allreduce", dict(count=5), True),
-        ("allreduce", dict(line=2), False),  # both branches of an if may call
-        ("broadcast", dict(peer=2), True),
-        ("all_to_all", dict(count=5), False),
-        ("shared", dict(count=5), False),
-        ("ring_allreduce", dict(count=5), True),
-        ("allgather_object", dict(line=7), False),
-    ],
+@cases(
+    "op, other, wrong",
+    ("allreduce", dict(count=5), True),
+    ("allreduce", dict(line=2), False),  # both branches of an if may call
+    ("broadcast", dict(peer=2), True),
+    ("all_to_all", dict(count=5), False),
+    ("shared", dict(count=5), False),
+    ("ring_allreduce", dict(count=5), True),
+    ("allgather_object", dict(line=7), False),
 )
 def test_mismatched_arguments(op, other, wrong):
     stories = [Story(rank).does(op, 1, 2, **({} if rank != 2 else other)).notes_("finished", 3) for rank in range(3)]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from harness import jobs
+from harness.marks import cases
 from hpcdist.batch import job
 from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
 from hpcdist.telemetry.provenance import OWNER_VARIABLES
@@ -245,13 +246,11 @@ def promtool() -> str:
     return found
 
 
-@pytest.mark.parametrize(
+@cases(
     "arguments",
-    [
-        ("check", "rules", "rules.yml", "alerts.yml"),
-        ("test", "rules", "rules_test.yml"),
-        ("check", "config", "--syntax-only", "prometheus.yml"),
-    ],
+    ("check", "rules", "rules.yml", "alerts.yml"),
+    ("test", "rules", "rules_test.yml"),
+    ("check", "config", "--syntax-only", "prometheus.yml"),
     ids=" ".join,
 )
 def test_promtool(promtool, arguments):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from harness import jobs
+from harness.marks import cases
 from hpcdist import models
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
@@ -120,20 +121,18 @@ def test_wrong_scripts_are_told(tmp_path, rng):
         Training(_model(), KEYS | {"run.steps": 2}, out=tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("more", "keys", "told"),
-    [
-        ({"dtype": "float64"}, {}, "the model computes in float64, and precision.mode = 'float32'"),
-        ({"on": "gpu"}, {}, "the model is on the gpu, and run.device = 'cpu'"),
-        ({}, {"run.stepz": 3}, "run.stepz"),
-        ({}, {"data.path": "/nowhere"}, "data.path = '/nowhere' has no effect where a script brings the batches"),
-        ({}, {"data.context": 64}, "data.context = 64 has no effect"),
-        ({}, {"run.validation_samples": 5}, "run.validation_samples = 5 has no effect"),
-        ({}, {"checkpoint.keep_best": 2}, "there is no validation loss"),
-        ({}, {"model.hidden": 64}, r"model.hidden = 64 has no effect with model.kind = 'given'.*"),
-        ({}, {"parallel": {"tensor": 2}}, "tensor"),
-        ({}, {"parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}, "consistency = 'bsp'"),
-    ],
+@cases(
+    "more, keys, told",
+    ({"dtype": "float64"}, {}, "the model computes in float64, and precision.mode = 'float32'"),
+    ({"on": "gpu"}, {}, "the model is on the gpu, and run.device = 'cpu'"),
+    ({}, {"run.stepz": 3}, "run.stepz"),
+    ({}, {"data.path": "/nowhere"}, "data.path = '/nowhere' has no effect where a script brings the batches"),
+    ({}, {"data.context": 64}, "data.context = 64 has no effect"),
+    ({}, {"run.validation_samples": 5}, "run.validation_samples = 5 has no effect"),
+    ({}, {"checkpoint.keep_best": 2}, "there is no validation loss"),
+    ({}, {"model.hidden": 64}, r"model.hidden = 64 has no effect with model.kind = 'given'.*"),
+    ({}, {"parallel": {"tensor": 2}}, "tensor"),
+    ({}, {"parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}, "consistency = 'bsp'"),
 )
 def test_recipes_that_do_not_fit_are_refused(more, keys, told, tmp_path):
     with pytest.raises(ConfigurationError, match=told):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import hpcdist
 from harness import jobs
+from harness.marks import cases
 from hpcdist.batch import job
 from hpcdist.batch.packaging import modulefile
 from hpcdist.batch.packaging.modulefile import Modulefile
@@ -211,23 +212,21 @@ def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path):
         raise invoke("--prefix", install(tmp_path / "env"), "--output", tmp_path / "file" / "below").exception
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--setenv=HPCDIST_STIE=x"], "no variable HPCDIST_STIE; the nearest known is 'HPCDIST_SITE'"),
-        (["--setenv=HPCDIST_XXXXXXXX=x"], "known are: HPCDIST_SITE, "),
-        (["--setenv=A"], "--setenv A: expected NAME=VALUE"),
-        (["--setenv=A-B=1"], "'A-B' is no name of a variable"),
-        (["--setenv=A=1", "--setenv=A=2"], "A: is there twice, '1' and '2'"),
-        (["--setenv=A=1\n2"], "control character"),
-        (["--setenv=PATH=/x"], "PATH is set by the modulefile"),
-        (["--setenv=HPCDIST_ROOT=/x"], "HPCDIST_ROOT is set by the modulefile"),
-        (["--mpi=a b"], "'a b' is no name of a module"),
-        (["--depends-on=-x"], "'-x' is no name of a module"),
-        (["--depends-on=[exit]"], "is no name of a module"),
-        (["--in-place", "--prefix=/"], "leave out --prefix"),
-        (["--force"], "--output DIR"),
-    ],
+@cases(
+    "arguments, message",
+    (["--setenv=HPCDIST_STIE=x"], "no variable HPCDIST_STIE; the nearest known is 'HPCDIST_SITE'"),
+    (["--setenv=HPCDIST_XXXXXXXX=x"], "known are: HPCDIST_SITE, "),
+    (["--setenv=A"], "--setenv A: expected NAME=VALUE"),
+    (["--setenv=A-B=1"], "'A-B' is no name of a variable"),
+    (["--setenv=A=1", "--setenv=A=2"], "A: is there twice, '1' and '2'"),
+    (["--setenv=A=1\n2"], "control character"),
+    (["--setenv=PATH=/x"], "PATH is set by the modulefile"),
+    (["--setenv=HPCDIST_ROOT=/x"], "HPCDIST_ROOT is set by the modulefile"),
+    (["--mpi=a b"], "'a b' is no name of a module"),
+    (["--depends-on=-x"], "'-x' is no name of a module"),
+    (["--depends-on=[exit]"], "is no name of a module"),
+    (["--in-place", "--prefix=/"], "leave out --prefix"),
+    (["--force"], "--output DIR"),
 )
 def test_refuses_what_no_module_system_would_understand(arguments, message, tmp_path):
     with pytest.raises(UsageError) as refused:

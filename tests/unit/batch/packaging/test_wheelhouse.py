@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import jobs
+from harness.marks import cases
 from hpcdist.batch.packaging import wheelhouse
 from hpcdist.cli.site import wheelhouse as site_wheelhouse
 from hpcdist.errors import MissingCapabilityError, UsageError
@@ -158,17 +159,15 @@ def test_what_cannot_be_had_leaves_nothing(own, tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"extras": ("cuda12",)}, r"no extra 'cuda12'; the nearest known is 'cuda12x'"),
-        ({"python_version": "3.10"}, r"needs Python >=3\.11"),
-        ({"python_version": "3"}, r"expected two numbers"),
-        ({"platform": "linux_x86_64"}, r"manylinux_2_28_x86_64"),
-        ({"platform": "manylinux_2_4_x86_64"}, r"the oldest on x86_64 is manylinux_2_5"),
-        ({"wheel": Path("hpcdist-0.1.0.tar.gz")}, r"is no wheel"),
-        ({"wheel": Path("nowhere/hpcdist-0.1.0-py3-none-any.whl")}, r"there is no such file"),
-    ],
+@cases(
+    "wrong, message",
+    ({"extras": ("cuda12",)}, r"no extra 'cuda12'; the nearest known is 'cuda12x'"),
+    ({"python_version": "3.10"}, r"needs Python >=3\.11"),
+    ({"python_version": "3"}, r"expected two numbers"),
+    ({"platform": "linux_x86_64"}, r"manylinux_2_28_x86_64"),
+    ({"platform": "manylinux_2_4_x86_64"}, r"the oldest on x86_64 is manylinux_2_5"),
+    ({"wheel": Path("hpcdist-0.1.0.tar.gz")}, r"is no wheel"),
+    ({"wheel": Path("nowhere/hpcdist-0.1.0-py3-none-any.whl")}, r"there is no such file"),
 )
 def test_refusals(own, tmp_path, wrong, message):
     with pytest.raises(UsageError, match=message):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.marks import cases
 from hpcdist.batch.schedulers import dispatch
 from hpcdist.batch.schedulers.slurm import energy
 from hpcdist.cli import main
@@ -52,26 +53,20 @@ def report(accounted, capsys):
     return call
 
 
-@pytest.mark.parametrize(
-    ("case", "joules", "lacking"),
-    [
-        # n1, where mpirun itself runs, is in .batch alone; the numbered step has the others
-        ("plain: mpirun", [1303 + 4013], PARTLY),
-        ("contain: mpirun", [7856], ""),  # .extern is on all nodes, all the time
-        # of the step, n1 is in .batch already: 800 J of it
-        ("plain: srun", [1211 + 4803 - 800], PARTLY),
-        ("contain: srun", [7350], ""),
-        # a probe of no second has no value
-        (
-            "plain: srun on two",
-            [1012 + 2400 - 800],
-            "without n3, where no step has a value; " + PARTLY.replace(", n3", ""),
-        ),
-        ("contain: srun on two", [6098], ""),
-        # the figure of the job itself is empty for a start that was requeued, and is not needed
-        ("contain: requeued", [2466, 2461], ""),
-        ("plain: requeued", [411 + 2404 - 400, 411 + 2403 - 401], ""),
-    ],
+@cases(
+    "case, joules, lacking",
+    # n1, where mpirun itself runs, is in .batch alone; the numbered step has the others
+    ("plain: mpirun", [1303 + 4013], PARTLY),
+    ("contain: mpirun", [7856], ""),  # .extern is on all nodes, all the time
+    # of the step, n1 is in .batch already: 800 J of it
+    ("plain: srun", [1211 + 4803 - 800], PARTLY),
+    ("contain: srun", [7350], ""),
+    # a probe of no second has no value
+    ("plain: srun on two", [1012 + 2400 - 800], "without n3, where no step has a value; " + PARTLY.replace(", n3", "")),
+    ("contain: srun on two", [6098], ""),
+    # the figure of the job itself is empty for a start that was requeued, and is not needed
+    ("contain: requeued", [2466, 2461], ""),
+    ("plain: requeued", [411 + 2404 - 400, 411 + 2403 - 401], ""),
 )
 def test_what_is_in_several_steps_counts_once(accounted, case, joules, lacking):
     rows = accounted(SACCT[case])
@@ -159,16 +154,14 @@ def test_a_probe_beside_a_step_is_in_it_already():
     assert energy.of_start(job, [long, later]).known == pytest.approx(1000 + 60 * 20 / 30)
 
 
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("n1", ("n1",)),
-        ("n[1-3],m7", ("n1", "n2", "n3", "m7")),
-        ("nid[001008-001010,002000]", ("nid001008", "nid001009", "nid001010", "nid002000")),
-        ("x[0-1]c[2-3]n", ("x0c2n", "x0c3n", "x1c2n", "x1c3n")),
-        ("None assigned", ()),
-        ("", ()),
-    ],
+@cases(
+    "text, names",
+    ("n1", ("n1",)),
+    ("n[1-3],m7", ("n1", "n2", "n3", "m7")),
+    ("nid[001008-001010,002000]", ("nid001008", "nid001009", "nid001010", "nid002000")),
+    ("x[0-1]c[2-3]n", ("x0c2n", "x0c3n", "x1c2n", "x1c3n")),
+    ("None assigned", ()),
+    ("", ()),
 )
 def test_names_of_nodes(text, names):
     assert energy.expand_hostlist(text) == names

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.batch.schedulers import pbs
 from hpcdist.batch.schedulers.base import SchedulerState
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
@@ -113,15 +114,13 @@ def test_a_running_job_is_read(played, monkeypatch):
     assert calls(played) == ["qstat -x -f -F json 1.s 2.s"]
 
 
-@pytest.mark.parametrize(
-    ("letter", "state"),
-    [
-        ("Q", SchedulerState.PENDING),
-        ("H", SchedulerState.PENDING),
-        ("W", SchedulerState.PENDING),
-        ("S", SchedulerState.SUSPENDED),
-        ("E", SchedulerState.COMPLETING),
-    ],
+@cases(
+    "letter, state",
+    ("Q", SchedulerState.PENDING),
+    ("H", SchedulerState.PENDING),
+    ("W", SchedulerState.PENDING),
+    ("S", SchedulerState.SUSPENDED),
+    ("E", SchedulerState.COMPLETING),
 )
 def test_states_of_the_queue(played, monkeypatch, letter, state):
     answer(monkeypatch, j1={"job_state": letter})
@@ -129,18 +128,16 @@ def test_states_of_the_queue(played, monkeypatch, letter, state):
     assert found.state == state and not found.is_over and found.elapsed_s is None and found.nodes is None
 
 
-@pytest.mark.parametrize(
-    ("values", "state", "code", "reason"),
-    [
-        ({"Exit_status": 0}, SchedulerState.COMPLETED, 0, ""),
-        ({"Exit_status": 75}, SchedulerState.FAILED, 75, ""),
-        ({"Exit_status": 265}, SchedulerState.FAILED, 137, ""),
-        ({"Exit_status": 271, "substate": 91}, SchedulerState.CANCELLED, 143, ""),
-        ({"substate": 91}, SchedulerState.CANCELLED, None, ""),
-        ({"Exit_status": -29, "substate": 93}, SchedulerState.TIMEOUT, None, "walltime"),
-        ({"Exit_status": -27}, SchedulerState.OUT_OF_MEMORY, None, "memory"),
-        ({"Exit_status": -3}, SchedulerState.FAILED, None, "PBS says -3"),
-    ],
+@cases(
+    "values, state, code, reason",
+    ({"Exit_status": 0}, SchedulerState.COMPLETED, 0, ""),
+    ({"Exit_status": 75}, SchedulerState.FAILED, 75, ""),
+    ({"Exit_status": 265}, SchedulerState.FAILED, 137, ""),
+    ({"Exit_status": 271, "substate": 91}, SchedulerState.CANCELLED, 143, ""),
+    ({"substate": 91}, SchedulerState.CANCELLED, None, ""),
+    ({"Exit_status": -29, "substate": 93}, SchedulerState.TIMEOUT, None, "walltime"),
+    ({"Exit_status": -27}, SchedulerState.OUT_OF_MEMORY, None, "memory"),
+    ({"Exit_status": -3}, SchedulerState.FAILED, None, "PBS says -3"),
 )
 def test_how_a_job_ended(played, monkeypatch, values, state, code, reason):
     answer(monkeypatch, j1=RUNNING | {"job_state": "F", "comment": ""} | values)

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.marks import cases
 from hpcdist.batch.schedulers import dispatch, local, pbs
 from hpcdist.batch.schedulers.base import FINAL_STATES, WAITING_STATES, JobState, SchedulerState
 from hpcdist.batch.schedulers.slurm import energy, queue
@@ -50,15 +51,13 @@ def test_jobs_that_wait(slurm):
     assert of("41").state == "PENDING"
 
 
-@pytest.mark.parametrize(
-    ("job", "state", "code"),
-    [
-        ("27", "COMPLETED", 0),
-        ("28", "FAILED", 75),
-        ("29", "FAILED", 137),
-        ("5", "TIMEOUT", 143),
-        ("46", "CANCELLED", None),
-    ],
+@cases(
+    "job, state, code",
+    ("27", "COMPLETED", 0),
+    ("28", "FAILED", 75),
+    ("29", "FAILED", 137),
+    ("5", "TIMEOUT", 143),
+    ("46", "CANCELLED", None),
 )
 def test_jobs_that_have_just_ended(slurm, job, state, code):
     found = of(job)
@@ -82,15 +81,13 @@ def test_the_starts_of_a_job_in_the_accounts(slurm):
     assert why == ""
 
 
-@pytest.mark.parametrize(
-    ("job", "joules", "reason"),
-    [
-        ("1", 5400.0, ""),
-        ("2", None, energy.NOT_MEASURED),  # nothing
-        ("14", None, energy.NOT_MEASURED),  # 0
-        ("6_0", None, energy.NOT_MEASURED),  # no value, as a number
-        ("30", None, energy.NOT_YET),
-    ],
+@cases(
+    "job, joules, reason",
+    ("1", 5400.0, ""),
+    ("2", None, energy.NOT_MEASURED),  # nothing
+    ("14", None, energy.NOT_MEASURED),  # 0
+    ("6_0", None, energy.NOT_MEASURED),  # no value, as a number
+    ("30", None, energy.NOT_YET),
 )
 def test_joules_that_were_not_measured_are_none(slurm, job, joules, reason):
     rows, _ = dispatch.accounts([job])
@@ -170,17 +167,15 @@ def test_no_answer_is_too_strange(text):
         assert isinstance(read([*row, *["1:0"] * width][:width]), JobState)
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("0:07", 7),
-        ("59:54", 3594),
-        ("1:02:03", 3723),
-        ("2-00:00:01", 172801),
-        ("UNLIMITED", None),
-        ("", None),
-        ("7", None),
-    ],
+@cases(
+    "text, seconds",
+    ("0:07", 7),
+    ("59:54", 3594),
+    ("1:02:03", 3723),
+    ("2-00:00:01", 172801),
+    ("UNLIMITED", None),
+    ("", None),
+    ("7", None),
 )
 def test_clocks(text, seconds):
     assert queue._seconds(text) == seconds
@@ -200,16 +195,14 @@ def test_cancelling(slurm, monkeypatch):
     dispatch.cancel(["30"])
 
 
-@pytest.mark.parametrize(
-    ("job", "scheduler"),
-    [
-        ("123", "slurm"),
-        ("123_4", "slurm"),
-        ("123+1", "slurm"),
-        ("12.pbs-1", "pbs"),
-        ("12[3].srv", "pbs"),
-        ("local-1-2", "local"),
-    ],
+@cases(
+    "job, scheduler",
+    ("123", "slurm"),
+    ("123_4", "slurm"),
+    ("123+1", "slurm"),
+    ("12.pbs-1", "pbs"),
+    ("12[3].srv", "pbs"),
+    ("local-1-2", "local"),
 )
 def test_whose_number(job, scheduler):
     assert dispatch.is_id(job) and dispatch.scheduler_of(job) == scheduler

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from harness import jobs
+from harness.marks import cases
 from hpcdist.batch import job, ledger
 from hpcdist.batch.schedulers.slurm import submit as slurm_submit
 from hpcdist.cli import main
@@ -93,26 +94,20 @@ def test_the_recipe_of_the_script_is_the_one_that_was_resolved(sbatch, monkeypat
     assert expected.data.path == str(sbatch / "in" / "it's.txt")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "key", "value", "told"),
-    [
-        (["--time=2-00:00:00"], "mtbf_s", 172800.0, "mtbf_s = 172800: Daly.* a failure in each walltime of 2-00:00:00"),
-        ([], "mtbf_s", 86400.0, "a failure a day, as no walltime is known"),
-        (["--time=30", "--cluster=h100-hgx"], "mtbf_s", None, "2 nodes of h100-hgx"),
-        (["--time=30", "--set=checkpoint.every_steps=0"], "every_steps", 0, ""),
-        (["--time=30", "--set=checkpoint.every_steps=7"], "every_steps", 7, ""),
-        (["--time=30", "--set=checkpoint.mtbf_s=observed"], "mtbf_s", "observed", ""),
-        (
-            [
-                "--set=parallel.strategy=parameter_server",
-                "--set=parameter_server.consistency=asp",
-                "--set=run.steps=100",
-            ],
-            "every_steps",
-            5,
-            "every_steps = 5: 20 times in the run",
-        ),
-    ],
+@cases(
+    "arguments, key, value, told",
+    (["--time=2-00:00:00"], "mtbf_s", 172800.0, "mtbf_s = 172800: Daly.* a failure in each walltime of 2-00:00:00"),
+    ([], "mtbf_s", 86400.0, "a failure a day, as no walltime is known"),
+    (["--time=30", "--cluster=h100-hgx"], "mtbf_s", None, "2 nodes of h100-hgx"),
+    (["--time=30", "--set=checkpoint.every_steps=0"], "every_steps", 0, ""),
+    (["--time=30", "--set=checkpoint.every_steps=7"], "every_steps", 7, ""),
+    (["--time=30", "--set=checkpoint.mtbf_s=observed"], "mtbf_s", "observed", ""),
+    (
+        ["--set=parallel.strategy=parameter_server", "--set=parameter_server.consistency=asp", "--set=run.steps=100"],
+        "every_steps",
+        5,
+        "every_steps = 5: 20 times in the run",
+    ),
 )
 def test_a_job_saves_now_and_then_unless_told_when(arguments, key, value, told, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
@@ -144,12 +139,10 @@ def test_options_reach_the_script(sbatch):
     assert not (sbatch / "calls").exists(), "--dry-run asks Slurm nothing"
 
 
-@pytest.mark.parametrize(
-    ("options", "equation"),
-    [
-        (["--set=parallel.pipeline=2", "--set=model.layers=2"], "4 = data 2 x pipeline 2 x tensor 1 x context 1\n"),
-        (["--set=parallel.strategy=parameter_server"], "4 = data 3 x pipeline 1 x tensor 1 x context 1 + servers 1\n"),
-    ],
+@cases(
+    "options, equation",
+    (["--set=parallel.pipeline=2", "--set=model.layers=2"], "4 = data 2 x pipeline 2 x tensor 1 x context 1\n"),
+    (["--set=parallel.strategy=parameter_server"], "4 = data 3 x pipeline 1 x tensor 1 x context 1 + servers 1\n"),
 )
 def test_the_degrees_are_counted_as_in_a_training(sbatch, options, equation):
     done = submit("--nodes=2", "--ranks-per-node=2", *options, "--dry-run", folder=sbatch)
@@ -163,25 +156,23 @@ def test_a_gpu_is_asked_for_only_by_a_recipe_that_computes_on_one(sbatch):
     assert "#SBATCH --gpus-per-node=4\n" in gpu and "#SBATCH --gpu-bind=none\n" in gpu
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["--nodes=2", "--set=model.layer=3"], 78, "model.layers"),
-        (["--nodes=2", "--set=parallel.data=3"], 78, "parallel.data 3 x parallel.pipeline 1"),
-        (["--nodes=1", "--set=parallel.strategy=parameter_server"], 78, "at least 1 must compute"),
-        (["--nodes=17"], 78, "with 17 data ranks: each needs at least one sample"),
-        (["missing.toml", "--nodes=1"], 74, "missing.toml"),
-        (["--nodes=1", "--time=10:00"], 2, "expected D-HH:MM:SS"),
-        (["--nodes=1", "--time=1"], 2, "--signal-seconds 120"),
-        (["--nodes=1", "--job-name=a\nb"], 2, "no #SBATCH line can hold"),
-        (["--nodes=1", "--sbatch-arg=-x"], 2, "expected a long option"),
-        (["--nodes=1", "--sbatch-arg=--output=mine"], 2, "contradicts --output"),
-        (["--nodes=1", "--sbatch-arg=--test-only"], 2, "use --dry-run"),
-        (["--nodes=1", "--sbatch-arg=--wait"], 2, "jobs status"),
-        (["--nodes=1", "--mpi-args=-x 'A"], 2, "No closing quotation"),
-        (["--nodes=0"], 2, "--nodes"),
-        ([], 2, "--nodes"),
-    ],
+@cases(
+    "arguments, code, words",
+    (["--nodes=2", "--set=model.layer=3"], 78, "model.layers"),
+    (["--nodes=2", "--set=parallel.data=3"], 78, "parallel.data 3 x parallel.pipeline 1"),
+    (["--nodes=1", "--set=parallel.strategy=parameter_server"], 78, "at least 1 must compute"),
+    (["--nodes=17"], 78, "with 17 data ranks: each needs at least one sample"),
+    (["missing.toml", "--nodes=1"], 74, "missing.toml"),
+    (["--nodes=1", "--time=10:00"], 2, "expected D-HH:MM:SS"),
+    (["--nodes=1", "--time=1"], 2, "--signal-seconds 120"),
+    (["--nodes=1", "--job-name=a\nb"], 2, "no #SBATCH line can hold"),
+    (["--nodes=1", "--sbatch-arg=-x"], 2, "expected a long option"),
+    (["--nodes=1", "--sbatch-arg=--output=mine"], 2, "contradicts --output"),
+    (["--nodes=1", "--sbatch-arg=--test-only"], 2, "use --dry-run"),
+    (["--nodes=1", "--sbatch-arg=--wait"], 2, "jobs status"),
+    (["--nodes=1", "--mpi-args=-x 'A"], 2, "No closing quotation"),
+    (["--nodes=0"], 2, "--nodes"),
+    ([], 2, "--nodes"),
 )
 def test_bad_input_is_refused_before_slurm_is_asked(sbatch, arguments, code, words):
     done = submit(*arguments, folder=sbatch)
@@ -218,36 +209,26 @@ def site(sbatch):
     return sbatch
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "words"),
-    [
-        (["--site=alpes", "--nodes=1"], 78, "nearest known is 'alps'"),
-        (["--nodes=1"], 78, "add --account"),
-        (["--nodes=9", "--account=a"], 78, "--nodes 9: the site alps allows 8"),
-        (["--nodes=1", "--account=a", "--time=2-00:00:00"], 78, "over the limit of the site alps, 24:00:00"),
-        (["--nodes=1", "--account=a", "--partition=short", "--time=02:00:00"], 78, "partition short of alps, 01:00:00"),
-        (["--nodes=1", "--account=a", "--partition=shrot"], 78, "nearest known is 'short'"),
-        (
-            ["--nodes=1", "--account=a", "--ranks-per-node=5", "--set=run.device=gpu"],
-            78,
-            "a node of the site alps has 4",
-        ),
-        (["--nodes=1", "--account=a", "--partition=short", "--gpus-per-node=3"], 78, "partition short of alps has 2"),
-        (["--nodes=1", "--account=a", "--ranks-per-node=4", "--cpus-per-task=5"], 78, "= 20 cores"),
-        (["--nodes=1", "--account=a", "--set=run.device=gpu", "--gpus-per-node=0"], 78, "--gpus-per-node 0"),
-        (["--nodes=1", "--account=a", "--stage-data"], 78, "data.path is empty"),
-        (["--nodes=1", "--account=a", "--within=24h"], 2, "--within goes with --carbon"),
-        (["--nodes=1", "--account=a", "--power=9"], 2, "--power goes with --carbon"),
-        (["--nodes=1", "--account=a", "--carbon=missing.csv", "--within=2h", "--time=60"], 74, "missing.csv"),
-        (["--site=slurm-mpich", "--nodes=1", "--survive=shrink"], 78, "needs the mpirun of an Open MPI 5"),
-        (["--site=ibrun", "--nodes=1", "--restarts=1", "--spare-nodes=1"], 78, "takes all nodes of a job"),
-        (
-            ["--nodes=8", "--account=a", "--restarts=1", "--spare-nodes=1"],
-            78,
-            "--nodes 8 and --spare-nodes 1: the site",
-        ),
-        (["--site=missing/site.toml", "--nodes=1"], 74, "there is no such file"),
-    ],
+@cases(
+    "options, code, words",
+    (["--site=alpes", "--nodes=1"], 78, "nearest known is 'alps'"),
+    (["--nodes=1"], 78, "add --account"),
+    (["--nodes=9", "--account=a"], 78, "--nodes 9: the site alps allows 8"),
+    (["--nodes=1", "--account=a", "--time=2-00:00:00"], 78, "over the limit of the site alps, 24:00:00"),
+    (["--nodes=1", "--account=a", "--partition=short", "--time=02:00:00"], 78, "partition short of alps, 01:00:00"),
+    (["--nodes=1", "--account=a", "--partition=shrot"], 78, "nearest known is 'short'"),
+    (["--nodes=1", "--account=a", "--ranks-per-node=5", "--set=run.device=gpu"], 78, "a node of the site alps has 4"),
+    (["--nodes=1", "--account=a", "--partition=short", "--gpus-per-node=3"], 78, "partition short of alps has 2"),
+    (["--nodes=1", "--account=a", "--ranks-per-node=4", "--cpus-per-task=5"], 78, "= 20 cores"),
+    (["--nodes=1", "--account=a", "--set=run.device=gpu", "--gpus-per-node=0"], 78, "--gpus-per-node 0"),
+    (["--nodes=1", "--account=a", "--stage-data"], 78, "data.path is empty"),
+    (["--nodes=1", "--account=a", "--within=24h"], 2, "--within goes with --carbon"),
+    (["--nodes=1", "--account=a", "--power=9"], 2, "--power goes with --carbon"),
+    (["--nodes=1", "--account=a", "--carbon=missing.csv", "--within=2h", "--time=60"], 74, "missing.csv"),
+    (["--site=slurm-mpich", "--nodes=1", "--survive=shrink"], 78, "needs the mpirun of an Open MPI 5"),
+    (["--site=ibrun", "--nodes=1", "--restarts=1", "--spare-nodes=1"], 78, "takes all nodes of a job"),
+    (["--nodes=8", "--account=a", "--restarts=1", "--spare-nodes=1"], 78, "--nodes 8 and --spare-nodes 1: the site"),
+    (["--site=missing/site.toml", "--nodes=1"], 74, "there is no such file"),
 )
 def test_what_the_site_cannot_run_is_refused(site, options, code, words):
     named = [] if any(option.startswith("--site") for option in options) else ["--site=alps"]
@@ -537,19 +518,17 @@ def test_a_program_is_submitted_as_it_is(sbatch):
     assert "hpcdist-4711_%a.out" in array.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["recipe.toml", "--", "python", "train.py"], "-- python with recipe.toml"),
-        (["--", "train", "recipe.toml"], "-- train with a command of hpcdist"),
-        (["--set", "run.steps=5", "--", "python", "train.py"], "export HPCDIST_SET__"),
-        (["--survive", "shrink", "--", "python", "train.py"], "--survive shrink: only the training of a recipe"),
-        (["--stage-data", "--", "python", "train.py"], "--stage-data is for recipes, not for python"),
-        (["--array", "sweep.toml", "--", "python", "train.py"], "--array is for recipes, not for python"),
-        (["--at-most", "2", "--", "python", "train.py"], "--at-most belongs to --tasks"),
-        (["--tasks", "2", "--chain", "3", "--", "python", "train.py"], "--chain 3 with --tasks"),
-        (["--tasks", "2", "recipe.toml"], "--tasks 2 is for a program"),
-    ],
+@cases(
+    "arguments, words",
+    (["recipe.toml", "--", "python", "train.py"], "-- python with recipe.toml"),
+    (["--", "train", "recipe.toml"], "-- train with a command of hpcdist"),
+    (["--set", "run.steps=5", "--", "python", "train.py"], "export HPCDIST_SET__"),
+    (["--survive", "shrink", "--", "python", "train.py"], "--survive shrink: only the training of a recipe"),
+    (["--stage-data", "--", "python", "train.py"], "--stage-data is for recipes, not for python"),
+    (["--array", "sweep.toml", "--", "python", "train.py"], "--array is for recipes, not for python"),
+    (["--at-most", "2", "--", "python", "train.py"], "--at-most belongs to --tasks"),
+    (["--tasks", "2", "--chain", "3", "--", "python", "train.py"], "--chain 3 with --tasks"),
+    (["--tasks", "2", "recipe.toml"], "--tasks 2 is for a program"),
 )
 def test_what_is_not_for_programs_is_refused(sbatch, arguments, words):
     done = submit("--nodes", "1", *arguments, folder=sbatch)

@@ -14,6 +14,7 @@ import pytest
 
 from harness.job_scripts import EVIL, PLAIN, check_by_bash, check_golden, played_python
 from harness.jobs import called
+from harness.marks import cases
 from hpcdist.batch import submission
 from hpcdist.batch.array import BenchmarkJob, MergeJob, ServersJob, SweepJob
 from hpcdist.batch.job import SUITES, SWEEP
@@ -298,21 +299,19 @@ def test_shell_metacharacters_arrive_as_they_are(stage, tmp_path):
 # ---- what a job is refused for, and how its options become one
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "word"),
-    [
-        (ARRAY, {"nodes": 1}, "trial 1 of the sweep has 8 ranks, and 1 node x 4 ranks hold 4; use --nodes 2"),
-        (ARRAY, {"links": 2}, "--chain"),
-        (ARRAY, {"restarts": 1}, "--restarts"),
-        (ARRAY, {"at_most": -1}, "--at-most"),
-        (ARRAY, {"run_dir": Path("/a\\b")}, "rename"),
-        (SERVERS, {"server_nodes": 0}, "--server-nodes 0"),
-        (SERVERS, {"server_ranks_per_node": 0}, "--server-ranks-per-node 0"),
-        (SERVERS, {"server_partition": ""}, "--server-partition"),
-        (SERVERS, {"survive": "shrink"}, "--survive"),
-        (SERVERS, {"server_sbatch_args": ("--nodes=3",)}, "--nodes"),
-        (SERVERS, {"server_sbatch_args": ("-N 3",)}, "long option"),
-    ],
+@cases(
+    "kind, changes, word",
+    (ARRAY, {"nodes": 1}, "trial 1 of the sweep has 8 ranks, and 1 node x 4 ranks hold 4; use --nodes 2"),
+    (ARRAY, {"links": 2}, "--chain"),
+    (ARRAY, {"restarts": 1}, "--restarts"),
+    (ARRAY, {"at_most": -1}, "--at-most"),
+    (ARRAY, {"run_dir": Path("/a\\b")}, "rename"),
+    (SERVERS, {"server_nodes": 0}, "--server-nodes 0"),
+    (SERVERS, {"server_ranks_per_node": 0}, "--server-ranks-per-node 0"),
+    (SERVERS, {"server_partition": ""}, "--server-partition"),
+    (SERVERS, {"survive": "shrink"}, "--survive"),
+    (SERVERS, {"server_sbatch_args": ("--nodes=3",)}, "--nodes"),
+    (SERVERS, {"server_sbatch_args": ("-N 3",)}, "long option"),
 )
 def test_jobs_that_cannot_be(kind, changes, word):
     with pytest.raises(UsageError) as error:
@@ -378,31 +377,29 @@ def test_servers_are_the_ranks_of_their_nodes(submit):
     assert code == CONFIGURATION and "'dedicated'" in said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "site", "word"),
-    [
-        (("--array", "sweep.toml"), "slurm-mpich", "use --nodes 2"),
-        (("--array", "none.toml"), "slurm-mpich", "none.toml"),
-        (("--array", "sweep.toml", "--bench", "data"), "slurm-mpich", "two kinds"),
-        (("--array", "sweep.toml", "--set", "run.steps=1"), "slurm-mpich", "sweep file"),
-        (("recipe.toml", "--bench", "data"), "slurm-mpich", "recipe.toml"),
-        (("--array", "sweep.toml", "--warmup"), "slurm-mpich", "--warmup"),
-        (("--array", "sweep.toml", "--stage-environment", "e.tar"), "slurm-mpich", "--stage-environment"),
-        (("--array", "sweep.toml"), "workstation", "Slurm alone"),
-        (("--array", "sweep.toml"), "pbs", "Slurm alone"),
-        (("--at-most", "2"), "slurm-mpich", "--array"),
-        (("--bench-args", "--seed 3"), "slurm-mpich", "--bench"),
-        (("--server-partition", "cpu"), "slurm-mpich", "--server-nodes"),
-        (("--server-nodes", "1"), "slurm-openmpi", "launcher.kind = 'srun'"),
-        (("--bench", "colectives"), "slurm-mpich", "'collectives'"),
-        (("--bench", "x"), "slurm-mpich", "sweep.toml"),
-        (("--bench", "sweep.toml"), "slurm-mpich", "use --nodes 2"),
-        (("--bench", "data", "--bench-args", "--nix"), "slurm-mpich", "--nix"),
-        (("--bench", "data", "--most-fruitless", "1"), "slurm-mpich", "--most-fruitless"),
-        (("--bench", "data", "--bench-args", "-n 3"), "slurm-mpich", "--ranks"),
-        (("--bench", "collectives", "--bench-args", "--output=x"), "slurm-mpich", "--output"),
-        (("--bench", "data", "--bench-args", "'"), "slurm-mpich", "quotation"),
-    ],
+@cases(
+    "arguments, site, word",
+    (("--array", "sweep.toml"), "slurm-mpich", "use --nodes 2"),
+    (("--array", "none.toml"), "slurm-mpich", "none.toml"),
+    (("--array", "sweep.toml", "--bench", "data"), "slurm-mpich", "two kinds"),
+    (("--array", "sweep.toml", "--set", "run.steps=1"), "slurm-mpich", "sweep file"),
+    (("recipe.toml", "--bench", "data"), "slurm-mpich", "recipe.toml"),
+    (("--array", "sweep.toml", "--warmup"), "slurm-mpich", "--warmup"),
+    (("--array", "sweep.toml", "--stage-environment", "e.tar"), "slurm-mpich", "--stage-environment"),
+    (("--array", "sweep.toml"), "workstation", "Slurm alone"),
+    (("--array", "sweep.toml"), "pbs", "Slurm alone"),
+    (("--at-most", "2"), "slurm-mpich", "--array"),
+    (("--bench-args", "--seed 3"), "slurm-mpich", "--bench"),
+    (("--server-partition", "cpu"), "slurm-mpich", "--server-nodes"),
+    (("--server-nodes", "1"), "slurm-openmpi", "launcher.kind = 'srun'"),
+    (("--bench", "colectives"), "slurm-mpich", "'collectives'"),
+    (("--bench", "x"), "slurm-mpich", "sweep.toml"),
+    (("--bench", "sweep.toml"), "slurm-mpich", "use --nodes 2"),
+    (("--bench", "data", "--bench-args", "--nix"), "slurm-mpich", "--nix"),
+    (("--bench", "data", "--most-fruitless", "1"), "slurm-mpich", "--most-fruitless"),
+    (("--bench", "data", "--bench-args", "-n 3"), "slurm-mpich", "--ranks"),
+    (("--bench", "collectives", "--bench-args", "--output=x"), "slurm-mpich", "--output"),
+    (("--bench", "data", "--bench-args", "'"), "slurm-mpich", "quotation"),
 )
 def test_options_that_do_not_go_together(submit, arguments, site, word):
     code, out, said = submit(*arguments, site=site)

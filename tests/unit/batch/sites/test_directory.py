@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.batch import ledger, submission
 from hpcdist.batch.job import BatchJob
 from hpcdist.batch.sites.profile import SiteProfile, SiteScheduler
@@ -60,16 +61,14 @@ def test_the_same_recipe_goes_on(begun):
     assert not list(begun.glob("recipe-*.toml"))
 
 
-@pytest.mark.parametrize(
+@cases(
     "override",
-    [
-        "run.seed=5",
-        "run.global_batch=32",
-        "model.hidden=64",
-        "optimizer.learning_rate=0.1",
-        "data.context=64",
-        "precision.mode=float64",
-    ],
+    "run.seed=5",
+    "run.global_batch=32",
+    "model.hidden=64",
+    "optimizer.learning_rate=0.1",
+    "data.context=64",
+    "precision.mode=float64",
 )
 def test_what_makes_it_another_run_is_refused(begun, override):
     before = (begun / "recipe.toml").read_text()
@@ -89,13 +88,11 @@ def test_layout_and_length_may_change_and_every_recipe_is_kept(begun):
     assert recipes.load_stored(begun / "recipe-2.toml").parallel.strategy == "zero3"
 
 
-@pytest.mark.parametrize(
+@cases(
     "overrides",
-    [
-        ("parallel.strategy=zero2", "zero.shared_parameters=true"),
-        ("parallel.strategy=zero3", "zero.persistent_below=200", "zero.gradients=2", "zero.parameters=2"),
-        ("parallel.strategy=zero1", "zero.offload_optimizer=file", "zero.offload_directory=states"),
-    ],
+    ("parallel.strategy=zero2", "zero.shared_parameters=true"),
+    ("parallel.strategy=zero3", "zero.persistent_below=200", "zero.gradients=2", "zero.parameters=2"),
+    ("parallel.strategy=zero1", "zero.offload_optimizer=file", "zero.offload_directory=states"),
 )
 def test_where_states_lie_may_change_either_way(begun, overrides):
     assert "zero." in prepare(begun, "run.steps=10", *overrides).changed

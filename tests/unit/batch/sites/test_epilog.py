@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from harness.jobs import run
+from harness.marks import cases
 from hpcdist.batch import job as batch_job
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm.launch.exit_file import is_segment
@@ -207,17 +208,15 @@ def test_links_are_not_followed(node):
     assert (treasure / "environment" / "bin" / "python").exists() and elsewhere.exists()
 
 
-@pytest.mark.parametrize(
+@cases(
     "changed",
-    [
-        {"SLURM_JOB_ID": None},
-        {"SLURM_JOB_ID": ""},
-        {"SLURM_JOB_ID": "7; touch pwned"},
-        {"SLURM_JOB_ID": ".*"},
-        {"SLURM_JOB_UID": None},
-        {"SLURM_JOB_UID": "a[$(touch pwned)]"},
-        {"HPCDIST_EPILOG_FOLDERS": "/absent", "HPCDIST_EPILOG_SHARED_MEMORY": "/absent"},
-    ],
+    {"SLURM_JOB_ID": None},
+    {"SLURM_JOB_ID": ""},
+    {"SLURM_JOB_ID": "7; touch pwned"},
+    {"SLURM_JOB_ID": ".*"},
+    {"SLURM_JOB_UID": None},
+    {"SLURM_JOB_UID": "a[$(touch pwned)]"},
+    {"HPCDIST_EPILOG_FOLDERS": "/absent", "HPCDIST_EPILOG_SHARED_MEMORY": "/absent"},
 )
 def test_without_what_it_needs_nothing_is_removed(node, changed, monkeypatch):
     monkeypatch.chdir(node)

@@ -5,22 +5,21 @@ import dataclasses
 import pytest
 
 from harness.job_scripts import PLAIN
+from harness.marks import cases
 from hpcdist.batch.sites import search
 from hpcdist.errors import ConfigurationError
 
 ALONE = dataclasses.replace(PLAIN, account=None, nodes=1)
 
 
-@pytest.mark.parametrize(
-    ("site", "change", "words"),
-    [
-        ("pbs", {"sbatch_args": ("--qos=debug",)}, "--sbatch-arg --qos=debug: the site pbs has no sbatch"),
-        ("workstation", {"sbatch_args": ("--qos=debug",)}, "scheduler.options"),
-        ("workstation", {"partition": "gpu"}, "--partition gpu: the site workstation has no scheduler"),
-        ("workstation", {"account": "me"}, "--account me"),
-        ("workstation", {"links": 3}, "--chain 3"),
-        ("workstation", {"nodes": 2}, "--nodes 2"),
-    ],
+@cases(
+    "site, change, words",
+    ("pbs", {"sbatch_args": ("--qos=debug",)}, "--sbatch-arg --qos=debug: the site pbs has no sbatch"),
+    ("workstation", {"sbatch_args": ("--qos=debug",)}, "scheduler.options"),
+    ("workstation", {"partition": "gpu"}, "--partition gpu: the site workstation has no scheduler"),
+    ("workstation", {"account": "me"}, "--account me"),
+    ("workstation", {"links": 3}, "--chain 3"),
+    ("workstation", {"nodes": 2}, "--nodes 2"),
 )
 def test_what_a_scheduler_would_never_hear_of_is_refused(site, change, words):
     plain = dataclasses.replace(ALONE, account="me") if site == "pbs" else ALONE
@@ -29,29 +28,23 @@ def test_what_a_scheduler_would_never_hear_of_is_refused(site, change, words):
         search.check(dataclasses.replace(plain, **change), search.load(site))
 
 
-@pytest.mark.parametrize(
-    ("site", "change", "words"),
-    [
-        ("pbs", {"qos": "debug"}, "--qos debug: the site pbs has PBS"),
-        ("pbs", {"constraint": "gpu"}, "--constraint gpu: the site pbs has PBS"),
-        ("pbs", {"mem": "0"}, "--mem 0"),
-        ("workstation", {"mem": "4G"}, "--mem 4G: the site workstation has no scheduler"),
-        ("perlmutter", {"walltime": "2-00:00:01"}, "--time 2-00:00:01 is over the limit of QOS regular of perlmutter"),
-        ("perlmutter", {"qos": "debug", "walltime": "01:00:00"}, "limit of QOS debug of perlmutter, 00:30:00"),
-        ("perlmutter", {"sbatch_args": ("--qos=debug",), "walltime": "20", "nodes": 9}, "QOS debug .* allows 8"),
-        ("perlmutter", {"mem": "256G"}, "--mem 256G is more than a node of QOS regular of perlmutter has, 246G"),
-        ("perlmutter-cpu", {"gpus_per_node": 4}, "4 GPUs a node at the site perlmutter-cpu: its nodes have none"),
-        ("frontier", {"gpus_per_node": 8, "walltime": "60"}, "its GPUs are of AMD.*run.device = 'cpu'"),
-        ("lumi", {"partition": "standard-g", "cpus_per_task": 15}, "60 cores, .* partition standard-g of lumi has 56"),
-        ("lumi", {"partition": "gpu"}, "none of this name"),
-        (
-            "leonardo",
-            {"qos": "boost_qos_lprod", "walltime": "5-00:00:00"},
-            "QOS boost_qos_lprod of leonardo, 4-00:00:00",
-        ),
-        ("leonardo", {"mem": "500G"}, "494000M"),
-        ("polaris", {"partition": "debug", "walltime": "01:00:00", "nodes": 3}, "partition debug of polaris allows 2"),
-    ],
+@cases(
+    "site, change, words",
+    ("pbs", {"qos": "debug"}, "--qos debug: the site pbs has PBS"),
+    ("pbs", {"constraint": "gpu"}, "--constraint gpu: the site pbs has PBS"),
+    ("pbs", {"mem": "0"}, "--mem 0"),
+    ("workstation", {"mem": "4G"}, "--mem 4G: the site workstation has no scheduler"),
+    ("perlmutter", {"walltime": "2-00:00:01"}, "--time 2-00:00:01 is over the limit of QOS regular of perlmutter"),
+    ("perlmutter", {"qos": "debug", "walltime": "01:00:00"}, "limit of QOS debug of perlmutter, 00:30:00"),
+    ("perlmutter", {"sbatch_args": ("--qos=debug",), "walltime": "20", "nodes": 9}, "QOS debug .* allows 8"),
+    ("perlmutter", {"mem": "256G"}, "--mem 256G is more than a node of QOS regular of perlmutter has, 246G"),
+    ("perlmutter-cpu", {"gpus_per_node": 4}, "4 GPUs a node at the site perlmutter-cpu: its nodes have none"),
+    ("frontier", {"gpus_per_node": 8, "walltime": "60"}, "its GPUs are of AMD.*run.device = 'cpu'"),
+    ("lumi", {"partition": "standard-g", "cpus_per_task": 15}, "60 cores, .* partition standard-g of lumi has 56"),
+    ("lumi", {"partition": "gpu"}, "none of this name"),
+    ("leonardo", {"qos": "boost_qos_lprod", "walltime": "5-00:00:00"}, "QOS boost_qos_lprod of leonardo, 4-00:00:00"),
+    ("leonardo", {"mem": "500G"}, "494000M"),
+    ("polaris", {"partition": "debug", "walltime": "01:00:00", "nodes": 3}, "partition debug of polaris allows 2"),
 )
 def test_what_a_machine_would_not_run_is_refused(site, change, words):
     plain = dataclasses.replace(ALONE, account=None if site == "workstation" else "me", cpus_per_task=1, walltime=None)

@@ -17,6 +17,7 @@ import pytest
 
 from harness import jobs
 from harness.job_scripts import EVIL, PLAIN, RECIPE, check_by_bash, check_golden, played_python
+from harness.marks import cases
 from hpcdist.batch import job as batch_job
 from hpcdist.batch import submission
 from hpcdist.batch.array import ScriptArrayJob
@@ -444,31 +445,27 @@ def test_a_site_replaces_a_block_and_may_keep_what_was_there():
     assert line == "export OF_NODES=2" and text.replace(line + "\n", "", 1) == plain
 
 
-@pytest.mark.parametrize(
-    ("blocks", "words"),
-    [
-        ({"lunch": "true"}, "nearest known is 'launch'"),
-        ({"launch": "{{ job.nothing }}"}, "cannot be rendered"),
-        ({"launch": "{% if %}"}, "cannot be rendered"),
-    ],
+@cases(
+    "blocks, words",
+    ({"lunch": "true"}, "nearest known is 'launch'"),
+    ({"launch": "{{ job.nothing }}"}, "cannot be rendered"),
+    ({"launch": "{% if %}"}, "cannot be rendered"),
 )
 def test_a_block_that_is_none_is_refused(blocks, words):
     with pytest.raises(ConfigurationError, match=words):
         submission.render(PLAIN, dataclasses.replace(GENERIC, blocks=blocks))
 
 
-@pytest.mark.parametrize(
+@cases(
     "text",
-    [
-        "{{ cycler.__init__.__globals__.os.system('touch reached') }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ ('{0.__class__.__init__}').format(job) }}",
-        "{{ job.run_dir.write_text('reached') }}",
-        "{{ [job.run_dir] | map(attribute='touch') | first }}",
-        "{{ (job.run_dir | attr('parent')).cwd() }}",
-        "{{ site.environment.variables.update(a='b') }}",
-        "{{ job.sbatch_args.__class__ }}",
-    ],
+    "{{ cycler.__init__.__globals__.os.system('touch reached') }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ ('{0.__class__.__init__}').format(job) }}",
+    "{{ job.run_dir.write_text('reached') }}",
+    "{{ [job.run_dir] | map(attribute='touch') | first }}",
+    "{{ (job.run_dir | attr('parent')).cwd() }}",
+    "{{ site.environment.variables.update(a='b') }}",
+    "{{ job.sbatch_args.__class__ }}",
 )
 def test_a_block_reaches_nothing_but_text(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

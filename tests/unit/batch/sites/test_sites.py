@@ -10,6 +10,7 @@ import pytest
 
 from harness import jobs
 from harness.job_scripts import PLAIN
+from harness.marks import cases
 from hpcdist.batch import job as batch_job
 from hpcdist.batch import submission
 from hpcdist.batch.sites import search
@@ -118,43 +119,41 @@ def test_a_users_profile_hides_ours_and_may_be_based_on_it(own):
     assert search.names(own.environment)["cray"] == path
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[launchr]", "unknown field 'launchr'.*nearest known is 'launcher'"),
-        ("[launcher]\nkidn = 'srun'", "unknown field 'launcher.kidn'.*'launcher.kind'"),
-        ("[launcher]\nkind = 'srum'", "launcher.kind = 'srum'; choose one of"),
-        ("[launcher]\nkind = 'mpirun'\nmpi = 'cray-mpich'", "does not start ranks of launcher.mpi = 'cray-mpich'"),
-        ("[launcher]\nkind = 'ibrun'\nmpi = 'openmpi'", "choose one of mpirun, srun, flux"),
-        ("[launcher]\nkind = 'flux'", "nothing starts a Flux instance"),
-        ("[launcher]\npmi = 'pmix'", "only srun has a choice"),
-        ("[scheduler]\nkind = 'lsf'", "scheduler.kind = 'lsf'"),
-        ("[gpu]\nper_node = 'four'", "gpu.per_node"),
-        ("[gpu]\nper_node = 4\norder = [0, 1, 1, 2]", "name each GPU of a node once"),
-        ("[gpu]\nper_node = -1", "at least 0"),
-        ("[gpu]\nrequest = 'gpu'", "gpu.request"),
-        ("[scheduler]\nmem = '4 GB'", "scheduler.mem '4 GB': expected MiB"),
-        ("[scheduler]\nkind = 'pbs'\nqos = 'debug'", "scheduler.qos = 'debug' with scheduler.kind = 'pbs'"),
-        ("[scheduler]\nkind = 'none'\nconstraint = 'gpu'", "scheduler.constraint = 'gpu'"),
-        ("[scheduler]\nkind = 'pbs'\n[storage]\nsbcast = true", "storage.sbcast"),
-        ("[limits]\nmem_per_node = 'all'", "mem_per_node 'all'"),
-        ("[qos.a]\nmax_wall = '1'", "unknown field 'qos.a.max_wall'.*'qos.a.max_walltime'"),
-        ("[partitions.a]\nmax_wall = '1'", "unknown field 'partitions.a.max_wall'.*'partitions.a.max_walltime'"),
-        ("[partitions.a]\nmax_walltime = '10:00'", "expected D-HH:MM:SS"),
-        ("[limits]\ngpus_per_node = -7", "gpus_per_node = -7"),
-        ("[limits]\nmax_nodes = -1", "max_nodes = -1"),
-        ("[[storage.roots]]\npaht = '/a'", "unknown field 'storage.roots.paht'"),
-        ("[[storage.roots]]\npath = 'a'", "not absolute"),
-        ("[storage]\nnode_local = '$TMPDIR'", "not an absolute path"),
-        ("[environment]\nmodules = ['-f']", "no name of a module"),
-        ("[environment]\nmodules = ['a;b']", "no name of a module"),
-        ("[environment.variables]\n'A-B' = '1'", "no name of a variable"),
-        ("[environment.variables]\nA = 1", "environment.variables"),
-        ("based_on = 'slrm-openmpi'", "nearest known is 'slurm-openmpi'"),
-        ("based_on = 'mine'", "based on itself"),
-        ("based_on = 1", "give the name of another profile"),
-        ("x = ", "not valid TOML"),
-    ],
+@cases(
+    "text, words",
+    ("[launchr]", "unknown field 'launchr'.*nearest known is 'launcher'"),
+    ("[launcher]\nkidn = 'srun'", "unknown field 'launcher.kidn'.*'launcher.kind'"),
+    ("[launcher]\nkind = 'srum'", "launcher.kind = 'srum'; choose one of"),
+    ("[launcher]\nkind = 'mpirun'\nmpi = 'cray-mpich'", "does not start ranks of launcher.mpi = 'cray-mpich'"),
+    ("[launcher]\nkind = 'ibrun'\nmpi = 'openmpi'", "choose one of mpirun, srun, flux"),
+    ("[launcher]\nkind = 'flux'", "nothing starts a Flux instance"),
+    ("[launcher]\npmi = 'pmix'", "only srun has a choice"),
+    ("[scheduler]\nkind = 'lsf'", "scheduler.kind = 'lsf'"),
+    ("[gpu]\nper_node = 'four'", "gpu.per_node"),
+    ("[gpu]\nper_node = 4\norder = [0, 1, 1, 2]", "name each GPU of a node once"),
+    ("[gpu]\nper_node = -1", "at least 0"),
+    ("[gpu]\nrequest = 'gpu'", "gpu.request"),
+    ("[scheduler]\nmem = '4 GB'", "scheduler.mem '4 GB': expected MiB"),
+    ("[scheduler]\nkind = 'pbs'\nqos = 'debug'", "scheduler.qos = 'debug' with scheduler.kind = 'pbs'"),
+    ("[scheduler]\nkind = 'none'\nconstraint = 'gpu'", "scheduler.constraint = 'gpu'"),
+    ("[scheduler]\nkind = 'pbs'\n[storage]\nsbcast = true", "storage.sbcast"),
+    ("[limits]\nmem_per_node = 'all'", "mem_per_node 'all'"),
+    ("[qos.a]\nmax_wall = '1'", "unknown field 'qos.a.max_wall'.*'qos.a.max_walltime'"),
+    ("[partitions.a]\nmax_wall = '1'", "unknown field 'partitions.a.max_wall'.*'partitions.a.max_walltime'"),
+    ("[partitions.a]\nmax_walltime = '10:00'", "expected D-HH:MM:SS"),
+    ("[limits]\ngpus_per_node = -7", "gpus_per_node = -7"),
+    ("[limits]\nmax_nodes = -1", "max_nodes = -1"),
+    ("[[storage.roots]]\npaht = '/a'", "unknown field 'storage.roots.paht'"),
+    ("[[storage.roots]]\npath = 'a'", "not absolute"),
+    ("[storage]\nnode_local = '$TMPDIR'", "not an absolute path"),
+    ("[environment]\nmodules = ['-f']", "no name of a module"),
+    ("[environment]\nmodules = ['a;b']", "no name of a module"),
+    ("[environment.variables]\n'A-B' = '1'", "no name of a variable"),
+    ("[environment.variables]\nA = 1", "environment.variables"),
+    ("based_on = 'slrm-openmpi'", "nearest known is 'slurm-openmpi'"),
+    ("based_on = 'mine'", "based on itself"),
+    ("based_on = 1", "give the name of another profile"),
+    ("x = ", "not valid TOML"),
 )
 def test_what_no_profile_can_say(own, text, words):
     own("mine", text)
@@ -182,13 +181,11 @@ def test_the_generic_profile_is_that_of_the_scheduler(own, tmp_path, monkeypatch
     assert search.load_selected(None, own.environment | {"PATH": str(tmp_path / "bin")}).name == name
 
 
-@pytest.mark.parametrize(
-    ("said", "name"),
-    [
-        ("HYDRA build details:\n    Version: 5.0.2", "slurm-mpich"),
-        ("mpirun (Open MPI) 5.0.11", "slurm-openmpi"),
-        ("not on this login node", "slurm-openmpi"),
-    ],
+@cases(
+    "said, name",
+    ("HYDRA build details:\n    Version: 5.0.2", "slurm-mpich"),
+    ("mpirun (Open MPI) 5.0.11", "slurm-openmpi"),
+    ("not on this login node", "slurm-openmpi"),
 )
 def test_the_generic_profile_is_that_of_the_mpi(own, tmp_path, monkeypatch, said, name):
     (tmp_path / "mpirun").write_text(f"#!/bin/sh\necho '{said}'\n")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from harness.marks import cases
 from hpcdist import collectives as algorithms
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
@@ -56,17 +57,15 @@ def measured(ranks, **changes):
     return kept, said
 
 
-@pytest.mark.parametrize(
-    ("texts", "expected"),
-    [
-        (["4096"], [4096]),
-        (["16K 1M"], [16384, 1 << 20]),
-        (["1m,16k"], [16384, 1 << 20]),
-        (["4K-32K"], [4096, 8192, 16384, 32768]),
-        (["4K-64K x4"], [4096, 16384, 65536]),
-        (["4K-70Kx4 1K", "1K"], [1024, 4096, 16384, 65536]),
-        (["1G"], [1 << 30]),
-    ],
+@cases(
+    "texts, expected",
+    (["4096"], [4096]),
+    (["16K 1M"], [16384, 1 << 20]),
+    (["1m,16k"], [16384, 1 << 20]),
+    (["4K-32K"], [4096, 8192, 16384, 32768]),
+    (["4K-64K x4"], [4096, 16384, 65536]),
+    (["4K-70Kx4 1K", "1K"], [1024, 4096, 16384, 65536]),
+    (["1G"], [1 << 30]),
 )
 def test_sizes(texts, expected):
     assert list(results.sizes(texts)) == expected
@@ -78,13 +77,11 @@ def test_wrong_sizes_are_refused(text):
         results.sizes([text])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ((("allreduce", "gather"), (), ("float32",)), "allreduce, reduce_scatter, all_gather"),
-        ((("allreduce",), ("rings",), ("float32",)), "native, ring"),
-        ((("allreduce",), (), ("float23",)), "float32"),
-    ],
+@cases(
+    "arguments, named",
+    ((("allreduce", "gather"), (), ("float32",)), "allreduce, reduce_scatter, all_gather"),
+    ((("allreduce",), ("rings",), ("float32",)), "native, ring"),
+    ((("allreduce",), (), ("float23",)), "float32"),
 )
 def test_unknown_names_are_refused_with_the_valid_ones(arguments, named):
     with pytest.raises(UsageError, match="choose") as refused:
@@ -309,13 +306,11 @@ def test_figures_of_the_table_by_hand():
     assert line[-3:] == ["3.00", "1.000", "1.500"]
 
 
-@pytest.mark.parametrize(
-    ("libraries", "labels"),
-    [
-        (["Open MPI v5.0.11, package: x"], ["ring"]),
-        (["Open MPI v5.0.11, package: x", "MPICH Version:      5.0.2"], ["ring, MPICH", "ring, Open MPI"]),
-        (["Open MPI v5.0.11, a", "Open MPI v4.1.4, b"], ["ring, Open MPI v4.1.4", "ring, Open MPI v5.0.11"]),
-    ],
+@cases(
+    "libraries, labels",
+    (["Open MPI v5.0.11, package: x"], ["ring"]),
+    (["Open MPI v5.0.11, package: x", "MPICH Version:      5.0.2"], ["ring, MPICH", "ring, Open MPI"]),
+    (["Open MPI v5.0.11, a", "Open MPI v4.1.4, b"], ["ring, Open MPI v4.1.4", "ring, Open MPI v5.0.11"]),
 )
 def test_the_same_algorithm_on_several_libraries_is_told_apart(libraries, labels):
     found = [configuration([1e-3], algorithm="ring", mpi_library=library) for library in libraries]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from harness.marks import cases
 from hpcdist.bench.data import report, request
 from hpcdist.bench.data import report as reports
 from hpcdist.bench.data.request import CONTENDERS
@@ -212,13 +213,11 @@ def test_the_command_lists_contenders_and_refuses_what_it_does_not_know():
         invoke("--set", "no.such=1")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (["--slow-rank", "2"], "chaos.slow_ranks = [2] on 2 ranks: there is no rank 2; use ranks 0 to 1"),
-        (["--slow-factor", "0.5"], "chaos.slow_factor = 0.5; it must be finite and at least 1"),
-        (["--slow-probability", "2"], "chaos.slow_probability = 2.0; it must be between 0 and 1"),
-    ],
+@cases(
+    "arguments, match",
+    (["--slow-rank", "2"], "chaos.slow_ranks = [2] on 2 ranks: there is no rank 2; use ranks 0 to 1"),
+    (["--slow-factor", "0.5"], "chaos.slow_factor = 0.5; it must be finite and at least 1"),
+    (["--slow-probability", "2"], "chaos.slow_probability = 2.0; it must be between 0 and 1"),
 )
 def test_a_straggler_that_cannot_be_is_refused_once(arguments, match):
     with pytest.raises(UsageError, match=re.escape(match)) as refused:

@@ -14,6 +14,7 @@ import pytest
 
 import hpcdist
 from harness import jobs
+from harness.marks import cases
 from hpcdist.bench.power import pareto, plot, report
 from hpcdist.bench.power.pareto import BEHIND, FRONT, NEAR, EstimateInterval, ParetoCandidate
 from hpcdist.bench.sweep import results
@@ -248,13 +249,11 @@ def test_the_figures_of_a_trial():
     assert found["not_included"] == "dram (node 0): none"
 
 
-@pytest.mark.parametrize(
+@cases(
     "changed",
-    [
-        {"energy_j_by_phase": {"training": None}, "energy_reason": "no driver", "energy_j": None},
-        {"energy_j_by_phase": {"training": math.nan}, "energy_reason_by_phase": {"training": "no driver"}},
-        {"energy_j_by_phase": {}, "energy_reason": "no driver"},
-    ],
+    {"energy_j_by_phase": {"training": None}, "energy_reason": "no driver", "energy_j": None},
+    {"energy_j_by_phase": {"training": math.nan}, "energy_reason_by_phase": {"training": "no driver"}},
+    {"energy_j_by_phase": {}, "energy_reason": "no driver"},
 )
 def test_energy_that_is_not_known_is_none_with_the_reason(changed):
     found = pareto.figures(outcome(**changed))
@@ -336,13 +335,11 @@ def test_without_energy_there_is_no_recommendation(rng, tmp_path):
         plot.plot(found, tmp_path / "plot.png")
 
 
-@pytest.mark.parametrize(
-    ("told", "kinds", "reason"),
-    [
-        ({}, "cpu + gpu", "energy is that of different parts: cpu + gpu or gpu"),
-        ({"power_limited": "cpu"}, "gpu", "the limits are those of cpu, and energy is that of gpu"),
-        ({"power_declared": "declared"}, "gpu", "the declared model of energy does not know of limits"),
-    ],
+@cases(
+    "told, kinds, reason",
+    ({}, "cpu + gpu", "energy is that of different parts: cpu + gpu or gpu"),
+    ({"power_limited": "cpu"}, "gpu", "the limits are those of cpu, and energy is that of gpu"),
+    ({"power_declared": "declared"}, "gpu", "the declared model of energy does not know of limits"),
 )
 def test_what_cannot_be_compared_is_not_recommended(told, kinds, reason):
     rows = [
@@ -439,39 +436,35 @@ def test_axes_of_the_options():
     assert power_axes.sweep_axes(options(sweeps=("threads=1,8",), ranks=3)).threads == (1, 8)
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"limits": "200,x"}, "expected numbers of W"),
-        ({"limits": "200,nan"}, "expected numbers of W"),
-        ({"limits": "200,,300"}, "expected numbers of W"),
-        ({"limits": "200,200.0"}, "is there twice"),
-        ({"clocks": "900.5"}, "whole numbers of MHz"),
-        ({"sweeps": ("run.seed",)}, "expected KEY=V1,V2"),
-        ({"sweeps": ("run.seed=1,",)}, "expected KEY=V1,V2"),
-        ({"sweeps": ("threads=0,1",)}, "whole numbers of at least 1"),
-        ({"sweeps": ("ranks=1,two",)}, "whole numbers of at least 1"),
-        ({"sweeps": ("run.seed=1", "run.seed=2")}, "is given twice"),
-        ({"sweeps": ("ranks=1,2",), "ranks": 2}, "leave -n out"),
-        ({"sweeps": ("run.sed=1,2",)}, "in --sweep; the nearest known is 'run.seed'"),
-        ({"sweeps": ("run.seed=1,x",)}, "a whole number"),
-    ],
+@cases(
+    "changed, words",
+    ({"limits": "200,x"}, "expected numbers of W"),
+    ({"limits": "200,nan"}, "expected numbers of W"),
+    ({"limits": "200,,300"}, "expected numbers of W"),
+    ({"limits": "200,200.0"}, "is there twice"),
+    ({"clocks": "900.5"}, "whole numbers of MHz"),
+    ({"sweeps": ("run.seed",)}, "expected KEY=V1,V2"),
+    ({"sweeps": ("run.seed=1,",)}, "expected KEY=V1,V2"),
+    ({"sweeps": ("threads=0,1",)}, "whole numbers of at least 1"),
+    ({"sweeps": ("ranks=1,two",)}, "whole numbers of at least 1"),
+    ({"sweeps": ("run.seed=1", "run.seed=2")}, "is given twice"),
+    ({"sweeps": ("ranks=1,2",), "ranks": 2}, "leave -n out"),
+    ({"sweeps": ("run.sed=1,2",)}, "in --sweep; the nearest known is 'run.seed'"),
+    ({"sweeps": ("run.seed=1,x",)}, "a whole number"),
 )
 def test_axes_that_cannot_be_read(changed, words):
     with pytest.raises((UsageError, ConfigurationError), match=words):
         power_axes.sweep_axes(options(**changed))
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"restore": True, "show": True, "recipe": None}, "choose one"),
-        ({"restore": True}, "leave out RECIPE"),
-        ({"show": True, "recipe": None, "sweeps": ("a=1",)}, "leave out --sweep"),
-        ({"recipe": None, "limits": "1"}, "name a RECIPE"),
-        ({}, "nothing to vary"),
-        ({"sweeps": ("a=1",), "change_limits": True}, "no --limits or --clocks"),
-    ],
+@cases(
+    "changed, words",
+    ({"restore": True, "show": True, "recipe": None}, "choose one"),
+    ({"restore": True}, "leave out RECIPE"),
+    ({"show": True, "recipe": None, "sweeps": ("a=1",)}, "leave out --sweep"),
+    ({"recipe": None, "limits": "1"}, "name a RECIPE"),
+    ({}, "nothing to vary"),
+    ({"sweeps": ("a=1",), "change_limits": True}, "no --limits or --clocks"),
 )
 def test_options_that_do_not_go_together(changed, words):
     with pytest.raises(UsageError, match=words):

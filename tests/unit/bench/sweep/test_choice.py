@@ -7,6 +7,7 @@ import pytest
 
 from harness import jobs
 from harness.jobs import called
+from harness.marks import cases
 from hpcdist.bench.sweep import definition, results, series
 from hpcdist.bench.sweep.definition import SweepTrial
 from hpcdist.bench.sweep.trial import FAILED, TrialOutcome
@@ -44,17 +45,15 @@ def test_a_trial_is_named_by_place_id_or_name(text, expected):
     assert definition.trial_position(FOUR, text, "s.toml") == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("4", ["4 trials", "0 to 3", "nearest is 3"]),
-        ("-1", ["0 to 3", "nearest is 0"]),
-        ("lat start", ["'lat start'", "s.toml", "nearest is 'late start'"]),
-        ("qqq", ["'qqq'", "0 to 3", "--list"]),
-        ("", ["''", "--list"]),
-        ("a", ["is 2 trials", "0 (1 rank), 1 (2 ranks)", "id"]),
-        ("1.0", ["'1.0'"]),
-    ],
+@cases(
+    "text, words",
+    ("4", ["4 trials", "0 to 3", "nearest is 3"]),
+    ("-1", ["0 to 3", "nearest is 0"]),
+    ("lat start", ["'lat start'", "s.toml", "nearest is 'late start'"]),
+    ("qqq", ["'qqq'", "0 to 3", "--list"]),
+    ("", ["''", "--list"]),
+    ("a", ["is 2 trials", "0 (1 rank), 1 (2 ranks)", "id"]),
+    ("1.0", ["'1.0'"]),
 )
 def test_what_names_no_trial_is_refused_with_the_nearest(text, words):
     with pytest.raises(UsageError) as error:
@@ -176,19 +175,17 @@ def test_ranks_of_a_node_are_said_once():
         run_options(2, "--ranks-per-node 2")
 
 
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ("-n 4", "leave -n out"),
-        ("--ranks=4", "leave -n out"),
-        ("--grace 3", "--limit-s"),
-        ("--dry-run", "of this command"),
-        ("--nonsense", "--nonsense"),
-        ("train", "'train'"),
-        ("--restarts many", "many"),
-        ("--mpi-args", "quote"),
-        ("'x", "quotation"),
-    ],
+@cases(
+    "text, word",
+    ("-n 4", "leave -n out"),
+    ("--ranks=4", "leave -n out"),
+    ("--grace 3", "--limit-s"),
+    ("--dry-run", "of this command"),
+    ("--nonsense", "--nonsense"),
+    ("train", "'train'"),
+    ("--restarts many", "many"),
+    ("--mpi-args", "quote"),
+    ("'x", "quotation"),
 )
 def test_options_that_would_fail_with_every_trial_are_refused(text, word):
     with pytest.raises(UsageError, match="--run-args") as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.bench.sweep import definition, results
 from hpcdist.cli import main
 from hpcdist.cli.bench import group
@@ -134,20 +135,18 @@ TWO = """
 """
 
 
-@pytest.mark.parametrize(
-    ("conditions", "words"),
-    [
-        ("ranks = '2'", ["ranks", "'2'", "[[exclude]] 1"]),
-        ("ranks = [2, 3]", ["ranks = 3", "meets no trial", "[1, 2]"]),
-        ("ranks = []", ["ranks = []"]),
-        ("trial = 'c'", ["trial = 'c'", "meets no trial", "['a', 'b']"]),
-        ("optimizer.name = 'lars'", ["optimizer.name = 'lars'", "meets no trial", "['sgd', 'adamw']"]),
-        ("optimizer.name = 3", ["optimizer.name = 3", "wrong type", "a text", "[[exclude]] 1"]),
-        ("run.seed = 1", ["run.seed = 1", "meets no trial", "[0]"]),
-        ("run.seed = [[0]]", ["run.seed = [0]", "a whole number"]),
-        ("run.sed = 0", ["'run.sed'", "'run.seed'", "[[exclude]] 1"]),
-        ("trial = 'b'\nranks = 1", ["drops nothing", "'trial': 'b'"]),
-    ],
+@cases(
+    "conditions, words",
+    ("ranks = '2'", ["ranks", "'2'", "[[exclude]] 1"]),
+    ("ranks = [2, 3]", ["ranks = 3", "meets no trial", "[1, 2]"]),
+    ("ranks = []", ["ranks = []"]),
+    ("trial = 'c'", ["trial = 'c'", "meets no trial", "['a', 'b']"]),
+    ("optimizer.name = 'lars'", ["optimizer.name = 'lars'", "meets no trial", "['sgd', 'adamw']"]),
+    ("optimizer.name = 3", ["optimizer.name = 3", "wrong type", "a text", "[[exclude]] 1"]),
+    ("run.seed = 1", ["run.seed = 1", "meets no trial", "[0]"]),
+    ("run.seed = [[0]]", ["run.seed = [0]", "a whole number"]),
+    ("run.sed = 0", ["'run.sed'", "'run.seed'", "[[exclude]] 1"]),
+    ("trial = 'b'\nranks = 1", ["drops nothing", "'trial': 'b'"]),
 )
 def test_an_exclusion_that_cannot_mean_anything_is_refused(expand, conditions, words):
     with pytest.raises(ConfigurationError) as error:
@@ -155,19 +154,11 @@ def test_an_exclusion_that_cannot_mean_anything_is_refused(expand, conditions, w
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (
-            "[[trial]]\nname = 'p'\nparallel.pipeline = 4",
-            ["'p' on 2 ranks", "parallel.pipeline 4", "= 4, but", "2 ranks"],
-        ),
-        ("[recipe.run]\nglobal_batch = 1", ["'base' on 2 ranks", "run.global_batch = 1", "2 data ranks"]),
-        (
-            "[recipe.parallel]\nstrategy = 'parameter_server'\n[recipe.parameter_server]\nservers = 2",
-            ["1 must compute"],
-        ),
-    ],
+@cases(
+    "text, words",
+    ("[[trial]]\nname = 'p'\nparallel.pipeline = 4", ["'p' on 2 ranks", "parallel.pipeline 4", "= 4, but", "2 ranks"]),
+    ("[recipe.run]\nglobal_batch = 1", ["'base' on 2 ranks", "run.global_batch = 1", "2 data ranks"]),
+    ("[recipe.parallel]\nstrategy = 'parameter_server'\n[recipe.parameter_server]\nservers = 2", ["1 must compute"]),
 )
 def test_degrees_that_do_not_fit_the_ranks_are_refused_with_the_equation(expand, text, words):
     with pytest.raises(ConfigurationError) as error:
@@ -189,31 +180,29 @@ def test_an_excluded_combination_need_not_be_valid(expand):
     assert len(expand(axes + "[[exclude]]\nmodel.kind = 'mlp'\nmodel.tied = true\n")) == 3
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("ranks = [2]", ["'ranks'", "sweep.toml"]),
-        ("[swep]\nranks = 2", ["'swep'", "'sweep'"]),
-        ("[sweep]\nrank = 2", ["'rank'", "'ranks'"]),
-        ("[sweep]", ["ranks", "None", "[2, 4]"]),
-        ("[sweep]\nranks = [0]", ["[0]"]),
-        ("[sweep]\nranks = [true]", ["[True]"]),
-        ("[sweep]\nranks = 2\nrepeats = 0", ["repeats = 0"]),
-        ("[sweep]\nranks = 2\n[axes]\nrun.steps = 3", ["axes.run.steps = 3", "list"]),
-        ("[sweep]\nranks = 2\n[axes]\nrun.steps = []", ["axes.run.steps = []", "list"]),
-        ("[sweep]\nranks = 2\n[axes]\nrun.stepz = [3]", ["run.stepz", "'run.steps'", "sweep.toml"]),
-        ("[sweep]\nranks = 2\n[axes]\nrun.steps = ['3']", ["run.steps = '3'", "a whole number"]),
-        ("[sweep]\nranks = 2\n[axes]\noptimizer.name = ['adamx']", ["name=adamx", "adamw"]),
-        ("[sweep]\nranks = 2\n[recipe.modell]\nlayers = 2", ["modell", "model"]),
-        ("[sweep]\nranks = 2\nrecipe = 'none.toml'", ["none.toml", "no such file"]),
-        ("[sweep]\nranks = 2\nrecipe = 'none.toml'\n[recipe.run]\nsteps = 2", ["one recipe file"]),
-        ("[sweep]\nranks = 2\n[[trial]]\nrun.steps = 2", ["trial", "name = None"]),
-        ("[sweep]\nranks = 2\n[[trial]]\nname = 'a'\n[[trial]]\nname = 'a'", ["name = 'a'"]),
-        ("[sweep]\nranks = 2\n[trial]\nname = 'a'", ["[[trial]]"]),
-        ("[sweep]\nranks = [2, 2]", ["same configuration", "2 ranks"]),
-        ("[sweep]\nranks = 2\n[axes]\nrun.seed=[1]\n[[trial]]\nname='a'\nrun.seed = 2", ["run.seed", "axis", "'a'"]),
-        ("[sweep", ["not valid TOML"]),
-    ],
+@cases(
+    "text, words",
+    ("ranks = [2]", ["'ranks'", "sweep.toml"]),
+    ("[swep]\nranks = 2", ["'swep'", "'sweep'"]),
+    ("[sweep]\nrank = 2", ["'rank'", "'ranks'"]),
+    ("[sweep]", ["ranks", "None", "[2, 4]"]),
+    ("[sweep]\nranks = [0]", ["[0]"]),
+    ("[sweep]\nranks = [true]", ["[True]"]),
+    ("[sweep]\nranks = 2\nrepeats = 0", ["repeats = 0"]),
+    ("[sweep]\nranks = 2\n[axes]\nrun.steps = 3", ["axes.run.steps = 3", "list"]),
+    ("[sweep]\nranks = 2\n[axes]\nrun.steps = []", ["axes.run.steps = []", "list"]),
+    ("[sweep]\nranks = 2\n[axes]\nrun.stepz = [3]", ["run.stepz", "'run.steps'", "sweep.toml"]),
+    ("[sweep]\nranks = 2\n[axes]\nrun.steps = ['3']", ["run.steps = '3'", "a whole number"]),
+    ("[sweep]\nranks = 2\n[axes]\noptimizer.name = ['adamx']", ["name=adamx", "adamw"]),
+    ("[sweep]\nranks = 2\n[recipe.modell]\nlayers = 2", ["modell", "model"]),
+    ("[sweep]\nranks = 2\nrecipe = 'none.toml'", ["none.toml", "no such file"]),
+    ("[sweep]\nranks = 2\nrecipe = 'none.toml'\n[recipe.run]\nsteps = 2", ["one recipe file"]),
+    ("[sweep]\nranks = 2\n[[trial]]\nrun.steps = 2", ["trial", "name = None"]),
+    ("[sweep]\nranks = 2\n[[trial]]\nname = 'a'\n[[trial]]\nname = 'a'", ["name = 'a'"]),
+    ("[sweep]\nranks = 2\n[trial]\nname = 'a'", ["[[trial]]"]),
+    ("[sweep]\nranks = [2, 2]", ["same configuration", "2 ranks"]),
+    ("[sweep]\nranks = 2\n[axes]\nrun.seed=[1]\n[[trial]]\nname='a'\nrun.seed = 2", ["run.seed", "axis", "'a'"]),
+    ("[sweep", ["not valid TOML"]),
 )
 def test_what_is_wrong_is_named(expand, text, words):
     with pytest.raises((ConfigurationError, StorageError)) as error:

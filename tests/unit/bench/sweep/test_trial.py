@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist.bench.sweep import trial as trials
 from hpcdist.bench.sweep.definition import SweepTrial
 from hpcdist.bench.sweep.trial import FAILED, OK
@@ -73,17 +74,15 @@ def test_a_good_trial_keeps_summary_and_samples(measure):
     assert outcome.wall_s > 0
 
 
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("import sys; sys.exit('Error: data.path = nowhere')", "exit code 1: data.path = nowhere"),
-        ("raise ValueError('got 3')", "exit code 1: ValueError: got 3"),
-        (
-            "import sys; sys.stderr.write('[rank 1] hpcdist.errors.DataError: too short\\n====\\n'); sys.exit(78)",
-            "exit code 78: hpcdist.errors.DataError: too short",
-        ),
-        ("import os; os.kill(os.getpid(), 9)", "exit code -9"),
-    ],
+@cases(
+    "source, reason",
+    ("import sys; sys.exit('Error: data.path = nowhere')", "exit code 1: data.path = nowhere"),
+    ("raise ValueError('got 3')", "exit code 1: ValueError: got 3"),
+    (
+        "import sys; sys.stderr.write('[rank 1] hpcdist.errors.DataError: too short\\n====\\n'); sys.exit(78)",
+        "exit code 78: hpcdist.errors.DataError: too short",
+    ),
+    ("import os; os.kill(os.getpid(), 9)", "exit code -9"),
 )
 def test_a_failure_is_an_outcome_with_its_reason(measure, source, reason):
     outcome = measure(source)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.architectures import catalogue, plot, report, results, scaling, study
+from harness.marks import cases
 from hpcdist.hdf5 import datasets, files
 from hpcdist.planner.cluster import toml_file
 
@@ -43,16 +44,14 @@ class Fixed:
         self.losses = {"computing": 1.0, "latency": 10.0 * math.log2(devices), "bubble": math.log2(devices)}
 
 
-@pytest.mark.parametrize(
-    ("goodputs", "expected"),
-    [
-        ([8, 16, 32, 64], (8, 64, 64, 64, "")),
-        ([8, 16, 17, 16], (8, 16, 32, 32, "latency")),
-        ([8, 7, 14, 15], (8, 32, 8, 64, "latency")),  # the last doubling that paid
-        ([0, 16, 32, 0], (16, 32, 32, 32, "batch")),
-        ([8, 4, 2, 1], (8, 8, 8, 8, "latency")),
-        ([0, 0, 0, 0], (0, 0, 0, 0, "batch")),
-    ],
+@cases(
+    "goodputs, expected",
+    ([8, 16, 32, 64], (8, 64, 64, 64, "")),
+    ([8, 16, 17, 16], (8, 16, 32, 32, "latency")),
+    ([8, 7, 14, 15], (8, 32, 8, 64, "latency")),  # the last doubling that paid
+    ([0, 16, 32, 0], (16, 32, 32, 32, "batch")),
+    ([8, 4, 2, 1], (8, 8, 8, 8, "latency")),
+    ([0, 0, 0, 0], (0, 0, 0, 0, "batch")),
 )
 def test_a_curve_stops_where_doubling_no_longer_pays(goodputs, expected):
     stop = scaling.stop(Curve(goodputs).points, 1.0)

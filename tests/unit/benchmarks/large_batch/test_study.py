@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.large_batch import data, report, results, study, tasks
 from benchmarks.large_batch import search as search_for
+from harness.marks import cases
 from hpcdist.errors import DataError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.training.recipe.config import DataConfig
@@ -260,18 +261,16 @@ def test_mnist_is_read_plain_and_compressed(tmp_path):
     np.testing.assert_array_equal(table.y, y)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("train-images-idx3-ubyte", b"", "starts with nothing, not 00000803"),
-        ("train-images-idx3-ubyte", idx(np.zeros(6)), "starts with 00000801, not 00000803"),
-        ("train-images-idx3-ubyte", bytes([0, 0, 8, 3, 0, 0]), "ends within its header"),
-        ("train-images-idx3-ubyte", idx(np.zeros((6, 4, 5)))[:-1], r"119 bytes behind its header of \(6, 4, 5\)"),
-        ("train-images-idx3-ubyte", idx(np.zeros((5, 4, 5))), "5 train images and 6 labels"),
-        ("train-images-idx3-ubyte", idx(np.zeros((6, 4, 4))), "images of the shapes"),
-        ("train-labels-idx1-ubyte.gz", b"no gzip", "cannot be read: Not a gzipped file"),
-        ("t10k-images-idx3-ubyte", None, "No such file or directory; expected a directory with"),
-    ],
+@cases(
+    "name, content, said",
+    ("train-images-idx3-ubyte", b"", "starts with nothing, not 00000803"),
+    ("train-images-idx3-ubyte", idx(np.zeros(6)), "starts with 00000801, not 00000803"),
+    ("train-images-idx3-ubyte", bytes([0, 0, 8, 3, 0, 0]), "ends within its header"),
+    ("train-images-idx3-ubyte", idx(np.zeros((6, 4, 5)))[:-1], r"119 bytes behind its header of \(6, 4, 5\)"),
+    ("train-images-idx3-ubyte", idx(np.zeros((5, 4, 5))), "5 train images and 6 labels"),
+    ("train-images-idx3-ubyte", idx(np.zeros((6, 4, 4))), "images of the shapes"),
+    ("train-labels-idx1-ubyte.gz", b"no gzip", "cannot be read: Not a gzipped file"),
+    ("t10k-images-idx3-ubyte", None, "No such file or directory; expected a directory with"),
 )
 def test_damaged_files_of_mnist_are_refused(tmp_path, name, content, said):
     mnist(tmp_path)

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import harness
 from benchmarks.planner import calibration, predictions, report, tables, validation
+from harness.marks import cases
 from hpcdist.errors import MissingCapabilityError, StorageError
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.transformer import describe
@@ -190,16 +191,14 @@ def test_errors_count_speed_and_seconds_alike():
     assert tables.unit_of("41.3") == 0.1 and tables.unit_of("137") == 1.0
 
 
-@pytest.mark.parametrize(
-    ("predicted", "rounded", "cut"),
-    [
-        (41.25, True, False),
-        (41.35, True, False),
-        (41.38, False, True),  # 41.3 if cut
-        (41.41, False, False),
-        (41.22, False, False),  # 41.2 both ways, though less than a unit away
-        (41.2, False, False),
-    ],
+@cases(
+    "predicted, rounded, cut",
+    (41.25, True, False),
+    (41.35, True, False),
+    (41.38, False, True),  # 41.3 if cut
+    (41.41, False, False),
+    (41.22, False, False),  # 41.2 both ways, though less than a unit away
+    (41.2, False, False),
 )
 def test_digits_agree_where_they_are_printed_alike(predicted, rounded, cut):
     one = predictions.Compared(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harness.inputs import FLOAT, LAYOUT, pieces_of
-from harness.threads import on_threads
+from harness.marks import on_threads
 from hpcdist.arrays.filestore import FileStore
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.piece import Piece

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from harness.marks import cases
 from harness.trainings import recipe_of, trainer_of
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import listing
@@ -223,12 +224,10 @@ def test_another_shape_than_the_recipe_names_the_tensor(run, keys):
         assert caught.value.exit_code == 74
 
 
-@pytest.mark.parametrize(
-    ("make", "code"),
-    [
-        (lambda path: path.write_text("a file"), 74),
-        (lambda path: (path.mkdir(), (path / "mine.txt").write_text("thesis")), 78),
-    ],
+@cases(
+    "make, code",
+    (lambda path: path.write_text("a file"), 74),
+    (lambda path: (path.mkdir(), (path / "mine.txt").write_text("thesis")), 78),
     ids=["a file", "somebody's directory"],
 )
 def test_what_is_no_run_directory_is_left_alone(make, code, tmp_path, keys):

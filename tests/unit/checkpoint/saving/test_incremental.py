@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 import pytest
 
-from harness.threads import on_threads
+from harness.marks import on_threads
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import split
 from hpcdist.checkpoint.format import manifest

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.restoring.restore import newest, restore
@@ -73,12 +74,10 @@ def test_what_is_no_checkpoint(tmp_path):
     assert newest(tmp_path) is None, "of another step than its name says"
 
 
-@pytest.mark.parametrize(
-    ("call", "way"),
-    [
-        *(("fsync", "waiting"), ("rename", "waiting"), ("ftruncate", "waiting")),
-        *(("fsync", "beside"), ("pwrite", "beside"), ("replace", "beside"), ("open", "beside")),
-    ],
+@cases(
+    "call, way",
+    *(("fsync", "waiting"), ("rename", "waiting"), ("ftruncate", "waiting")),
+    *(("fsync", "beside"), ("pwrite", "beside"), ("replace", "beside"), ("open", "beside")),
 )
 def test_any_call_may_fail(tmp_path, monkeypatch, call, way):
     for count in itertools.count(1):

@@ -9,6 +9,7 @@ import pytest
 
 from harness import jobs
 from harness.jobs import called
+from harness.marks import cases
 from hpcdist.cli.plan import group
 from hpcdist.cli.plan.options import LAYOUT_FIELDS
 from hpcdist.planner.cluster import toml_file
@@ -230,15 +231,13 @@ def test_parameter_servers_of_a_recipe(planned, recipe):
     assert any("every rank served" in flag for flag in colocated["flags"])
 
 
-@pytest.mark.parametrize(
-    ("key", "said"),
-    [
-        ("communication.compression=qsgd", "planned as int8"),
-        ("communication.algorithm=circulant", "planned as the fastest"),
-        ("run.logical_shards=4", "fixed orders of sums"),
-        ("parallel.strategy=zero1", "one is planned"),
-        ("run.batch_warmup=[96, 8]", "run.batch_warmup"),
-    ],
+@cases(
+    "key, said",
+    ("communication.compression=qsgd", "planned as int8"),
+    ("communication.algorithm=circulant", "planned as the fastest"),
+    ("run.logical_shards=4", "fixed orders of sums"),
+    ("parallel.strategy=zero1", "one is planned"),
+    ("run.batch_warmup=[96, 8]", "run.batch_warmup"),
 )
 def test_what_a_plan_leaves_out_of_a_recipe_is_told(key, said, planned, recipe):
     assert said in " ".join(planned(recipe(RECIPE), *ON, "--set", key)["flags"])
@@ -276,58 +275,56 @@ def test_what_does_not_fit_is_an_answer(run, planned):
     assert run(*each, "--layout", "tensor=8,pipeline=8,recompute=full")[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        ([*GPT], 2, "give --cluster NAME|FILE: a100-selene"),
-        ([*GPT, "--cluster", "a100-selen"], 78, "the nearest is 'a100-selene'"),
-        (["--model", "gpt2-xll", "--batch", "8", *ON], 78, "gpt2-xl"),
-        (["--model", "gpt2", *ON], 2, "give --batch"),
-        (["--layers", "4", *ON, "--batch", "4"], 2, "--hidden, --heads, --vocabulary, --context"),
-        ([*NAMED, *ON, "--layers", "3"], 2, "--model gpt2 and --layers"),
-        ([*NAMED, *ON, "--set", "run.steps=3"], 2, "--set run.steps=3 changes a recipe"),
-        ([*GPT, *ON, "--feed-forward", "512", "--mlp-ratio", "2"], 2, "--feed-forward and --mlp-ratio"),
-        ([*GPT, *ON, "--mlp-ratio", "1.001"], 2, "no whole width"),
-        ([*GPT, *ON, "--mlp-ratio", "inf"], 2, "inf is no finite number"),
-        ([*GPT, *ON, "--mlp-ratio", "nan"], 2, "nan is no finite number"),
-        ([*GPT, *ON, "--tokens", "nan"], 2, "nan is no finite number"),
-        ([*GPT, *ON, "--tokens", "inf"], 2, "inf is no finite number"),
-        ([*GPT, *ON, "--tokens", "1e300"], 2, "at most 1,000,000,000,000 steps"),
-        ([*GPT, *ON, "--steps", "9" * 30], 2, "at most 1,000,000,000,000 steps"),
-        ([*GPT, *ON, "--overlap", "nan"], 2, "nan is no finite number"),
-        ([*GPT, *ON, "--tensor-overlap", "nan"], 2, "nan is no finite number"),
-        ([*GPT, *ON, "--experts-per-token", "2"], 2, "needs --experts"),
-        ([*GPT, *ON, "--steps", "3", "--tokens", "1e6"], 2, "--steps 3 and --tokens 1e+06"),
-        ([*GPT, *ON, "--zero", "2", "--strategy", "allreduce"], 2, "--zero 2 is --strategy zero2"),
-        ([*GPT, *ON, "--servers", "2", "--zero", "1"], 2, "--servers 2 is for --strategy parameter_server"),
-        ([*GPT, *ON, "--schedule", "zb-h1"], 2, "--schedule zb-h1 with one pipeline device"),
-        ([*GPT, *ON, "--chunks", "2"], 2, "--chunks 2 with one pipeline device"),
-        ([*GPT, *ON, "--pipeline", "2", "--schedule", "interleaved"], 2, "needs --chunks"),
-        ([*GPT, *ON, "--pipeline", "2", "--schedule", "zb-v", "--chunks", "3"], 2, "which has 2"),
-        ([*GPT, *ON, "--sequence-parallel"], 2, "cuts nothing"),
-        ([*GPT, *ON, "--main-gradients", "working"], 2, "is of --implementation megatron"),
-        (
-            [*GPT, *ON, "--main-gradients", "working", "--implementation", "megatron", "--precision", "float32"],
-            2,
-            "--main-gradients working has no effect with the precision float32",
-        ),
-        ([*GPT, *ON, "--no-gradient-fusion"], 2, "is of --implementation megatron"),
-        ([*GPT, *ON, "--activations", "float32", "--precision", "float32"], 2, "no effect with the precision float32"),
-        ([*GPT, *ON, "--devices", "7", "--tensor", "2"], 2, "data ? x pipeline 1 x tensor 2 x context 1"),
-        ([*GPT, *ON, "--devices", "8", "--tensor", "2", "--data", "2"], 2, "the nearest that it makes is 4"),
-        ([*GPT, *ON, "--tensor", "3"], 78, "tensor = 3"),
-        ([*GPT, *ON, "--data", "64"], 78, "a global batch of 32"),
-        ([*GPT, *ON, "--pipeline", "2", "--schedule", "zb-h1", "--recompute", "full"], 78, "recompute"),
-        ([*GPT, "--cluster", "workstation", "--data", "4"], 78, "2 more than the 2 of workstation"),
-        ([*GPT, *ON, "--precision", "int8"], 2, "int8"),
-        ([*GPT, *ON, "--plot", "plan.xls"], 2, "choose an ending from"),
-        ([*GPT, *ON, "--plot", "/nowhere/plan.png"], 74, "/nowhere is missing"),
-        (["no-such-recipe.toml", *ON], 74, "recipe no-such-recipe.toml: there is no such file"),
-        ([*GPT, "--cluster", "no-such-cluster.toml"], 74, "the cluster no-such-cluster.toml cannot be read"),
-        (["serch", *ON], 2, "did you mean `hpcdist plan search`?"),
-        (["comapre", *ON], 2, "did you mean `hpcdist plan compare`?"),
-        (["--no-such-option"], 2, "--no-such-option"),
-    ],
+@cases(
+    "arguments, code, said",
+    ([*GPT], 2, "give --cluster NAME|FILE: a100-selene"),
+    ([*GPT, "--cluster", "a100-selen"], 78, "the nearest is 'a100-selene'"),
+    (["--model", "gpt2-xll", "--batch", "8", *ON], 78, "gpt2-xl"),
+    (["--model", "gpt2", *ON], 2, "give --batch"),
+    (["--layers", "4", *ON, "--batch", "4"], 2, "--hidden, --heads, --vocabulary, --context"),
+    ([*NAMED, *ON, "--layers", "3"], 2, "--model gpt2 and --layers"),
+    ([*NAMED, *ON, "--set", "run.steps=3"], 2, "--set run.steps=3 changes a recipe"),
+    ([*GPT, *ON, "--feed-forward", "512", "--mlp-ratio", "2"], 2, "--feed-forward and --mlp-ratio"),
+    ([*GPT, *ON, "--mlp-ratio", "1.001"], 2, "no whole width"),
+    ([*GPT, *ON, "--mlp-ratio", "inf"], 2, "inf is no finite number"),
+    ([*GPT, *ON, "--mlp-ratio", "nan"], 2, "nan is no finite number"),
+    ([*GPT, *ON, "--tokens", "nan"], 2, "nan is no finite number"),
+    ([*GPT, *ON, "--tokens", "inf"], 2, "inf is no finite number"),
+    ([*GPT, *ON, "--tokens", "1e300"], 2, "at most 1,000,000,000,000 steps"),
+    ([*GPT, *ON, "--steps", "9" * 30], 2, "at most 1,000,000,000,000 steps"),
+    ([*GPT, *ON, "--overlap", "nan"], 2, "nan is no finite number"),
+    ([*GPT, *ON, "--tensor-overlap", "nan"], 2, "nan is no finite number"),
+    ([*GPT, *ON, "--experts-per-token", "2"], 2, "needs --experts"),
+    ([*GPT, *ON, "--steps", "3", "--tokens", "1e6"], 2, "--steps 3 and --tokens 1e+06"),
+    ([*GPT, *ON, "--zero", "2", "--strategy", "allreduce"], 2, "--zero 2 is --strategy zero2"),
+    ([*GPT, *ON, "--servers", "2", "--zero", "1"], 2, "--servers 2 is for --strategy parameter_server"),
+    ([*GPT, *ON, "--schedule", "zb-h1"], 2, "--schedule zb-h1 with one pipeline device"),
+    ([*GPT, *ON, "--chunks", "2"], 2, "--chunks 2 with one pipeline device"),
+    ([*GPT, *ON, "--pipeline", "2", "--schedule", "interleaved"], 2, "needs --chunks"),
+    ([*GPT, *ON, "--pipeline", "2", "--schedule", "zb-v", "--chunks", "3"], 2, "which has 2"),
+    ([*GPT, *ON, "--sequence-parallel"], 2, "cuts nothing"),
+    ([*GPT, *ON, "--main-gradients", "working"], 2, "is of --implementation megatron"),
+    (
+        [*GPT, *ON, "--main-gradients", "working", "--implementation", "megatron", "--precision", "float32"],
+        2,
+        "--main-gradients working has no effect with the precision float32",
+    ),
+    ([*GPT, *ON, "--no-gradient-fusion"], 2, "is of --implementation megatron"),
+    ([*GPT, *ON, "--activations", "float32", "--precision", "float32"], 2, "no effect with the precision float32"),
+    ([*GPT, *ON, "--devices", "7", "--tensor", "2"], 2, "data ? x pipeline 1 x tensor 2 x context 1"),
+    ([*GPT, *ON, "--devices", "8", "--tensor", "2", "--data", "2"], 2, "the nearest that it makes is 4"),
+    ([*GPT, *ON, "--tensor", "3"], 78, "tensor = 3"),
+    ([*GPT, *ON, "--data", "64"], 78, "a global batch of 32"),
+    ([*GPT, *ON, "--pipeline", "2", "--schedule", "zb-h1", "--recompute", "full"], 78, "recompute"),
+    ([*GPT, "--cluster", "workstation", "--data", "4"], 78, "2 more than the 2 of workstation"),
+    ([*GPT, *ON, "--precision", "int8"], 2, "int8"),
+    ([*GPT, *ON, "--plot", "plan.xls"], 2, "choose an ending from"),
+    ([*GPT, *ON, "--plot", "/nowhere/plan.png"], 74, "/nowhere is missing"),
+    (["no-such-recipe.toml", *ON], 74, "recipe no-such-recipe.toml: there is no such file"),
+    ([*GPT, "--cluster", "no-such-cluster.toml"], 74, "the cluster no-such-cluster.toml cannot be read"),
+    (["serch", *ON], 2, "did you mean `hpcdist plan search`?"),
+    (["comapre", *ON], 2, "did you mean `hpcdist plan compare`?"),
+    (["--no-such-option"], 2, "--no-such-option"),
 )
 def test_refusals(arguments, code, said, run):
     found, out, err = run(*arguments)
@@ -340,13 +337,11 @@ def test_a_recipe_and_a_name_are_two_models(run, recipe):
     assert code == 2 and "are two models" in err
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[model]\nkind = 'import'\nfactory = 'a:b'\n", "only the code that makes it knows"),
-        ("[parallel]\nstrategy = 'gossip'\n", "'gossip' cannot be planned"),
-        ("[model]\nkind = 'convnet'\n[data]\npath = 'none.h5'\n", "there is no such file"),
-    ],
+@cases(
+    "text, said",
+    ("[model]\nkind = 'import'\nfactory = 'a:b'\n", "only the code that makes it knows"),
+    ("[parallel]\nstrategy = 'gossip'\n", "'gossip' cannot be planned"),
+    ("[model]\nkind = 'convnet'\n[data]\npath = 'none.h5'\n", "there is no such file"),
 )
 def test_recipes_that_cannot_be_described(text, said, run, recipe):
     code, _, err = run(recipe(text), *ON)
@@ -402,26 +397,21 @@ PIPELINES = "[parallel]\npipeline = 2\nmicrobatches = 4\nrecompute = true\n"
 SERVED = "[parallel]\nstrategy = 'parameter_server'\n[parameter_server]\nservers = 2\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ([*GPT, *ON, "--devices", "16"], None),
-        ([*GPT, *ON, "--devices", "16", "--pipeline", "2", "--schedule", "zb-v"], None),
-        ([*GPT, *ON, "--devices", "16", "--pipeline", "2", "--no-simulate", "--untied", "--kv-heads", "2"], None),
-        ([*GPT, *ON, "--devices", "16", "--pipeline", "2", "--schedule", "interleaved", "--chunks", "2"], None),
-        (
-            [*NAMED, *ON, "--devices", "12", "--zero", "3", "--objective", "energy", "--implementation", "megatron"],
-            None,
-        ),
-        ([*NAMED, *ON, "--devices", "8", "--tensor", "4", "--sequence-parallel", "--overlap", "0.5"], None),
-        ([*NAMED, *ON, "--devices", "8", "--context-ranks", "2", "--tokens", "1e9", "--memory", "60 GB"], None),
-        ([*NAMED, *ON, "--devices", "8", "--compression", "int8", "--precision", "float32"], None),
-        ([*ON, "--devices", "4"], RECIPE),
-        ([*ON, "--devices", "4", "--set", "model.layers=6", "--set", "parallel.sequence_parallel=false"], RECIPE),
-        ([*ON, "--devices", "4", "--pipeline", "1"], RECIPE + PIPELINES),
-        ([*ON, "--devices", "8", "--pipeline", "2", "--recompute", "none"], RECIPE + PIPELINES),
-        ([*ON, "--devices", "8", "--strategy", "parameter_server"], RECIPE + SERVED),
-    ],
+@cases(
+    "arguments, text",
+    ([*GPT, *ON, "--devices", "16"], None),
+    ([*GPT, *ON, "--devices", "16", "--pipeline", "2", "--schedule", "zb-v"], None),
+    ([*GPT, *ON, "--devices", "16", "--pipeline", "2", "--no-simulate", "--untied", "--kv-heads", "2"], None),
+    ([*GPT, *ON, "--devices", "16", "--pipeline", "2", "--schedule", "interleaved", "--chunks", "2"], None),
+    ([*NAMED, *ON, "--devices", "12", "--zero", "3", "--objective", "energy", "--implementation", "megatron"], None),
+    ([*NAMED, *ON, "--devices", "8", "--tensor", "4", "--sequence-parallel", "--overlap", "0.5"], None),
+    ([*NAMED, *ON, "--devices", "8", "--context-ranks", "2", "--tokens", "1e9", "--memory", "60 GB"], None),
+    ([*NAMED, *ON, "--devices", "8", "--compression", "int8", "--precision", "float32"], None),
+    ([*ON, "--devices", "4"], RECIPE),
+    ([*ON, "--devices", "4", "--set", "model.layers=6", "--set", "parallel.sequence_parallel=false"], RECIPE),
+    ([*ON, "--devices", "4", "--pipeline", "1"], RECIPE + PIPELINES),
+    ([*ON, "--devices", "8", "--pipeline", "2", "--recompute", "none"], RECIPE + PIPELINES),
+    ([*ON, "--devices", "8", "--strategy", "parameter_server"], RECIPE + SERVED),
 )
 def test_the_best_layout_can_be_planned_again(arguments, text, run, planned, recipe):
     path = [] if text is None else [recipe(text, "with a space.toml")]
@@ -467,18 +457,16 @@ def test_a_recipe_keeps_what_a_search_does_not_vary(planned, recipe):
     assert {one["run"]["steps"] for one in found["found"]} == {50}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["--data", "2", "--devices", "4"], 2, "--data is what a search finds"),
-        (["--devices", "4", "--memory", "80"], 2, "has no unit"),
-        (["--devices", "4", "--memory", "80 Gb"], 2, "bits or bytes"),
-        (["--devices", "4", "--memory", "inf GB"], 2, "has no number"),
-        (["--devices", "4", "--memory", "1e400 GB"], 2, "no finite number"),
-        (["--devices", "4", "--memory", "0 GB"], 2, "choose more than 0"),
-        (["--devices", "4", "--memory", "900 GB"], 2, "is none of the 85,899,345,920 bytes"),
-        (["--devices", "100000"], 2, "more than the"),
-    ],
+@cases(
+    "arguments, code, said",
+    (["--data", "2", "--devices", "4"], 2, "--data is what a search finds"),
+    (["--devices", "4", "--memory", "80"], 2, "has no unit"),
+    (["--devices", "4", "--memory", "80 Gb"], 2, "bits or bytes"),
+    (["--devices", "4", "--memory", "inf GB"], 2, "has no number"),
+    (["--devices", "4", "--memory", "1e400 GB"], 2, "no finite number"),
+    (["--devices", "4", "--memory", "0 GB"], 2, "choose more than 0"),
+    (["--devices", "4", "--memory", "900 GB"], 2, "is none of the 85,899,345,920 bytes"),
+    (["--devices", "100000"], 2, "more than the"),
 )
 def test_searches_that_are_refused(arguments, code, said, run):
     found, out, err = run("search", *GPT, *ON, *arguments)
@@ -529,14 +517,12 @@ def test_a_layout_of_a_comparison_may_say_its_devices_and_batch(planned):
     assert [(one["layout"]["data"], one["global_batch"]) for one in found] == [(4, 32), (8, 64)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([*ON, "--layout", "tensor=2"], "compares with nothing"),
-        ([*ON, "--layout", "tensr=2", "--layout", "tensor=2"], "'--tensor'"),
-        ([*ON, "--layout", "tensor=two", "--layout", "tensor=2"], "'two' is not a valid integer"),
-        ([*ON, "--layout", "zero=1,strategy=zero2", "--layout", "tensor=2"], "--zero 1 is --strategy zero1"),
-    ],
+@cases(
+    "arguments, said",
+    ([*ON, "--layout", "tensor=2"], "compares with nothing"),
+    ([*ON, "--layout", "tensr=2", "--layout", "tensor=2"], "'--tensor'"),
+    ([*ON, "--layout", "tensor=two", "--layout", "tensor=2"], "'two' is not a valid integer"),
+    ([*ON, "--layout", "zero=1,strategy=zero2", "--layout", "tensor=2"], "--zero 1 is --strategy zero1"),
 )
 def test_comparisons_that_are_refused(arguments, said, run):
     code, out, err = run("compare", *GPT, *arguments)

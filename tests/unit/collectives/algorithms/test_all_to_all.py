@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from harness.threads import on_threads
+from harness.marks import on_threads
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import ALL_TO_ALL, all_to_all, all_to_all_allreduce
 from hpcdist.comm.record.timing import count_traffic

@@ -5,7 +5,7 @@ import importlib
 import numpy as np
 import pytest
 
-from harness.threads import on_threads
+from harness.marks import on_threads
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS
 from hpcdist.arrays.ranges import split
 from hpcdist.collectives import BROADCAST, broadcast

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.threads import on_threads
+from harness.marks import on_threads
 from hpcdist.arrays.ranges import split
 from hpcdist.collectives import double_tree_allreduce
 from hpcdist.collectives.algorithms.double_tree import trees

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from harness.threads import on_threads
+from harness.marks import on_threads
 from hpcdist.arrays import backend
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives.algorithms.fixed_tree import FixedTree, nodes_within, shards_of, tree_sum

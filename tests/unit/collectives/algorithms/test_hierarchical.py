@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from harness.threads import on_threads
+from harness.marks import on_threads
 from hpcdist.collectives import hierarchical, hierarchical_allreduce
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.threads import on_threads
+from harness.marks import on_threads
 from hpcdist.collectives import rabenseifner_allreduce
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.threads import on_threads
+from harness.marks import on_threads
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import ALLREDUCE, all_gather, reduce_scatter, ring_allreduce
 from hpcdist.comm.record.timing import count_traffic

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from harness.inputs import write_text
+from harness.marks import cases
 from harness.trainings import LAYOUTS, Trained, assembled, check_same
 from hpcdist import collectives
 from hpcdist.arrays import backend
@@ -155,12 +156,10 @@ def test_shards_of_nccl(gpu, size, rng):
         assert np.array_equal(values, 2 * np.sum(inputs, axis=0) + 1)
 
 
-@pytest.mark.parametrize(
-    ("version", "variable", "reason"),
-    [
-        (22703, "1", r"2 ranks share GPU 0000:00:00.0 of node 0, and NCCL 2\.27\.3.*a GPU of its own"),
-        (23000, "0", r"NCCL 2\.30\.0.*set NCCL_MULTI_RANK_GPU_ENABLE=1"),
-    ],
+@cases(
+    "version, variable, reason",
+    (22703, "1", r"2 ranks share GPU 0000:00:00.0 of node 0, and NCCL 2\.27\.3.*a GPU of its own"),
+    (23000, "0", r"NCCL 2\.30\.0.*set NCCL_MULTI_RANK_GPU_ENABLE=1"),
 )
 def test_nccl_refuses_ranks_that_share_a_gpu(gpu, version, variable, reason, monkeypatch):
     monkeypatch.setattr(nccl_double, "VERSION", [version])

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from harness.threads import on_threads
+from harness.marks import on_threads
 from hpcdist import collectives
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.collectives.node import flow

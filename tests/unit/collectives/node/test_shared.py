@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.threads import on_threads
+from harness.marks import cases, on_threads
 from hpcdist import collectives
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, accumulation_dtype
 from hpcdist.arrays.memory import Ledger
@@ -122,15 +122,13 @@ def test_a_nan_is_not_lost_in_a_maximum(comm, op):
         assert np.array_equal(np.isnan(buffer), [False, True, False, False])
 
 
-@pytest.mark.parametrize(
-    ("other", "says"),
-    [
-        (lambda comm: node_shared_allreduce(comm, np.zeros(9)), r"rank 1: allreduce \(sum\) of 9 float64"),
-        (lambda comm: node_shared_allreduce(comm, np.zeros(8, FLOAT32)), r"rank 1: .* of 8 float32"),
-        (lambda comm: node_shared_allreduce(comm, np.zeros(8), "max"), r"rank 1: allreduce \(max\)"),
-        (lambda comm: node_shared_allreduce(comm, np.zeros(8), scale=0.5), r"rank 1: allreduce \(sum times 0\.5\)"),
-        (lambda comm: shared_memory.all_gather(comm, np.zeros(8), split(8, 2, 8)), "rank 1: all-gather"),
-    ],
+@cases(
+    "other, says",
+    (lambda comm: node_shared_allreduce(comm, np.zeros(9)), r"rank 1: allreduce \(sum\) of 9 float64"),
+    (lambda comm: node_shared_allreduce(comm, np.zeros(8, FLOAT32)), r"rank 1: .* of 8 float32"),
+    (lambda comm: node_shared_allreduce(comm, np.zeros(8), "max"), r"rank 1: allreduce \(max\)"),
+    (lambda comm: node_shared_allreduce(comm, np.zeros(8), scale=0.5), r"rank 1: allreduce \(sum times 0\.5\)"),
+    (lambda comm: shared_memory.all_gather(comm, np.zeros(8), split(8, 2, 8)), "rank 1: all-gather"),
 )
 def test_what_differs_between_ranks_is_refused_on_all(other, says):
     def usual(comm):

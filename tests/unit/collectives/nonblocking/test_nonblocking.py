@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from harness import jobs
-from harness.threads import on_threads
+from harness.marks import on_threads
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.memory import Ledger

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.collectives.tuning import cache
 from hpcdist.collectives.tuning.cache import Tuning, TuningRow, load, path_of, read, save
 from hpcdist.collectives.tuning.cost_model import LinkParameters, MachineCosts
@@ -118,24 +119,22 @@ def test_a_damaged_file_is_not_used(text):
     assert "is not used" in refusal()
 
 
-@pytest.mark.parametrize(
+@cases(
     "content",
-    [
-        {"text": "nothing"},
-        {"text": "ring<=4"},
-        {"text": 5},
-        {"text": ["ring"]},
-        {"rows": 5},
-        {"rows": [{"nbytes": "x"}]},
-        {"rows": [{"nbytes": float("inf"), "predicted": {}, "measured": {}, "chosen": "ring"}]},
-        {"rows": [{"nbytes": 1, "predicted": [], "measured": {}, "chosen": "ring"}]},
-        {"machine": {}},
-        {"machine": {"links": {"node": [1]}, "reduce_s_per_byte": 1}},
-        {"seconds": "soon"},
-        {"format": 2},
-        {"key": 5},
-        {"key": KEY | {"more": 1}},
-    ],
+    {"text": "nothing"},
+    {"text": "ring<=4"},
+    {"text": 5},
+    {"text": ["ring"]},
+    {"rows": 5},
+    {"rows": [{"nbytes": "x"}]},
+    {"rows": [{"nbytes": float("inf"), "predicted": {}, "measured": {}, "chosen": "ring"}]},
+    {"rows": [{"nbytes": 1, "predicted": [], "measured": {}, "chosen": "ring"}]},
+    {"machine": {}},
+    {"machine": {"links": {"node": [1]}, "reduce_s_per_byte": 1}},
+    {"seconds": "soon"},
+    {"format": 2},
+    {"key": 5},
+    {"key": KEY | {"more": 1}},
 )
 def test_a_file_with_other_content_is_not_used(content):
     save(TUNED, KEY)

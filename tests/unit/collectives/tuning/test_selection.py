@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.marks import cases
 from hpcdist import collectives
 from hpcdist.collectives.dispatch import AlgorithmTable, parse_algorithm
 from hpcdist.comm.record.timing import count_traffic
@@ -34,23 +35,11 @@ def test_neighbours_of_one_name_are_one_row():
     assert str(AlgorithmTable.of([(64, "ring"), (0, "ring")])) == "ring"
 
 
-@pytest.mark.parametrize(
+@cases(
     "text",
-    [
-        *(
-            "",
-            ",",
-            "ring,",
-            "ring<=4096",
-            "ring,native",
-            "ring<=x,native",
-            "ring<=-1,native",
-            "ring<=4, native",
-            "RING",
-        ),
-        *("ring<=8,native<=4,ring", "ring<=8,native<=8,ring", "ring<=08,native", "ring<4,native", "ring<=1e3,native"),
-        *("auto", "nothing", "nothing<=8,ring", "ring<=8,nothing", "ring<=" + "9" * 19 + ",native", "ring<=1," * 1000),
-    ],
+    *("", ",", "ring,", "ring<=4096", "ring,native", "ring<=x,native", "ring<=-1,native", "ring<=4, native", "RING"),
+    *("ring<=8,native<=4,ring", "ring<=8,native<=8,ring", "ring<=08,native", "ring<4,native", "ring<=1e3,native"),
+    *("auto", "nothing", "nothing<=8,ring", "ring<=8,nothing", "ring<=" + "9" * 19 + ",native", "ring<=1," * 1000),
 )
 def test_other_texts_are_refused(text):
     with pytest.raises(UsageError, match=r"allreduce"):

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist import collectives
 from hpcdist.collectives.tuning import autotune
 from hpcdist.collectives.tuning.autotune import CostModel, Tournament, TuningRequest, choose, select, sizes
@@ -141,16 +142,14 @@ def test_sizes_end_with_the_greatest():
     assert sizes(5000) == [64, 256, 1024, 5000]
 
 
-@pytest.mark.parametrize(
-    ("measured", "before", "chosen"),
-    [
-        ({"native": 1.0, "ring": 0.5}, None, "ring"),
-        ({"native": 1.0, "ring": 0.96}, None, "native"),  # not clearly faster
-        ({"native": 1.0, "ring": 0.5, "circulant": 0.51}, "circulant", "circulant"),  # about as fast: no change
-        ({"native": 1.0, "ring": 0.5, "circulant": 0.6}, "circulant", "ring"),
-        ({"native": 1.0, "ring": 0.5}, "rabenseifner", "ring"),  # dropped from the race
-        ({"native": 1.0, "ring": 0.94, "circulant": 0.97}, "circulant", "native"),
-    ],
+@cases(
+    "measured, before, chosen",
+    ({"native": 1.0, "ring": 0.5}, None, "ring"),
+    ({"native": 1.0, "ring": 0.96}, None, "native"),  # not clearly faster
+    ({"native": 1.0, "ring": 0.5, "circulant": 0.51}, "circulant", "circulant"),  # about as fast: no change
+    ({"native": 1.0, "ring": 0.5, "circulant": 0.6}, "circulant", "ring"),
+    ({"native": 1.0, "ring": 0.5}, "rabenseifner", "ring"),  # dropped from the race
+    ({"native": 1.0, "ring": 0.94, "circulant": 0.97}, "circulant", "native"),
 )
 def test_nothing_displaces_the_mpi_library_unless_clearly_faster(measured, before, chosen):
     assert choose(measured, before) == chosen

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from harness import jobs
+from harness.marks import cases
 from hpcdist.arrays.gpu import device
 from hpcdist.cli.doctor import command, report
 from hpcdist.comm.doctor import mpi_library
@@ -50,16 +51,14 @@ def test_recognise_library(text):
     assert mpi_library.recognise_library(text) == LIBRARIES[text]
 
 
-@pytest.mark.parametrize(
-    ("library", "launcher", "status"),
-    [
-        ((OPEN_MPI, "5.0.11"), (OPEN_MPI, "5.0.3"), OK),
-        ((OPEN_MPI, "5.0.11"), (OPEN_MPI, "4.1.4"), WARN),
-        ((OPEN_MPI, "5.0.11"), (MPICH, "5.0.2"), FAIL),
-        ((MPICH, "4.2"), (OPEN_MPI, "4.2"), FAIL),
-        ((MPICH, "4.1"), (INTEL_MPI, "2021.13"), OK),
-        (("unknown", ""), (OPEN_MPI, "5.0.3"), WARN),
-    ],
+@cases(
+    "library, launcher, status",
+    ((OPEN_MPI, "5.0.11"), (OPEN_MPI, "5.0.3"), OK),
+    ((OPEN_MPI, "5.0.11"), (OPEN_MPI, "4.1.4"), WARN),
+    ((OPEN_MPI, "5.0.11"), (MPICH, "5.0.2"), FAIL),
+    ((MPICH, "4.2"), (OPEN_MPI, "4.2"), FAIL),
+    ((MPICH, "4.1"), (INTEL_MPI, "2021.13"), OK),
+    (("unknown", ""), (OPEN_MPI, "5.0.3"), WARN),
 )
 def test_launcher_match(tmp_path, library, launcher, status):
     check = mpi_library.check_launcher_match(
@@ -130,15 +129,13 @@ def test_world(size):
         assert level.name == "thread level"
 
 
-@pytest.mark.parametrize(
-    ("cores", "status"),
-    [
-        ([(0, 1), (2, 3)], OK),
-        ([(0, 1), (0, 1)], OK),
-        ([(0, 1)] * 3, WARN),
-        ([(0,), (0,), (1,)], WARN),
-        ([(0,), (1,)], OK),
-    ],
+@cases(
+    "cores, status",
+    ([(0, 1), (2, 3)], OK),
+    ([(0, 1), (0, 1)], OK),
+    ([(0, 1)] * 3, WARN),
+    ([(0,), (0,), (1,)], WARN),
+    ([(0,), (1,)], OK),
 )
 def test_placement(cores, status):
     assert command._placement([("host", rank, own, 1) for rank, own in enumerate(cores)]).status == status

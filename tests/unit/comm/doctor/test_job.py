@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from harness.jobs import run
+from harness.marks import cases
 from hpcdist.batch.schedulers.base import JobState
 from hpcdist.batch.schedulers.slurm import queue
 from hpcdist.checkpoint import stripe
@@ -70,16 +71,14 @@ def test_spans():
     assert [parse_ranges(text) for text in ["", "3\n", "0-2,5"]] == [(), (3,), (0, 1, 2, 5)]
 
 
-@pytest.mark.parametrize(
-    ("names", "folded"),
-    [
-        (["n1"], "n1"),
-        (["n1", "n2", "n4"], "n[1-2,4]"),
-        (["n10", "n9", "n8", "n8"], "n[8-10]"),
-        (["n08", "n09", "n10"], "n[08-10]"),
-        (["x1000c0s1b0n0", "x1000c0s1b0n1", "login"], "x1000c0s1b0n[0-1],login"),
-        ([f"n{k:04}" for k in range(1, 1001)], "n[0001-1000]"),
-    ],
+@cases(
+    "names, folded",
+    (["n1"], "n1"),
+    (["n1", "n2", "n4"], "n[1-2,4]"),
+    (["n10", "n9", "n8", "n8"], "n[8-10]"),
+    (["n08", "n09", "n10"], "n[08-10]"),
+    (["x1000c0s1b0n0", "x1000c0s1b0n1", "login"], "x1000c0s1b0n[0-1],login"),
+    ([f"n{k:04}" for k in range(1, 1001)], "n[0001-1000]"),
 )
 def test_names_are_folded(names, folded):
     assert fold_names(names) == folded
@@ -99,16 +98,14 @@ def test_what_many_nodes_have_in_common_is_said_once():
 # -- the world
 
 
-@pytest.mark.parametrize(
-    ("asked", "status", "words"),
-    [
-        (SchedulerRequest(""), OK, "no scheduler; 4 ranks on 2 nodes (2 on each)"),
-        (SchedulerRequest("Slurm", 4, 2), OK, "4 ranks on 2 nodes (2 on each); Slurm was asked for 4 tasks on 2 nodes"),
-        (SchedulerRequest("Slurm", 8, 2), WARN, "8 tasks"),
-        (SchedulerRequest("Slurm", 4, 3), WARN, "3 nodes"),
-        (SchedulerRequest("Slurm", 2, 1), OK, "2 tasks on 1 node"),  # more ranks than tasks: on purpose
-        (SchedulerRequest("Slurm"), OK, "what it does not say"),
-    ],
+@cases(
+    "asked, status, words",
+    (SchedulerRequest(""), OK, "no scheduler; 4 ranks on 2 nodes (2 on each)"),
+    (SchedulerRequest("Slurm", 4, 2), OK, "4 ranks on 2 nodes (2 on each); Slurm was asked for 4 tasks on 2 nodes"),
+    (SchedulerRequest("Slurm", 8, 2), WARN, "8 tasks"),
+    (SchedulerRequest("Slurm", 4, 3), WARN, "3 nodes"),
+    (SchedulerRequest("Slurm", 2, 1), OK, "2 tasks on 1 node"),  # more ranks than tasks: on purpose
+    (SchedulerRequest("Slurm"), OK, "what it does not say"),
 )
 def test_world_against_scheduler(asked, status, words):
     check = job_checks.check_size(table(nodes=2), asked)
@@ -124,18 +121,16 @@ SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "5"}
 
 
-@pytest.mark.parametrize(
-    ("environment", "asked"),
-    [
-        ({}, SchedulerRequest("")),
-        (BATCH, SchedulerRequest("Slurm", 5, 2)),
-        (BATCH | {"SLURM_NTASKS_PER_NODE": "4"}, SchedulerRequest("Slurm", 8, 2)),
-        (BATCH | SRUN | {"SLURM_NTASKS_PER_NODE": "9", "SLURM_NTASKS": "4"}, SchedulerRequest("Slurm", 4, 2)),
-        (BATCH | SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}, SchedulerRequest("Slurm", None, 2)),
-        (BATCH | {"SLURM_GPUS_ON_NODE": "4"}, SchedulerRequest("Slurm", 5, 2, True)),
-        (BATCH | {"SLURM_HET_SIZE": "2"}, SchedulerRequest("Slurm, for a heterogeneous job,")),
-        ({"PBS_NODEFILE": "/no/such/file"}, SchedulerRequest("PBS")),
-    ],
+@cases(
+    "environment, asked",
+    ({}, SchedulerRequest("")),
+    (BATCH, SchedulerRequest("Slurm", 5, 2)),
+    (BATCH | {"SLURM_NTASKS_PER_NODE": "4"}, SchedulerRequest("Slurm", 8, 2)),
+    (BATCH | SRUN | {"SLURM_NTASKS_PER_NODE": "9", "SLURM_NTASKS": "4"}, SchedulerRequest("Slurm", 4, 2)),
+    (BATCH | SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}, SchedulerRequest("Slurm", None, 2)),
+    (BATCH | {"SLURM_GPUS_ON_NODE": "4"}, SchedulerRequest("Slurm", 5, 2, True)),
+    (BATCH | {"SLURM_HET_SIZE": "2"}, SchedulerRequest("Slurm, for a heterogeneous job,")),
+    ({"PBS_NODEFILE": "/no/such/file"}, SchedulerRequest("PBS")),
 )
 def test_what_the_scheduler_was_asked_for(environment, asked):
     assert facts.scheduler_request(LaunchEnvironment("Slurm srun", 4, 1, 1), environment) == asked
@@ -164,15 +159,13 @@ def test_the_slowest_rank_is_named_with_its_node():
 # -- binding
 
 
-@pytest.mark.parametrize(
-    ("facts", "status", "words"),
-    [
-        ({"announced": lambda node, local: local, "slurm_local": lambda node, local: local}, OK, "agree"),
-        ({"announced": None}, OK, "agree"),
-        ({"announced": lambda node, local: 1 - local}, OK, "agree"),  # --map-by numa numbers them so
-        ({"announced": lambda node, local: 1 + local}, FAIL, "srun numbers the 2 ranks of the node 1 2"),
-        ({"slurm_local": 0}, WARN, "SLURM_LOCALID numbers the 2 ranks of the node 0 0"),
-    ],
+@cases(
+    "facts, status, words",
+    ({"announced": lambda node, local: local, "slurm_local": lambda node, local: local}, OK, "agree"),
+    ({"announced": None}, OK, "agree"),
+    ({"announced": lambda node, local: 1 - local}, OK, "agree"),  # --map-by numa numbers them so
+    ({"announced": lambda node, local: 1 + local}, FAIL, "srun numbers the 2 ranks of the node 1 2"),
+    ({"slurm_local": 0}, WARN, "SLURM_LOCALID numbers the 2 ranks of the node 0 0"),
 )
 def test_local_ranks(facts, status, words):
     check = binding_checks.check_local_ranks(table(nodes=2, **facts))
@@ -186,19 +179,17 @@ def gpus(count, visible=None, name=lambda local: f"0000:0{local}:00.0"):
 NO_GPU = {"gpu": GpuFacts(None, 0, "", "no driver")}
 
 
-@pytest.mark.parametrize(
-    ("facts", "wanted", "held", "status", "words"),
-    [
-        (NO_GPU, "", False, OK, "none: no driver"),
-        (NO_GPU, "cpu", True, OK, "none: no driver"),
-        (NO_GPU, "", True, WARN, "the job holds GPUs"),
-        (NO_GPU, "gpu", False, FAIL, "no rank sees one: no driver"),
-        (gpus(2), "gpu", True, OK, "one for each rank: 0000:00:00.0, 0000:01:00.0"),
-        (gpus(1, "0"), "gpu", True, WARN, "the ranks use 2 GPUs, and see only 1 each (CUDA_VISIBLE_DEVICES=0)"),
-        (gpus(1), "gpu", True, WARN, "hidden by the system"),
-        (gpus(1, name=lambda local: "0000:00:00.0"), "gpu", True, WARN, "2 ranks on 1 GPU"),
-        (gpus(4, name=lambda local: "0000:00:00.0"), "", False, WARN, "2 ranks on 1 GPU"),
-    ],
+@cases(
+    "facts, wanted, held, status, words",
+    (NO_GPU, "", False, OK, "none: no driver"),
+    (NO_GPU, "cpu", True, OK, "none: no driver"),
+    (NO_GPU, "", True, WARN, "the job holds GPUs"),
+    (NO_GPU, "gpu", False, FAIL, "no rank sees one: no driver"),
+    (gpus(2), "gpu", True, OK, "one for each rank: 0000:00:00.0, 0000:01:00.0"),
+    (gpus(1, "0"), "gpu", True, WARN, "the ranks use 2 GPUs, and see only 1 each (CUDA_VISIBLE_DEVICES=0)"),
+    (gpus(1), "gpu", True, WARN, "hidden by the system"),
+    (gpus(1, name=lambda local: "0000:00:00.0"), "gpu", True, WARN, "2 ranks on 1 GPU"),
+    (gpus(4, name=lambda local: "0000:00:00.0"), "", False, WARN, "2 ranks on 1 GPU"),
 )
 def test_gpus(facts, wanted, held, status, words):
     check = binding_checks.check_gpus(table(nodes=2, **facts), wanted, held)
@@ -219,56 +210,50 @@ def cores(*sets, **more):
     return {"cores": lambda node, local: sets[local], "ranks": len(sets), **more}
 
 
-@pytest.mark.parametrize(
-    ("facts", "status", "words"),
-    [
-        (cores((0,), (1,)), OK, "1 core each: 0 | 1; OMP_NUM_THREADS=1"),
-        (cores((0, 1), (0, 1)), OK, "2 ranks on all of 0-1, which they share"),
-        (cores((0,), (0,), (1, 2)), FAIL, "the same core (0), and the job has 3"),
-        (cores((0,), (0,)), WARN, "2 ranks on 1 core"),  # there is no other
-        (cores((0, 1), (0, 1), (0, 1)), WARN, "3 ranks on 2 cores"),
-        (cores((0,), (1,), cores_asked=2), WARN, "may use 1 core, and 2 were asked for"),
-        (cores((0, 1), (2, 3), cores_asked=2), OK, "0-1 | 2-3"),
-        (cores((0,), (1,), threads="2"), WARN, "2 threads on 1 core of a rank (OMP_NUM_THREADS=2)"),
-        (cores((0, 1), (2, 3), threads="2"), OK, "OMP_NUM_THREADS=2"),
-        (cores((0, 1), (0, 1), threads=None), WARN, "4 threads of 2 ranks on 2 cores (OMP_NUM_THREADS is unset)"),
-        (cores((0, 1), (2, 3), threads=None), OK, "0-1 | 2-3"),
-        (cores((0, 1), (3, 4), (6, 7)), WARN, "1 of 3 ranks lie across memory domains (cores 3-4)"),
-        (cores((0, 1), (2, 3), (6, 7)), OK, "0-1 | 2-3 | 6-7"),
-        (cores((3, 4), (2, 5)), OK, "3-4 | 2,5"),  # all of them: so it was asked for, and there is none that fits
-        (cores(tuple(range(6)), (6, 7)), OK, "2 to 6 cores each: 0-5 | 6-7"),  # no domain has room for six
-        (cores((0, 1, 2), (2, 3, 4)), WARN, "several of 2 ranks share cores 2 of 0-4"),
-        (cores((0, 1), (0, 1), (2, 3)), WARN, "several of 3 ranks share cores 0-1 of 0-3"),
-    ],
+@cases(
+    "facts, status, words",
+    (cores((0,), (1,)), OK, "1 core each: 0 | 1; OMP_NUM_THREADS=1"),
+    (cores((0, 1), (0, 1)), OK, "2 ranks on all of 0-1, which they share"),
+    (cores((0,), (0,), (1, 2)), FAIL, "the same core (0), and the job has 3"),
+    (cores((0,), (0,)), WARN, "2 ranks on 1 core"),  # there is no other
+    (cores((0, 1), (0, 1), (0, 1)), WARN, "3 ranks on 2 cores"),
+    (cores((0,), (1,), cores_asked=2), WARN, "may use 1 core, and 2 were asked for"),
+    (cores((0, 1), (2, 3), cores_asked=2), OK, "0-1 | 2-3"),
+    (cores((0,), (1,), threads="2"), WARN, "2 threads on 1 core of a rank (OMP_NUM_THREADS=2)"),
+    (cores((0, 1), (2, 3), threads="2"), OK, "OMP_NUM_THREADS=2"),
+    (cores((0, 1), (0, 1), threads=None), WARN, "4 threads of 2 ranks on 2 cores (OMP_NUM_THREADS is unset)"),
+    (cores((0, 1), (2, 3), threads=None), OK, "0-1 | 2-3"),
+    (cores((0, 1), (3, 4), (6, 7)), WARN, "1 of 3 ranks lie across memory domains (cores 3-4)"),
+    (cores((0, 1), (2, 3), (6, 7)), OK, "0-1 | 2-3 | 6-7"),
+    (cores((3, 4), (2, 5)), OK, "3-4 | 2,5"),  # all of them: so it was asked for, and there is none that fits
+    (cores(tuple(range(6)), (6, 7)), OK, "2 to 6 cores each: 0-5 | 6-7"),  # no domain has room for six
+    (cores((0, 1, 2), (2, 3, 4)), WARN, "several of 2 ranks share cores 2 of 0-4"),
+    (cores((0, 1), (0, 1), (2, 3)), WARN, "several of 3 ranks share cores 0-1 of 0-3"),
 )
 def test_cores(facts, status, words):
     check = binding_checks.check_cores(table(nodes=2, **facts))
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 
 
-@pytest.mark.parametrize(
-    ("facts", "status", "words"),
-    [
-        (cores((0, 1), (0, 1)), WARN, "2 ranks share all 2 cores (0-1), none is bound"),
-        (cores((0, 1)), OK, "1 rank on all of 0-1"),
-        (cores((0, 1), (0, 1), (0, 1)), WARN, "3 ranks on 2 cores"),
-        (cores((0, 1), (2, 3)), OK, "2 cores each: 0-1 | 2-3"),
-    ],
+@cases(
+    "facts, status, words",
+    (cores((0, 1), (0, 1)), WARN, "2 ranks share all 2 cores (0-1), none is bound"),
+    (cores((0, 1)), OK, "1 rank on all of 0-1"),
+    (cores((0, 1), (0, 1), (0, 1)), WARN, "3 ranks on 2 cores"),
+    (cores((0, 1), (2, 3)), OK, "2 cores each: 0-1 | 2-3"),
 )
 def test_ranks_of_a_job_have_cores_of_their_own(facts, status, words):
     check = binding_checks.check_cores(table(nodes=2, **facts), "Slurm")
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 
 
-@pytest.mark.parametrize(
-    ("facts", "status", "words"),
-    [
-        (cores((0, 4), (1, 5)), OK, "1 core each: 0,4 | 1,5"),
-        (cores((0, 1, 4, 5), (2, 3, 6, 7)), OK, "2 cores each: 0-1,4-5 | 2-3,6-7"),
-        (cores((0,), (4,)), WARN, "2 ranks on 1 core (2 hardware threads)"),
-        (cores((0, 1), (4, 5)), WARN, "several of 2 ranks are bound to hardware threads of the same cores (0-1)"),
-        (cores((0, 4), (0, 4)), WARN, "2 ranks on 1 core (2 hardware threads)"),
-    ],
+@cases(
+    "facts, status, words",
+    (cores((0, 4), (1, 5)), OK, "1 core each: 0,4 | 1,5"),
+    (cores((0, 1, 4, 5), (2, 3, 6, 7)), OK, "2 cores each: 0-1,4-5 | 2-3,6-7"),
+    (cores((0,), (4,)), WARN, "2 ranks on 1 core (2 hardware threads)"),
+    (cores((0, 1), (4, 5)), WARN, "several of 2 ranks are bound to hardware threads of the same cores (0-1)"),
+    (cores((0, 4), (0, 4)), WARN, "2 ranks on 1 core (2 hardware threads)"),
 )
 def test_cores_of_several_hardware_threads(facts, status, words):
     threads = machines({"numa": (), "hardware_threads": tuple((core, core + 4) for core in range(4))}) * 2
@@ -284,31 +269,29 @@ def test_cores_without_memory_domains():
 # -- nodes
 
 
-@pytest.mark.parametrize(
-    ("offsets", "status", "words"),
-    [
-        ([ClockOffset(0, 0)], OK, "one node"),
-        (
-            [ClockOffset(0, 0), ClockOffset(0.25, 0.001), ClockOffset(-0.5, 0.002)],
-            OK,
-            "500.000 ms apart, to within 2.000 ms",
-        ),
-        (
-            [ClockOffset(0, 0), ClockOffset(3.0, 0.001), ClockOffset(3.0, 0.002)],
-            WARN,
-            "n[2-3]: 3.0 s ahead of the first node",
-        ),
-        (
-            [ClockOffset(0, 0), ClockOffset(0.0, 0.001), ClockOffset(-1.5, 0.1)],
-            WARN,
-            "n3: 1.5 s behind the first node, to within 0.1",
-        ),
-        (
-            [ClockOffset(0, 0), ClockOffset(0.0, 0.001), ClockOffset(-1.5, 0.6)],
-            OK,
-            "1500.000 ms",
-        ),  # it may be less than a second
-    ],
+@cases(
+    "offsets, status, words",
+    ([ClockOffset(0, 0)], OK, "one node"),
+    (
+        [ClockOffset(0, 0), ClockOffset(0.25, 0.001), ClockOffset(-0.5, 0.002)],
+        OK,
+        "500.000 ms apart, to within 2.000 ms",
+    ),
+    (
+        [ClockOffset(0, 0), ClockOffset(3.0, 0.001), ClockOffset(3.0, 0.002)],
+        WARN,
+        "n[2-3]: 3.0 s ahead of the first node",
+    ),
+    (
+        [ClockOffset(0, 0), ClockOffset(0.0, 0.001), ClockOffset(-1.5, 0.1)],
+        WARN,
+        "n3: 1.5 s behind the first node, to within 0.1",
+    ),
+    (
+        [ClockOffset(0, 0), ClockOffset(0.0, 0.001), ClockOffset(-1.5, 0.6)],
+        OK,
+        "1500.000 ms",
+    ),  # it may be less than a second
 )
 def test_clocks(offsets, status, words):
     check = job_checks.check_clocks(table(nodes=len(offsets)), offsets)
@@ -348,28 +331,24 @@ def test_space():
     assert check.status == OK and "run directory 90.0 GiB (/scratch/run, lustre)" in check.found
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"free_bytes": GIB - 1}, "n2: run directory /scratch/run (lustre) has less than 1.0 GiB free"),
-        ({"has_inodes": False}, "inodes"),
-        ({"error": "Stale file handle"}, "n2: run directory /scratch/run: Stale file handle"),
-    ],
+@cases(
+    "change, words",
+    ({"free_bytes": GIB - 1}, "n2: run directory /scratch/run (lustre) has less than 1.0 GiB free"),
+    ({"has_inodes": False}, "inodes"),
+    ({"error": "Stale file handle"}, "n2: run directory /scratch/run: Stale file handle"),
 )
 def test_too_little_space(change, words):
     check = job_checks.check_space(table(nodes=2, machines=machines({}, on("lustre", **change))))
     assert check.status == WARN and words in check.found and check.cure
 
 
-@pytest.mark.parametrize(
-    ("software", "status", "words"),
-    [
-        ({"hpcdist": "1", "numpy": "2", "MPI": "3"}, OK, "hpcdist 1, numpy 2, MPI 3"),
-        ({"hpcdist": "1", "MPI": "3"}, WARN, "numpy missing"),
-        ({"hpcdist": "1", "numpy": "1", "MPI": "3"}, WARN, "n1: numpy 2; n2: numpy 1"),
-        ({"hpcdist": "0", "numpy": "2", "MPI": "3"}, FAIL, "n2: hpcdist 0"),
-        ({"hpcdist": "1", "numpy": "2", "MPI": "4"}, FAIL, "n2: MPI 4"),
-    ],
+@cases(
+    "software, status, words",
+    ({"hpcdist": "1", "numpy": "2", "MPI": "3"}, OK, "hpcdist 1, numpy 2, MPI 3"),
+    ({"hpcdist": "1", "MPI": "3"}, WARN, "numpy missing"),
+    ({"hpcdist": "1", "numpy": "1", "MPI": "3"}, WARN, "n1: numpy 2; n2: numpy 1"),
+    ({"hpcdist": "0", "numpy": "2", "MPI": "3"}, FAIL, "n2: hpcdist 0"),
+    ({"hpcdist": "1", "numpy": "2", "MPI": "4"}, FAIL, "n2: MPI 4"),
 )
 def test_software(software, status, words):
     check = job_checks.check_software(table(nodes=2, machines=machines({}, {"software": software})))
@@ -627,18 +606,16 @@ def test_a_stage_that_ends_does_not_fail():
 # -- the command
 
 
-@pytest.mark.parametrize(
-    ("environment", "scheduler", "status", "words"),
-    [
-        ({}, "", OK, "no scheduler"),
-        ({}, "Slurm", WARN, "Slurm does not say"),
-        ({}, "PBS", WARN, "PBS does not say"),
-        ({"SLURM_JOB_ID": "7"}, "Slurm", OK, "0:59:01 left, until 1970-01-01 01:15:41 UTC, by squeue alone"),
-        ({"SLURM_JOB_ID": "8"}, "Slurm", WARN, "Slurm does not say"),
-        ({"SLURM_JOB_END_TIME": "8061"}, "Slurm", OK, "1:57:41 left, until 1970-01-01 02:14:21 UTC"),
-        ({"SLURM_JOB_END_TIME": str(10**10)}, "Slurm", OK, "no limit"),
-        ({"SLURM_JOB_END_TIME": "soon"}, "Slurm", FAIL, "soon"),
-    ],
+@cases(
+    "environment, scheduler, status, words",
+    ({}, "", OK, "no scheduler"),
+    ({}, "Slurm", WARN, "Slurm does not say"),
+    ({}, "PBS", WARN, "PBS does not say"),
+    ({"SLURM_JOB_ID": "7"}, "Slurm", OK, "0:59:01 left, until 1970-01-01 01:15:41 UTC, by squeue alone"),
+    ({"SLURM_JOB_ID": "8"}, "Slurm", WARN, "Slurm does not say"),
+    ({"SLURM_JOB_END_TIME": "8061"}, "Slurm", OK, "1:57:41 left, until 1970-01-01 02:14:21 UTC"),
+    ({"SLURM_JOB_END_TIME": str(10**10)}, "Slurm", OK, "no limit"),
+    ({"SLURM_JOB_END_TIME": "soon"}, "Slurm", FAIL, "soon"),
 )
 def test_walltime(monkeypatch, environment, scheduler, status, words):
     def queued(jobs):
@@ -674,13 +651,11 @@ def test_a_single_process_is_a_job_too(tmp_path):
     assert list((tmp_path / "run").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--out", "run"], "--out is for a batch job; add --job"),
-        (["--device", "gpu"], "--device is for a batch job"),
-        (["--job", "--launch"], "leave one out"),
-    ],
+@cases(
+    "arguments, words",
+    (["--out", "run"], "--out is for a batch job; add --job"),
+    (["--device", "gpu"], "--device is for a batch job"),
+    (["--job", "--launch"], "leave one out"),
 )
 def test_options_that_do_not_go_together(arguments, words):
     error = CliRunner().invoke(command.command, arguments).exception

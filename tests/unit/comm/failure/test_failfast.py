@@ -11,6 +11,7 @@ import pytest
 
 import hpcdist
 from harness import jobs
+from harness.marks import cases
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.record import flight_recorder
 from hpcdist.errors import CommunicationError, ConfigurationError, StorageError
@@ -37,21 +38,19 @@ def run(source: str, *arguments: str, **environment: str) -> subprocess.Complete
     )
 
 
-@pytest.mark.parametrize(
-    ("source", "code", "text"),
-    [
-        ("1 / 0", 1, "ZeroDivisionError"),
-        ("raise ConfigurationError('bad')", 78, "ConfigurationError: bad"),
-        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
-        ("failfast.guarded(lambda: 1 / 0)", 1, "ZeroDivisionError"),
-        ("failfast.guarded(lambda: sys.exit(3))", 3, "SystemExit: 3"),
-        ("failfast.guarded(lambda: sys.exit(-1))", 255, "SystemExit: -1"),
-        ("failfast.guarded(lambda: sys.exit('give up'))", 1, "give up"),
-        ("failfast.guarded(lambda: 5)", 5, "SystemExit: 5"),
-        ("threading.Thread(target=lambda: 1 / 0, name='w').start(); time.sleep(60)", 1, "rank 2, thread w failed"),
-        ("threading.Thread(target=sys.exit, args=(9,)).start(); time.sleep(60)", 9, "SystemExit: 9"),
-        ("raise CommunicationError('echo')", 1, "CommunicationError: echo"),
-    ],
+@cases(
+    "source, code, text",
+    ("1 / 0", 1, "ZeroDivisionError"),
+    ("raise ConfigurationError('bad')", 78, "ConfigurationError: bad"),
+    ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+    ("failfast.guarded(lambda: 1 / 0)", 1, "ZeroDivisionError"),
+    ("failfast.guarded(lambda: sys.exit(3))", 3, "SystemExit: 3"),
+    ("failfast.guarded(lambda: sys.exit(-1))", 255, "SystemExit: -1"),
+    ("failfast.guarded(lambda: sys.exit('give up'))", 1, "give up"),
+    ("failfast.guarded(lambda: 5)", 5, "SystemExit: 5"),
+    ("threading.Thread(target=lambda: 1 / 0, name='w').start(); time.sleep(60)", 1, "rank 2, thread w failed"),
+    ("threading.Thread(target=sys.exit, args=(9,)).start(); time.sleep(60)", 9, "SystemExit: 9"),
+    ("raise CommunicationError('echo')", 1, "CommunicationError: echo"),
 )
 def test_failures_abort_with_their_code(source, code, text):
     ended = run(source)
@@ -63,17 +62,15 @@ def test_failures_abort_with_their_code(source, code, text):
     assert traces == (0 if "ConfigurationError" in source else 1), "an error for the user is its message alone"
 
 
-@pytest.mark.parametrize(
-    ("source", "code"),
-    [
-        ("failfast.guarded(lambda: None)", 0),
-        ("failfast.guarded(lambda: sys.exit(0))", 0),
-        ("failfast.guarded(lambda: sys.exit(None))", 0),
-        ("failfast.guarded(lambda: failfast.agreed_exit(75))", 75),
-        ("thread = threading.Thread(target=sys.exit); thread.start(); thread.join()", 0),
-        ("failfast.uninstall()\nfailfast.guarded(lambda: sys.exit(4))", 4),
-        ("failfast.uninstall()\nsys.exit(failfast.guarded(lambda: 6))", 6),
-    ],
+@cases(
+    "source, code",
+    ("failfast.guarded(lambda: None)", 0),
+    ("failfast.guarded(lambda: sys.exit(0))", 0),
+    ("failfast.guarded(lambda: sys.exit(None))", 0),
+    ("failfast.guarded(lambda: failfast.agreed_exit(75))", 75),
+    ("thread = threading.Thread(target=sys.exit); thread.start(); thread.join()", 0),
+    ("failfast.uninstall()\nfailfast.guarded(lambda: sys.exit(4))", 4),
+    ("failfast.uninstall()\nsys.exit(failfast.guarded(lambda: 6))", 6),
 )
 def test_what_is_no_failure_passes(source, code):
     ended = run(source)
@@ -265,20 +262,18 @@ print("on it goes")
     assert "here_it_sleeps" in ended.stderr and "Current thread" in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (ValueError(), 1),
-        (StorageError(), 74),
-        (ConfigurationError(), 78),
-        (CommunicationError(), 1),
-        (KeyboardInterrupt(), 130),
-        (SystemExit(), 0),
-        (SystemExit(7), 7),
-        (SystemExit(True), 1),
-        (SystemExit("text"), 1),
-        (SystemExit(259), 3),
-    ],
+@cases(
+    "error, code",
+    (ValueError(), 1),
+    (StorageError(), 74),
+    (ConfigurationError(), 78),
+    (CommunicationError(), 1),
+    (KeyboardInterrupt(), 130),
+    (SystemExit(), 0),
+    (SystemExit(7), 7),
+    (SystemExit(True), 1),
+    (SystemExit("text"), 1),
+    (SystemExit(259), 3),
 )
 def test_exit_code(error, code):
     assert failfast.exit_code(error) == code

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.cli import main
 from hpcdist.comm.launch import core_binding, launchers, mpirun
 from hpcdist.comm.launch.core_binding import CoreBinding, NodeCores
@@ -33,48 +34,46 @@ EIGHT = cores(8)
 CORES = {"SLURM_THREADS_PER_CORE": "1"}
 
 
-@pytest.mark.parametrize(
-    ("node", "each", "asked", "environment", "expected"),
-    [
-        (cores(8), 2, 4, job("8(x2)"), 4),
-        (cores(8), 8, 1, job("8(x2)"), 1),
-        (cores(2), 2, 1, job("2"), 1),
-        (cores(8), 1, 6, job("8,16"), 6),
-        # A share of the job's cores where nobody has said how many.
-        (cores(8), 2, None, job("8(x2)"), 4),
-        (cores(8), 3, None, job("8(x2)"), 2),
-        (cores(16), 2, None, job("16,8"), 4),
-        (cores(8, 2), 2, None, job("16,8"), 2),
-        # Slurm counts hardware threads: 8 of them are 4 cores ...
-        (cores(8, 2), 2, 8, job("16(x2)"), 4),
-        (cores(6, 2), 4, 3, job("12"), None),  # ... 3 are 2 cores, of which the job has too few
-        (cores(8, 2), 4, 3, job("16"), 2),
-        (cores(8, 2), 2, None, job("16"), 4),
-        # ... but where cores are left over, a core for each thread.
-        (cores(8, 2), 2, 4, job("16"), 4),
-        # With --threads-per-core=1 it counts cores, whatever the node shows of their threads.
-        (cores(8, 2), 2, 4, job("8", **CORES), 4),
-        (cores(8, 1), 2, 4, job("16", SLURM_HINT="nomultithread"), 4),
-        (cores(8, 2), 2, 8, job("8", **CORES), None),
-        # Fewer cores than are needed, here or on another node.
-        (cores(2), 2, 2, job("4(x2)"), None),
-        (cores(2), 4, 1, job("4(x2)"), None),
-        (cores(2), 4, None, job("4(x2)"), None),
-        (cores(8), 2, 4, job("8,4"), None),
-        (cores(8, 2), 2, 4, job("16,8"), None),
-        (cores(8), 8, None, job("8,4"), None),
-        # Open MPI gives no rank cores of two sockets.
-        (cores(6, packages=(3, 3)), 2, 3, job("6(x2)"), 3),
-        (cores(6, packages=(3, 3)), 3, 2, job("6(x2)"), None),
-        (cores(6, packages=(3, 3)), 3, None, job("6(x2)"), 1),
-        (cores(6, packages=(3, 3)), 1, 4, job("6(x2)"), None),
-        (cores(8, packages=(3, 5)), 3, 2, job("8"), 2),
-        (cores(8, packages=(3, 5)), 4, 2, job("8"), None),
-        (cores(8, packages=(4, 4), whole=False), 2, 4, job("8"), 4),
-        (cores(8, packages=(4, 4), whole=False), 2, 4, job("8(x2)"), None),
-        (cores(8, packages=(4, 4), whole=False), 8, 1, job("8(x2)"), 1),
-        (cores(8, whole=False), 2, 4, job("8(x2)"), 4),
-    ],
+@cases(
+    "node, each, asked, environment, expected",
+    (cores(8), 2, 4, job("8(x2)"), 4),
+    (cores(8), 8, 1, job("8(x2)"), 1),
+    (cores(2), 2, 1, job("2"), 1),
+    (cores(8), 1, 6, job("8,16"), 6),
+    # A share of the job's cores where nobody has said how many.
+    (cores(8), 2, None, job("8(x2)"), 4),
+    (cores(8), 3, None, job("8(x2)"), 2),
+    (cores(16), 2, None, job("16,8"), 4),
+    (cores(8, 2), 2, None, job("16,8"), 2),
+    # Slurm counts hardware threads: 8 of them are 4 cores ...
+    (cores(8, 2), 2, 8, job("16(x2)"), 4),
+    (cores(6, 2), 4, 3, job("12"), None),  # ... 3 are 2 cores, of which the job has too few
+    (cores(8, 2), 4, 3, job("16"), 2),
+    (cores(8, 2), 2, None, job("16"), 4),
+    # ... but where cores are left over, a core for each thread.
+    (cores(8, 2), 2, 4, job("16"), 4),
+    # With --threads-per-core=1 it counts cores, whatever the node shows of their threads.
+    (cores(8, 2), 2, 4, job("8", **CORES), 4),
+    (cores(8, 1), 2, 4, job("16", SLURM_HINT="nomultithread"), 4),
+    (cores(8, 2), 2, 8, job("8", **CORES), None),
+    # Fewer cores than are needed, here or on another node.
+    (cores(2), 2, 2, job("4(x2)"), None),
+    (cores(2), 4, 1, job("4(x2)"), None),
+    (cores(2), 4, None, job("4(x2)"), None),
+    (cores(8), 2, 4, job("8,4"), None),
+    (cores(8, 2), 2, 4, job("16,8"), None),
+    (cores(8), 8, None, job("8,4"), None),
+    # Open MPI gives no rank cores of two sockets.
+    (cores(6, packages=(3, 3)), 2, 3, job("6(x2)"), 3),
+    (cores(6, packages=(3, 3)), 3, 2, job("6(x2)"), None),
+    (cores(6, packages=(3, 3)), 3, None, job("6(x2)"), 1),
+    (cores(6, packages=(3, 3)), 1, 4, job("6(x2)"), None),
+    (cores(8, packages=(3, 5)), 3, 2, job("8"), 2),
+    (cores(8, packages=(3, 5)), 4, 2, job("8"), None),
+    (cores(8, packages=(4, 4), whole=False), 2, 4, job("8"), 4),
+    (cores(8, packages=(4, 4), whole=False), 2, 4, job("8(x2)"), None),
+    (cores(8, packages=(4, 4), whole=False), 8, 1, job("8(x2)"), 1),
+    (cores(8, whole=False), 2, 4, job("8(x2)"), 4),
 )
 def test_cores_of_a_rank(node, each, asked, environment, expected):
     found = core_binding.bind_ranks(each, asked, node, environment)
@@ -95,56 +94,50 @@ def test_the_only_rank_of_a_node_has_all_cores_of_the_job(asked):
     assert core_binding.bind_ranks(1, asked, cores(8, packages=(4, 4)), job("8(x2)")) == CoreBinding(1, None)
 
 
-@pytest.mark.parametrize(
-    ("node", "each", "environment", "words"),
-    [
-        (cores(8), 2, job("8", SLURM_HET_SIZE="2"), "heterogeneous"),
-        (cores(8), 2, {"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "8"}, "no node of the job"),  # salloc
-        (cores(8), 2, job("?"), "no node of the job"),
-        (cores(8, confined=False), 2, job("8"), "by affinity alone"),
-        (NodeCores((), ()), 2, job("8"), "by affinity alone"),
-        (cores(64), 2, job("8"), "8 of the 64 CPUs"),  # no control groups: others are bound to the same first ones
-        (cores(64, 2), 2, job("64"), "64 of the 128 CPUs"),
-        (cores(64), 2, job("64,8", SLURM_NODEID="1"), "8 of the 64 CPUs"),
-        (cores(8), None, job("8(x2)"), "--ranks-per-node"),
-        (cores(2), 2, job("4"), "2 ranks x 2 (--cpus-per-task) do not fit on the 2 cores"),
-        (cores(8), 2, job("8,2"), "2 ranks x 2 (--cpus-per-task) do not fit on a node of which the job has 2 CPUs"),
-        (cores(6, packages=(3, 3)), 3, job("6"), "3 ranks x 2 cores do not fit on sockets of 3 + 3 cores"),
-        (cores(8, packages=(4, 4), whole=False), 2, job("8(x2)"), "ask for whole ones"),
-    ],
+@cases(
+    "node, each, environment, words",
+    (cores(8), 2, job("8", SLURM_HET_SIZE="2"), "heterogeneous"),
+    (cores(8), 2, {"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "8"}, "no node of the job"),  # salloc
+    (cores(8), 2, job("?"), "no node of the job"),
+    (cores(8, confined=False), 2, job("8"), "by affinity alone"),
+    (NodeCores((), ()), 2, job("8"), "by affinity alone"),
+    (cores(64), 2, job("8"), "8 of the 64 CPUs"),  # no control groups: others are bound to the same first ones
+    (cores(64, 2), 2, job("64"), "64 of the 128 CPUs"),
+    (cores(64), 2, job("64,8", SLURM_NODEID="1"), "8 of the 64 CPUs"),
+    (cores(8), None, job("8(x2)"), "--ranks-per-node"),
+    (cores(2), 2, job("4"), "2 ranks x 2 (--cpus-per-task) do not fit on the 2 cores"),
+    (cores(8), 2, job("8,2"), "2 ranks x 2 (--cpus-per-task) do not fit on a node of which the job has 2 CPUs"),
+    (cores(6, packages=(3, 3)), 3, job("6"), "3 ranks x 2 cores do not fit on sockets of 3 + 3 cores"),
+    (cores(8, packages=(4, 4), whole=False), 2, job("8(x2)"), "ask for whole ones"),
 )
 def test_why_ranks_are_not_bound(node, each, environment, words):
     found = core_binding.bind_ranks(each, 2, node, environment)
     assert found.cores is None and words in found.reason and "\n" not in found.reason
 
 
-@pytest.mark.parametrize(
-    ("ranks", "asked", "tasks", "expected"),
-    [
-        (4, 2, "", 2),
-        (4, 2, "9(x9)", 2),
-        (4, None, "2(x2)", 2),
-        (3, None, "2(x2)", None),
-        (3, None, "2,1", None),
-        (3, None, "8", 3),
-        (3, None, "", None),
-        (3, None, "many", None),
-    ],
+@cases(
+    "ranks, asked, tasks, expected",
+    (4, 2, "", 2),
+    (4, 2, "9(x9)", 2),
+    (4, None, "2(x2)", 2),
+    (3, None, "2(x2)", None),
+    (3, None, "2,1", None),
+    (3, None, "8", 3),
+    (3, None, "", None),
+    (3, None, "many", None),
 )
 def test_ranks_of_a_node(ranks, asked, tasks, expected):
     assert core_binding.ranks_per_node(ranks, asked, {"SLURM_TASKS_PER_NODE": tasks}) == expected
 
 
-@pytest.mark.parametrize(
-    ("each", "environment", "expected"),
-    [
-        (2, job("8(x2)", SLURM_CPUS_PER_TASK="4"), 4),
-        (2, job("8,4", SLURM_CPUS_PER_TASK="4"), None),
-        (4, job("8", SLURM_CPUS_PER_TASK="4"), None),  # another number of ranks than the job has tasks
-        (None, job("8", SLURM_CPUS_PER_TASK="4"), None),
-        (2, job("8"), None),
-        (2, {"SLURM_CPUS_PER_TASK": "4"}, None),
-    ],
+@cases(
+    "each, environment, expected",
+    (2, job("8(x2)", SLURM_CPUS_PER_TASK="4"), 4),
+    (2, job("8,4", SLURM_CPUS_PER_TASK="4"), None),
+    (4, job("8", SLURM_CPUS_PER_TASK="4"), None),  # another number of ranks than the job has tasks
+    (None, job("8", SLURM_CPUS_PER_TASK="4"), None),
+    (2, job("8"), None),
+    (2, {"SLURM_CPUS_PER_TASK": "4"}, None),
 )
 def test_processors_of_a_task(each, environment, expected):
     assert core_binding.cpus_per_task(each, environment) == expected
@@ -207,21 +200,19 @@ def test_the_affinity_of_this_process_is_put_back():
 # -- the options
 
 
-@pytest.mark.parametrize(
-    ("vendor", "ranks", "bound", "expected"),
-    [
-        (OPEN_MPI, 2, CoreBinding(2, 4), "--map-by ppr:2:node:PE=4 --bind-to core"),
-        (OPEN_MPI, None, CoreBinding(2, 4), "--map-by ppr:2:node:PE=4 --bind-to core"),
-        (OPEN_MPI, 2, CoreBinding(2, None, "why"), "--map-by ppr:2:node --bind-to none"),
-        (OPEN_MPI, None, CoreBinding(None, None, "why"), "--bind-to none"),
-        (OPEN_MPI, 1, CoreBinding(1, None), "--map-by ppr:1:node --bind-to none"),
-        (OPEN_MPI, None, CoreBinding(1, None), "--bind-to none"),
-        (OPEN_MPI, None, None, ""),
-        (MPICH, 2, CoreBinding(2, 4), "-ppn 2 -bind-to core:4"),
-        (MPICH, None, CoreBinding(2, 4), "-ppn 2 -bind-to core:4"),
-        (MPICH, 2, CoreBinding(2, None, "why"), "-ppn 2"),
-        (MPICH, None, CoreBinding(None, None, "why"), ""),
-    ],
+@cases(
+    "vendor, ranks, bound, expected",
+    (OPEN_MPI, 2, CoreBinding(2, 4), "--map-by ppr:2:node:PE=4 --bind-to core"),
+    (OPEN_MPI, None, CoreBinding(2, 4), "--map-by ppr:2:node:PE=4 --bind-to core"),
+    (OPEN_MPI, 2, CoreBinding(2, None, "why"), "--map-by ppr:2:node --bind-to none"),
+    (OPEN_MPI, None, CoreBinding(None, None, "why"), "--bind-to none"),
+    (OPEN_MPI, 1, CoreBinding(1, None), "--map-by ppr:1:node --bind-to none"),
+    (OPEN_MPI, None, CoreBinding(1, None), "--bind-to none"),
+    (OPEN_MPI, None, None, ""),
+    (MPICH, 2, CoreBinding(2, 4), "-ppn 2 -bind-to core:4"),
+    (MPICH, None, CoreBinding(2, 4), "-ppn 2 -bind-to core:4"),
+    (MPICH, 2, CoreBinding(2, None, "why"), "-ppn 2"),
+    (MPICH, None, CoreBinding(None, None, "why"), ""),
 )
 def test_options(tmp_path, vendor, ranks, bound, expected):
     assert shlex.join(mpirun.per_node(Launcher(tmp_path, vendor, ""), ranks, bound)) == expected

@@ -5,6 +5,7 @@ import tempfile
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.cli import main
 from hpcdist.comm.launch import mpirun
 from hpcdist.comm.launch.environment import LaunchEnvironment, launch_environment, provide_home
@@ -26,23 +27,21 @@ FLUX = {"FLUX_JOB_SIZE": "8", "FLUX_TASK_RANK": "5", "FLUX_TASK_LOCAL_ID": "1"}
 BATCH = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, None),
-        (OPEN_MPI, LaunchEnvironment("Open MPI mpirun", 4, 3, 1)),
-        ({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}, LaunchEnvironment("MPICH mpirun", 2, 1, 1)),
-        (SRUN, LaunchEnvironment("Slurm srun", 8, 5, 1)),
-        (SRUN | {"PMI_SIZE": "8", "PMI_RANK": "5"}, LaunchEnvironment("Slurm srun", 8, 5, 1)),
-        (SRUN | {"PMI_SIZE": "16", "PMI_RANK": "5"}, LaunchEnvironment("MPICH mpirun", 16, 5, None)),
-        (SRUN | PMI | {"MPI_LOCALRANKID": "3"}, LaunchEnvironment("MPICH mpirun", 8, 5, 3)),
-        (FLUX, LaunchEnvironment("Flux", 8, 5, 1)),
-        (FLUX | PMI, LaunchEnvironment("Flux", 8, 5, 1)),
-        (PMI | {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "2"}, LaunchEnvironment("PALS mpiexec", 8, 5, 2)),
-        (BATCH, None),
-        (BATCH | {"SLURM_STEP_ID": "4294967291"}, None),
-        (BATCH | OPEN_MPI, LaunchEnvironment("Open MPI mpirun", 4, 3, 1)),
-    ],
+@cases(
+    "environment, expected",
+    ({}, None),
+    (OPEN_MPI, LaunchEnvironment("Open MPI mpirun", 4, 3, 1)),
+    ({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}, LaunchEnvironment("MPICH mpirun", 2, 1, 1)),
+    (SRUN, LaunchEnvironment("Slurm srun", 8, 5, 1)),
+    (SRUN | {"PMI_SIZE": "8", "PMI_RANK": "5"}, LaunchEnvironment("Slurm srun", 8, 5, 1)),
+    (SRUN | {"PMI_SIZE": "16", "PMI_RANK": "5"}, LaunchEnvironment("MPICH mpirun", 16, 5, None)),
+    (SRUN | PMI | {"MPI_LOCALRANKID": "3"}, LaunchEnvironment("MPICH mpirun", 8, 5, 3)),
+    (FLUX, LaunchEnvironment("Flux", 8, 5, 1)),
+    (FLUX | PMI, LaunchEnvironment("Flux", 8, 5, 1)),
+    (PMI | {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "2"}, LaunchEnvironment("PALS mpiexec", 8, 5, 2)),
+    (BATCH, None),
+    (BATCH | {"SLURM_STEP_ID": "4294967291"}, None),
+    (BATCH | OPEN_MPI, LaunchEnvironment("Open MPI mpirun", 4, 3, 1)),
     ids=[
         "by hand",
         "Open MPI",

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.cli import main
 from hpcdist.comm.launch import environment as launch_environment
 from hpcdist.comm.launch import launchers, mpirun
@@ -28,23 +29,17 @@ def line(kind, layout, options=(), environment=None):
     return shlex.join(starter.line(PROGRAM, {"OMP_NUM_THREADS": "1"}, options))
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout", "expected"),
-    [
-        ("srun", LaunchRequest(4), SRUN),
-        ("srun", LaunchRequest(4, 2, 3, "pmix"), f"{SRUN} --nodes=2 --ntasks-per-node=2 --cpus-per-task=3 --mpi=pmix"),
-        ("srun", LaunchRequest(4, 3), f"{SRUN} --nodes=2 --ntasks-per-node=3"),
-        ("mpiexec", LaunchRequest(4), "mpiexec -n 4 --genvall"),
-        (
-            "mpiexec",
-            LaunchRequest(4, 2, 3, "pmix"),
-            "mpiexec -n 4 --genvall --ppn 2 --depth 3 --cpu-bind depth --pmi=pmix",
-        ),
-        ("ibrun", LaunchRequest(4), "ibrun -n 4"),
-        ("ibrun", LaunchRequest(4, None, 3), "ibrun -n 4"),
-        ("flux", LaunchRequest(4), FLUX),
-        ("flux", LaunchRequest(4, 2, 3, "pmix"), f"{FLUX} -N 2 -c 3 -o pmi=pmix"),
-    ],
+@cases(
+    "kind, layout, expected",
+    ("srun", LaunchRequest(4), SRUN),
+    ("srun", LaunchRequest(4, 2, 3, "pmix"), f"{SRUN} --nodes=2 --ntasks-per-node=2 --cpus-per-task=3 --mpi=pmix"),
+    ("srun", LaunchRequest(4, 3), f"{SRUN} --nodes=2 --ntasks-per-node=3"),
+    ("mpiexec", LaunchRequest(4), "mpiexec -n 4 --genvall"),
+    ("mpiexec", LaunchRequest(4, 2, 3, "pmix"), "mpiexec -n 4 --genvall --ppn 2 --depth 3 --cpu-bind depth --pmi=pmix"),
+    ("ibrun", LaunchRequest(4), "ibrun -n 4"),
+    ("ibrun", LaunchRequest(4, None, 3), "ibrun -n 4"),
+    ("flux", LaunchRequest(4), FLUX),
+    ("flux", LaunchRequest(4, 2, 3, "pmix"), f"{FLUX} -N 2 -c 3 -o pmi=pmix"),
 )
 def test_lines(kind, layout, expected):
     assert line(kind, layout) == f"{expected} python -m hpcdist"
@@ -120,20 +115,18 @@ def refused(capsys, *words):
     return leaving.value.code, said.err
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--launcher srn", "did you mean 'srun'"),
-        ("--launcher jsrun-like", "choose one of auto, mpirun, srun"),
-        ("--launcher srun --survive shrink", "--launcher mpirun with Open MPI 5, or --restarts"),
-        ("--launcher flux --survive replace --spares 1", "--launcher mpirun with Open MPI 5, or --restarts"),
-        ("--launcher ibrun --ranks-per-node 2", "--ntasks-per-node=2"),
-        ("--launcher ibrun --pmi pmix", "srun, mpiexec, flux"),
-        ("--launcher mpirun --pmi pmix", "srun, mpiexec, flux"),
-        ("--python ''", "--python is empty"),
-        ("--python 'a", '--python "\'a": No closing quotation'),
-        ("--cpus-per-task 0", "--cpus-per-task"),
-    ],
+@cases(
+    "words, said",
+    ("--launcher srn", "did you mean 'srun'"),
+    ("--launcher jsrun-like", "choose one of auto, mpirun, srun"),
+    ("--launcher srun --survive shrink", "--launcher mpirun with Open MPI 5, or --restarts"),
+    ("--launcher flux --survive replace --spares 1", "--launcher mpirun with Open MPI 5, or --restarts"),
+    ("--launcher ibrun --ranks-per-node 2", "--ntasks-per-node=2"),
+    ("--launcher ibrun --pmi pmix", "srun, mpiexec, flux"),
+    ("--launcher mpirun --pmi pmix", "srun, mpiexec, flux"),
+    ("--python ''", "--python is empty"),
+    ("--python 'a", '--python "\'a": No closing quotation'),
+    ("--cpus-per-task 0", "--cpus-per-task"),
 )
 def test_what_a_launcher_cannot_do(words, said, capsys):
     given = words.split() if "'a" in words else shlex.split(words)

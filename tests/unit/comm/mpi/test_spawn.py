@@ -7,6 +7,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist.comm.failure.rank_failures import is_rank_failure
 from hpcdist.comm.mpi import spawn
 from hpcdist.comm.mpi.spawn import SpawnMember, declared_nodes
@@ -28,13 +29,11 @@ def test_new_processes_are_told_of_this_job_and_of_nothing_else():
     }
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ([None, None, None], [None, None, None]),
-        ([0, 0, 1, None], [0, 0, 1, 1]),
-        ([0, 1, 1, 2, None, None, None], [0, 1, 1, 2, 0, 2, 0]),
-    ],
+@cases(
+    "before, after",
+    ([None, None, None], [None, None, None]),
+    ([0, 0, 1, None], [0, 0, 1, 1]),
+    ([0, 1, 1, 2, None, None, None], [0, 1, 1, 2, 0, 2, 0]),
 )
 def test_a_new_rank_goes_to_the_declared_node_with_the_fewest(before, after):
     assert declared_nodes([SpawnMember("here", declared_node=node) for node in before]) == after

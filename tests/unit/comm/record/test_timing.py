@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist import collectives
 from hpcdist.arrays.ranges import split
 from hpcdist.collectives.dispatch import ALLREDUCE
@@ -234,13 +235,11 @@ def test_what_is_sent_is_counted_as_traffic_does(rng):
     assert sorted(sent) == sorted((timing.sent_bytes, timing.unknown_calls) for timing in found)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "moved"),
-    [
-        ("ring", BytesMoved(4000, 0.0, 0.0)),
-        ("node_shared", BytesMoved(0, 4000.0, 0.0)),
-        ("native", BytesMoved(0, 0.0, 4000.0)),
-    ],
+@cases(
+    "algorithm, moved",
+    ("ring", BytesMoved(4000, 0.0, 0.0)),
+    ("node_shared", BytesMoved(0, 4000.0, 0.0)),
+    ("native", BytesMoved(0, 0.0, 4000.0)),
 )
 def test_what_was_moved_is_told_by_the_way_it_took(algorithm, moved, rng):
     """Of two ranks each sends a buffer in messages, reads that of the other in memory, or gives it to the library."""

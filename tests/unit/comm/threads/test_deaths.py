@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import ALLREDUCE, allreduce
 from hpcdist.comm.communicator import ANY, Communicator
@@ -256,17 +257,15 @@ def _raised(*errors: BaseException) -> BaseException:
     return errors[-1]
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (RankDiedError("gone"), True),
-        (CommunicationError("other"), False),
-        (_raised(RankDiedError("gone"), CommunicationError("not started")), True),
-        (_raised(RankDiedError("gone"), ValueError(), OSError()), True),
-        (_raised(ValueError(), OSError()), False),
-        (_raised(RankDiedError("gone"), KeyboardInterrupt()), False),
-        (_raised(RankDiedError("gone"), SystemExit(3)), False),
-    ],
+@cases(
+    "error, expected",
+    (RankDiedError("gone"), True),
+    (CommunicationError("other"), False),
+    (_raised(RankDiedError("gone"), CommunicationError("not started")), True),
+    (_raised(RankDiedError("gone"), ValueError(), OSError()), True),
+    (_raised(ValueError(), OSError()), False),
+    (_raised(RankDiedError("gone"), KeyboardInterrupt()), False),
+    (_raised(RankDiedError("gone"), SystemExit(3)), False),
 )
 def test_a_death_is_told_from_what_led_to_an_error(error, expected):
     assert is_rank_failure(error) is expected

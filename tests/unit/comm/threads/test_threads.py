@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.threads import on_threads
+from harness.marks import cases, on_threads
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.comm.communicator import ANY
 from hpcdist.comm.record.timing import count_traffic
@@ -159,9 +159,13 @@ def test_a_message_of_another_size_is_an_error():
         run_threads(2, body)
 
 
-@pytest.mark.parametrize(
+@cases(
     "buffer",
-    [np.zeros((2, 2)), np.zeros(4)[::2], np.zeros(2, ">f4"), np.zeros(2, complex), np.array(1.0)],
+    np.zeros((2, 2)),
+    np.zeros(4)[::2],
+    np.zeros(2, ">f4"),
+    np.zeros(2, complex),
+    np.array(1.0),
     ids=["2-D", "strided", "foreign byte order", "complex", "0-D"],
 )
 def test_buffers_that_cannot_travel_are_refused(buffer):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist.comm.record.spans import PHASES
 from hpcdist.energy.accounts import phase_shares
 from hpcdist.energy.accounts.attribution import Attribution, CounterSamples, update_brackets
@@ -244,14 +245,12 @@ def test_activities_add_up_to_training_over_sources_nodes_and_starts():
     assert second["seconds"]["compute"] == 2
 
 
-@pytest.mark.parametrize(
-    ("found", "training_j", "reason", "earlier", "why"),
-    [
-        (rows(compute=1.0), math.nan, "no read", None, "no read"),
-        (rows(compute=1.0), 10.0, None, {}, "an earlier start of this run: nobody told"),
-        ([], 10.0, None, None, "telemetry.trace"),
-        ([{"name": "a", "kind": "gpu", "activities": {}}], 10.0, None, None, "two new values"),
-    ],
+@cases(
+    "found, training_j, reason, earlier, why",
+    (rows(compute=1.0), math.nan, "no read", None, "no read"),
+    (rows(compute=1.0), 10.0, None, {}, "an earlier start of this run: nobody told"),
+    ([], 10.0, None, None, "telemetry.trace"),
+    ([{"name": "a", "kind": "gpu", "activities": {}}], 10.0, None, None, "two new values"),
 )
 def test_what_is_not_known_of_a_part_is_not_known_of_the_whole(found, training_j, reason, earlier, why):
     known = phase_shares.job_activities(found, ["gpu"], training_j, reason, earlier)

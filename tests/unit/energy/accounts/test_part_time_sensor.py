@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist.energy.accounts.part_time_sensor import (
     UNKNOWN_SENSOR,
     PowerSensor,
@@ -152,20 +153,18 @@ def test_steps_are_shifted_by_less_than_a_period_and_evenly(rng):
     assert places.pause_s(0) == 0, "nobody waits for a place when there is none"
 
 
-@pytest.mark.parametrize(
-    ("name", "window_s"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 0.025),
-        ("NVIDIA H100 PCIe", 0.025),
-        ("NVIDIA H200", 0.025),
-        ("NVIDIA GH200 480GB", 0.02),
-        ("Tesla V100-SXM2-16GB", 0.01),
-        ("NVIDIA GeForce GTX 1080 Ti", 0.01),
-        ("Tesla T4", 0.1),
-        ("NVIDIA GeForce RTX 3090", 0.1),
-        ("NVIDIA RTX A6000", 0.1),
-        ("Some Accelerator 9000", 0.1),
-    ],
+@cases(
+    "name, window_s",
+    ("NVIDIA A100-SXM4-80GB", 0.025),
+    ("NVIDIA H100 PCIe", 0.025),
+    ("NVIDIA H200", 0.025),
+    ("NVIDIA GH200 480GB", 0.02),
+    ("Tesla V100-SXM2-16GB", 0.01),
+    ("NVIDIA GeForce GTX 1080 Ti", 0.01),
+    ("Tesla T4", 0.1),
+    ("NVIDIA GeForce RTX 3090", 0.1),
+    ("NVIDIA RTX A6000", 0.1),
+    ("Some Accelerator 9000", 0.1),
 )
 def test_known_devices(name, window_s):
     sensor = sensor_of(name)

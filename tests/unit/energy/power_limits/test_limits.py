@@ -18,6 +18,7 @@ import pytest
 
 import hpcdist
 from harness import jobs
+from harness.marks import cases
 from hpcdist.energy.power_limits import apply, devices
 from hpcdist.energy.power_limits import journal as kept
 from hpcdist.energy.power_limits.devices import check_value
@@ -506,14 +507,12 @@ def test_records_of_other_starts_and_other_machines(powercap, tmp_path):
         pass  # neither is in the way
 
 
-@pytest.mark.parametrize(
+@cases(
     "spoil",
-    [
-        lambda path: path.write_text("{"),
-        lambda path: path.write_text('{"format": 2}'),
-        lambda path: path.write_text(path.read_text().replace("150000000", '"150"')),
-        lambda path: path.chmod(0o666),
-    ],
+    lambda path: path.write_text("{"),
+    lambda path: path.write_text('{"format": 2}'),
+    lambda path: path.write_text(path.read_text().replace("150000000", '"150"')),
+    lambda path: path.chmod(0o666),
 )
 def test_a_record_that_cannot_be_trusted_is_told_and_not_used(powercap, tmp_path, spoil):
     path = zone(powercap, 0, limit_w=90)

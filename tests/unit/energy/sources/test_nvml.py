@@ -12,6 +12,7 @@ import pytest
 
 import hpcdist
 from harness import jobs
+from harness.marks import cases
 from hpcdist.energy.sources import nvml
 from hpcdist.errors import MissingCapabilityError
 
@@ -72,20 +73,18 @@ TWELVE = [gpu(number) for number in range(12)]
 VISIBLE = "with driver() as open_driver:\n    tell(nvml.gpus_in_use(open_driver, None, os.environ))"
 
 
-@pytest.mark.parametrize(
-    ("variable", "expected"),
-    [
-        ("11,3,7", [11, 3, 7]),
-        ("10", [10]),
-        ("GPU-11,GPU-02", [11, 2]),
-        (" 2 , 1", [2, 1]),
-        ("0,12,1", [0]),  # CUDA stops at the first that is none
-        ("-1", []),
-        ("1,-1,2", [1]),
-        ("NoDevFiles", []),
-        ("GPU-1", []),  # the beginning of two
-        ("", []),
-    ],
+@cases(
+    "variable, expected",
+    ("11,3,7", [11, 3, 7]),
+    ("10", [10]),
+    ("GPU-11,GPU-02", [11, 2]),
+    (" 2 , 1", [2, 1]),
+    ("0,12,1", [0]),  # CUDA stops at the first that is none
+    ("-1", []),
+    ("1,-1,2", [1]),
+    ("NoDevFiles", []),
+    ("GPU-1", []),  # the beginning of two
+    ("", []),
 )
 def test_twelve_gpus_in_the_order_of_cuda(program, variable, expected):
     assert program(TWELVE, VISIBLE, CUDA_VISIBLE_DEVICES=variable) == [f"GPU-{number:02d}" for number in expected]
@@ -295,16 +294,14 @@ INSTANCES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("variable", "expected"),
-    [
-        ("MIG-a2", ["GPU-01"]),
-        ("MIG-a1,MIG-a2", ["GPU-01"]),
-        ("MIG-b1,MIG-a1,0", ["GPU-02", "GPU-01", "GPU-00"]),
-        ("MIG-b1,MIG-b1,0", ["GPU-02"]),  # CUDA stops at what was named before
-        ("MIG-zz,0", []),
-        ("MIG-GPU-02/1/0", ["GPU-02"]),  # as older drivers name them
-    ],
+@cases(
+    "variable, expected",
+    ("MIG-a2", ["GPU-01"]),
+    ("MIG-a1,MIG-a2", ["GPU-01"]),
+    ("MIG-b1,MIG-a1,0", ["GPU-02", "GPU-01", "GPU-00"]),
+    ("MIG-b1,MIG-b1,0", ["GPU-02"]),  # CUDA stops at what was named before
+    ("MIG-zz,0", []),
+    ("MIG-GPU-02/1/0", ["GPU-02"]),  # as older drivers name them
 )
 def test_instances_stand_for_the_gpu_they_are_a_part_of(program, variable, expected):
     assert program(INSTANCES, VISIBLE, CUDA_VISIBLE_DEVICES=variable) == expected

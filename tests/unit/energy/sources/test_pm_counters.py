@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.monitor.monitor import EnergyMonitor
@@ -64,15 +65,13 @@ def test_the_node_first_and_its_parts_in_order(tmp_path):
     assert found[0].about.power_scope == "node" and found[0].about.note == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "uj"),
-    [
-        ("81147367 J 1700061210920464 us", 81_147_367_000_000),
-        ("5 J", 5_000_000),
-        ("1234567 uJ", 1_234_567),
-        ("12 mJ", 12_000),
-        ("9", 9_000_000),
-    ],
+@cases(
+    "text, uj",
+    ("81147367 J 1700061210920464 us", 81_147_367_000_000),
+    ("5 J", 5_000_000),
+    ("1234567 uJ", 1_234_567),
+    ("12 mJ", 12_000),
+    ("9", 9_000_000),
 )
 def test_numbers_come_with_their_unit(node, text, uj):
     node.renew(energy=text)

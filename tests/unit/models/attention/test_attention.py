@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist.arrays.memory import Ledger
 from hpcdist.errors import UsageError
 from hpcdist.models.attention import flash, kernels, tiles
@@ -151,15 +152,13 @@ def test_no_samples_are_legal(causal):
     assert LocalAttention().backward(y, saved).shape == (0, 5, 24)
 
 
-@pytest.mark.parametrize(
-    ("queries", "kv"),
-    [
-        ((2, 5, 20), None),
-        ((2, 5, 8), (2, 6, 16)),
-        ((2, 5, 8), (2, 5, 12)),
-        ((2, 5, 8), (2, 5, 24)),
-        ((2, 5, 8), (2, 5, 0)),
-    ],
+@cases(
+    "queries, kv",
+    ((2, 5, 20), None),
+    ((2, 5, 8), (2, 6, 16)),
+    ((2, 5, 8), (2, 5, 12)),
+    ((2, 5, 8), (2, 5, 24)),
+    ((2, 5, 8), (2, 5, 0)),
 )
 def test_shapes_that_do_not_fit_are_refused(queries, kv):
     given = None if kv is None else np.zeros(kv)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist.errors import UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.planner.calibrate import cluster_fit, device_fits, line_fits
@@ -104,15 +105,13 @@ def test_constants_are_never_negative():
     assert all(line.latency_s >= 0 and line.s_per_byte >= 0 for line in found.lines)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "seconds", "said"),
-    [
-        ((1, 2, 3, 4), (1, 1, 1, 1), "5 sizes, got 4"),
-        ((1, 2, 3, 4, 5), (1, 1, 0, 1, 1), "got 0.0 s for 3 bytes"),
-        ((1, 2, 3, 4, 5), (1, 1, math.nan, 1, 1), "got nan s"),
-        ((1, 2, 3, 4, 5), (1, 1, 1), "a time for each size"),
-        ((1, 1, 1, 1, 1), (1, 1, 1, 1, 1), "5 sizes, got 1"),
-    ],
+@cases(
+    "sizes, seconds, said",
+    ((1, 2, 3, 4), (1, 1, 1, 1), "5 sizes, got 4"),
+    ((1, 2, 3, 4, 5), (1, 1, 0, 1, 1), "got 0.0 s for 3 bytes"),
+    ((1, 2, 3, 4, 5), (1, 1, math.nan, 1, 1), "got nan s"),
+    ((1, 2, 3, 4, 5), (1, 1, 1), "a time for each size"),
+    ((1, 1, 1, 1, 1), (1, 1, 1, 1, 1), "5 sizes, got 1"),
 )
 def test_what_cannot_be_fitted_is_refused(sizes, seconds, said):
     with pytest.raises(UsageError, match=said):

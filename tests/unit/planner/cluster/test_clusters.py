@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.cluster.hardware import (
@@ -53,15 +54,13 @@ def test_a_shipped_cluster_says_where_each_section_is_from(name):
     assert sum(map(len, flags)) < sum(map(len, cluster.sources.values())), "and not all of it is assumed"
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "peak", "memory_gib", "devices_a_node"),
-    [
-        ("v100-dgx2", "float16", 125e12, 32, 16),
-        ("a100-selene", "bfloat16", 312e12, 80, 8),
-        ("h100-hgx", "bfloat16", 989.4e12, 80, 8),
-        ("h200-hgx", "bfloat16", 989.4e12, 143771 / 1024, 8),
-        ("mi250x-frontier", "bfloat16", 191.5e12, 64, 8),
-    ],
+@cases(
+    "name, kind, peak, memory_gib, devices_a_node",
+    ("v100-dgx2", "float16", 125e12, 32, 16),
+    ("a100-selene", "bfloat16", 312e12, 80, 8),
+    ("h100-hgx", "bfloat16", 989.4e12, 80, 8),
+    ("h200-hgx", "bfloat16", 989.4e12, 143771 / 1024, 8),
+    ("mi250x-frontier", "bfloat16", 191.5e12, 64, 8),
 )
 def test_the_peaks_are_dense_and_memory_is_binary(name, kind, peak, memory_gib, devices_a_node):
     cluster = toml_file.read(name)
@@ -75,15 +74,13 @@ def test_volta_has_no_bfloat16():
     assert "bfloat16" not in toml_file.read("v100-dgx2").device.peak_flops
 
 
-@pytest.mark.parametrize(
-    ("name", "nominal"),
-    [
-        ("v100-dgx2", (150e9, 6.25e9)),
-        ("a100-selene", (300e9, 25e9)),
-        ("h100-hgx", (450e9, 50e9)),
-        ("h200-hgx", (450e9, 50e9)),
-        ("mi250x-frontier", (200e9, 100e9, 12.5e9)),
-    ],
+@cases(
+    "name, nominal",
+    ("v100-dgx2", (150e9, 6.25e9)),
+    ("a100-selene", (300e9, 25e9)),
+    ("h100-hgx", (450e9, 50e9)),
+    ("h200-hgx", (450e9, 50e9)),
+    ("mi250x-frontier", (200e9, 100e9, 12.5e9)),
 )
 def test_links_reach_a_part_of_their_nominal_bandwidth(name, nominal):
     levels = toml_file.read(name).levels
@@ -273,19 +270,17 @@ def test_numbers_of_numpy_are_dumped_as_numbers():
     assert read(toml_file.dump(changed)) == changed
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ('operation = "allreduce"', 'operation = "allredoos"', "fit 1: operation 'allredoos' is none of allreduce"),
-        ("ranks = 2", "ranks = 0", "fit 1: ranks of 0 is not plausible"),
-        ("until = [", 'until = ["3 GB", ', "fit 1: until, latency and slowness have different lengths"),
-        ('"1 MB"]', "[]]", "fit 2: until[0] is [], without a unit"),
-        ('level = "EDR', 'level = "HDR', "fit 1: there is no level 'HDR InfiniBand'; known are NVLink, EDR InfiniBand"),
-        ("from = ", 'from = "1 TB"\n# ', "fit 1: from 1 TB lies above until 67.1 MB"),
-        ('library = "mpi"', 'library = "gloo"', "fit 1: library 'gloo' is none of mpi, nccl; leave it out for any"),
-        ("from = ", "form = ", "unknown field fit 1: form; the nearest is 'from'"),
-        ('slowness = ["100 ps/B"]', 'slowness = "100 ps/B"', "fit 2: slowness is '100 ps/B'; expected a list"),
-    ],
+@cases(
+    "old, new, said",
+    ('operation = "allreduce"', 'operation = "allredoos"', "fit 1: operation 'allredoos' is none of allreduce"),
+    ("ranks = 2", "ranks = 0", "fit 1: ranks of 0 is not plausible"),
+    ("until = [", 'until = ["3 GB", ', "fit 1: until, latency and slowness have different lengths"),
+    ('"1 MB"]', "[]]", "fit 2: until[0] is [], without a unit"),
+    ('level = "EDR', 'level = "HDR', "fit 1: there is no level 'HDR InfiniBand'; known are NVLink, EDR InfiniBand"),
+    ("from = ", 'from = "1 TB"\n# ', "fit 1: from 1 TB lies above until 67.1 MB"),
+    ('library = "mpi"', 'library = "gloo"', "fit 1: library 'gloo' is none of mpi, nccl; leave it out for any"),
+    ("from = ", "form = ", "unknown field fit 1: form; the nearest is 'from'"),
+    ('slowness = ["100 ps/B"]', 'slowness = "100 ps/B"', "fit 2: slowness is '100 ps/B'; expected a list"),
 )
 def test_a_wrong_fit_is_refused(old, new, said):
     text = toml_file.dump(dataclasses.replace(toml_file.read("v100-dgx2"), fits=FITS))

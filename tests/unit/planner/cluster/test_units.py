@@ -5,68 +5,65 @@ import random
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner.cluster import hardware
 
 
-@pytest.mark.parametrize(
-    ("text", "dimension", "value"),
-    [
-        ("80 GB", "bytes", 80e9),
-        ("80 GiB", "bytes", 80 * 2**30),
-        ("143771 MiB", "bytes", 143771 * 2**20),
-        ("1.5 TiB", "bytes", 1.5 * 2**40),
-        ("4096 bytes", "bytes", 4096),
-        ("2_048 B", "bytes", 2048),
-        ("400 Gbit/s", "bandwidth", 50e9),
-        ("25 GB/s", "bandwidth", 25e9),
-        ("1 GiB/s", "bandwidth", 2**30),
-        ("100Mbit/s", "bandwidth", 12.5e6),
-        ("312 TFLOP/s", "flops", 312e12),
-        ("66.9 TFLOP/s", "flops", 66_900_000_000_000),
-        ("140 GFLOP/s", "flops", 140e9),
-        ("5 us", "time", 5e-6),
-        ("5 µs", "time", 5e-6),
-        ("5 \u03bcs", "time", 5e-6),
-        ("3 years", "time", 3 * 365.25 * 86400),
-        ("264 days", "time", 264 * 86400),
-        ("1.5 h", "time", 5400),
-        ("0 s", "time", 0),
-        ("40 ps/B", "slowness", 40e-12),
-        ("1e-9 s/B", "slowness", 1e-9),
-        ("10.2 kW", "power", 10_200),
-        ("0.481 kg/kWh", "carbon", 481),
-    ],
+@cases(
+    "text, dimension, value",
+    ("80 GB", "bytes", 80e9),
+    ("80 GiB", "bytes", 80 * 2**30),
+    ("143771 MiB", "bytes", 143771 * 2**20),
+    ("1.5 TiB", "bytes", 1.5 * 2**40),
+    ("4096 bytes", "bytes", 4096),
+    ("2_048 B", "bytes", 2048),
+    ("400 Gbit/s", "bandwidth", 50e9),
+    ("25 GB/s", "bandwidth", 25e9),
+    ("1 GiB/s", "bandwidth", 2**30),
+    ("100Mbit/s", "bandwidth", 12.5e6),
+    ("312 TFLOP/s", "flops", 312e12),
+    ("66.9 TFLOP/s", "flops", 66_900_000_000_000),
+    ("140 GFLOP/s", "flops", 140e9),
+    ("5 us", "time", 5e-6),
+    ("5 µs", "time", 5e-6),
+    ("5 \u03bcs", "time", 5e-6),
+    ("3 years", "time", 3 * 365.25 * 86400),
+    ("264 days", "time", 264 * 86400),
+    ("1.5 h", "time", 5400),
+    ("0 s", "time", 0),
+    ("40 ps/B", "slowness", 40e-12),
+    ("1e-9 s/B", "slowness", 1e-9),
+    ("10.2 kW", "power", 10_200),
+    ("0.481 kg/kWh", "carbon", 481),
 )
 def test_a_quantity_is_read(text, dimension, value):
     assert hardware.parse(text, dimension) == value
 
 
-@pytest.mark.parametrize(
-    ("text", "dimension", "said"),
-    [
-        ("80", "bytes", "'80' has no unit; expected a number of bytes such as"),
-        ("GB", "bytes", "no number"),
-        ("", "bytes", "no number"),
-        ("80 GB/s", "bytes", "'GB/s' is a unit for a bandwidth; expected a number of bytes"),
-        ("80 GB", "bandwidth", "'GB' is a unit for a number of bytes; expected a bandwidth"),
-        ("400 Gb/s", "bandwidth", "is 'Gb/s' bits or bytes? Write Gbit/s or GB/s"),
-        ("400 Gbps", "bandwidth", "is 'Gbps' bits or bytes? Write Gbit/s or GB/s"),
-        ("80 gb", "bytes", "is 'gb' bits or bytes? Write GB for powers of ten, GiB for those of two"),
-        ("16 K", "bytes", "unknown unit 'K'"),
-        ("80 gib", "bytes", "the nearest is 'GiB'"),
-        ("80 KB", "bytes", "the nearest is 'kB'"),
-        ("312 TFLOPS", "flops", "the nearest is 'TFLOP/s'"),
-        ("5 US", "time", "the nearest is 'us'"),
-        ("700 s", "power", "'s' is a unit for a time; expected a power"),
-        ("-1 W", "power", "at least 0"),
-        ("1e400 W", "power", "no finite number"),
-        ("nan W", "power", "no number"),
-        ("inf W", "power", "no number"),
-        ("1,000 W", "power", "no number"),
-        ("1 2 W", "power", "unknown unit '2 W'"),
-        ("386 g", "carbon", "unknown unit 'g'"),
-    ],
+@cases(
+    "text, dimension, said",
+    ("80", "bytes", "'80' has no unit; expected a number of bytes such as"),
+    ("GB", "bytes", "no number"),
+    ("", "bytes", "no number"),
+    ("80 GB/s", "bytes", "'GB/s' is a unit for a bandwidth; expected a number of bytes"),
+    ("80 GB", "bandwidth", "'GB' is a unit for a number of bytes; expected a bandwidth"),
+    ("400 Gb/s", "bandwidth", "is 'Gb/s' bits or bytes? Write Gbit/s or GB/s"),
+    ("400 Gbps", "bandwidth", "is 'Gbps' bits or bytes? Write Gbit/s or GB/s"),
+    ("80 gb", "bytes", "is 'gb' bits or bytes? Write GB for powers of ten, GiB for those of two"),
+    ("16 K", "bytes", "unknown unit 'K'"),
+    ("80 gib", "bytes", "the nearest is 'GiB'"),
+    ("80 KB", "bytes", "the nearest is 'kB'"),
+    ("312 TFLOPS", "flops", "the nearest is 'TFLOP/s'"),
+    ("5 US", "time", "the nearest is 'us'"),
+    ("700 s", "power", "'s' is a unit for a time; expected a power"),
+    ("-1 W", "power", "at least 0"),
+    ("1e400 W", "power", "no finite number"),
+    ("nan W", "power", "no number"),
+    ("inf W", "power", "no number"),
+    ("1,000 W", "power", "no number"),
+    ("1 2 W", "power", "unknown unit '2 W'"),
+    ("386 g", "carbon", "unknown unit 'g'"),
 )
 def test_a_mistaken_quantity_is_refused_by_what_is_wrong(text, dimension, said):
     with pytest.raises(ConfigurationError) as caught:

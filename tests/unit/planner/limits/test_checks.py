@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.planner.cluster import toml_file
@@ -33,41 +34,39 @@ def test_what_can_be_has_no_problems():
     assert said(OURS) == ()
 
 
-@pytest.mark.parametrize(
-    ("changed", "texts"),
-    [
-        ({"tensor": 5, "data": 2}, ("tensor = 5 does not divide the 96 heads: 1 are left over",)),
-        ({"tensor": 128, "data": 1, "pipeline": 2}, ("tensor = 128 is 32 more than the 96 heads",)),
-        ({"pipeline": 10}, ("pipeline 10 does not divide 96 layers: 6 are left over",)),
-        ({"pipeline": 128, "data": 2}, ("128", "32 too few")),
-        (
-            {"schedule": "interleaved", "chunks": 5},
-            ("pipeline 8 x chunks 5 = 40 parts does not divide 96 layers: 16 are left over",),
-        ),
-        ({"data": 7}, ("data = 7 does not divide the global batch of 1536: 3 are left over", "1533 or 1540")),
-        ({"data": 2048, "tensor": 1, "pipeline": 1}, ("512 too few for data = 2048",)),
-        ({"microbatch": 5}, ("data 16 x microbatch 5 = 80 samples does not divide", "16 are left over")),
-        ({"microbatch": 192}, ("microbatch = 192 is 96 more than the 96 samples",)),
-        (
-            {"schedule": "interleaved", "chunks": 2, "data": 128, "pipeline": 16, "tensor": 1},
-            ("micro-batches: 12, which is 4 too few", "pipeline = 16"),
-        ),
-        (
-            {"schedule": "interleaved", "chunks": 2, "data": 128, "tensor": 1},
-            ("12 micro-batches are no multiple of pipeline = 8", "4 are left over"),
-        ),
-        ({"data": 64, "tensor": 16}, ("= 8192 devices, 3712 more than the 4480 of",)),
-        ({"context": 3, "data": 4}, ("context = 3 does not divide the 2048 tokens of a sample: 2 are left over",)),
-        ({"schedule": "zb-h1"}, ("recompute = 'full' with the schedule 'zb-h1'",)),
-        ({"schedule": "sequential"}, ("all stages but one would wait",)),
-        ({"chunks": 2}, ("the schedule '1f1b' has 1 chunk a stage, and not 2",)),
-        ({"schedule": "interleaved"}, ("has 2 or more chunks a stage, and not 1",)),
-        ({"pipeline": 1, "chunks": 2, "schedule": "interleaved", "data": 64}, ("chunks = 2 with pipeline = 1",)),
-        ({"tensor": 1, "sequence_parallel": True}, ("sequence_parallel with tensor = 1 cuts nothing",)),
-        ({"servers": 4}, ("servers = 4 with the strategy 'allreduce' would have nothing to do",)),
-        ({"expert": 2}, ("has no experts to cut",)),
-        ({"precision": "float64"}, ("has no peak for float64",)),
-    ],
+@cases(
+    "changed, texts",
+    ({"tensor": 5, "data": 2}, ("tensor = 5 does not divide the 96 heads: 1 are left over",)),
+    ({"tensor": 128, "data": 1, "pipeline": 2}, ("tensor = 128 is 32 more than the 96 heads",)),
+    ({"pipeline": 10}, ("pipeline 10 does not divide 96 layers: 6 are left over",)),
+    ({"pipeline": 128, "data": 2}, ("128", "32 too few")),
+    (
+        {"schedule": "interleaved", "chunks": 5},
+        ("pipeline 8 x chunks 5 = 40 parts does not divide 96 layers: 16 are left over",),
+    ),
+    ({"data": 7}, ("data = 7 does not divide the global batch of 1536: 3 are left over", "1533 or 1540")),
+    ({"data": 2048, "tensor": 1, "pipeline": 1}, ("512 too few for data = 2048",)),
+    ({"microbatch": 5}, ("data 16 x microbatch 5 = 80 samples does not divide", "16 are left over")),
+    ({"microbatch": 192}, ("microbatch = 192 is 96 more than the 96 samples",)),
+    (
+        {"schedule": "interleaved", "chunks": 2, "data": 128, "pipeline": 16, "tensor": 1},
+        ("micro-batches: 12, which is 4 too few", "pipeline = 16"),
+    ),
+    (
+        {"schedule": "interleaved", "chunks": 2, "data": 128, "tensor": 1},
+        ("12 micro-batches are no multiple of pipeline = 8", "4 are left over"),
+    ),
+    ({"data": 64, "tensor": 16}, ("= 8192 devices, 3712 more than the 4480 of",)),
+    ({"context": 3, "data": 4}, ("context = 3 does not divide the 2048 tokens of a sample: 2 are left over",)),
+    ({"schedule": "zb-h1"}, ("recompute = 'full' with the schedule 'zb-h1'",)),
+    ({"schedule": "sequential"}, ("all stages but one would wait",)),
+    ({"chunks": 2}, ("the schedule '1f1b' has 1 chunk a stage, and not 2",)),
+    ({"schedule": "interleaved"}, ("has 2 or more chunks a stage, and not 1",)),
+    ({"pipeline": 1, "chunks": 2, "schedule": "interleaved", "data": 64}, ("chunks = 2 with pipeline = 1",)),
+    ({"tensor": 1, "sequence_parallel": True}, ("sequence_parallel with tensor = 1 cuts nothing",)),
+    ({"servers": 4}, ("servers = 4 with the strategy 'allreduce' would have nothing to do",)),
+    ({"expert": 2}, ("has no experts to cut",)),
+    ({"precision": "float64"}, ("has no peak for float64",)),
 )
 def test_each_limit_says_by_how_much(changed, texts):
     cluster = replace(CLUSTER, devices=4480)
@@ -79,21 +78,19 @@ def test_each_limit_says_by_how_much(changed, texts):
         assert text in found[0]
 
 
-@pytest.mark.parametrize(
-    ("changed", "text"),
-    [
-        ({"data": 0}, "data = 0; it must be at least 1"),
-        ({"microbatch": -1}, "microbatch = -1"),
-        ({"strategy": "zero4"}, "did you mean 'zero3'"),
-        ({"schedule": "1f1"}, "did you mean '1f1b'"),
-        ({"overlap": 1.5}, "from 0 to 1"),
-        ({"overlap": float("nan")}, "from 0 to 1"),
-        ({"tensor_overlap": 5.0}, "tensor_overlap = 5.0; it is a share, from 0 to 1"),
-        ({"tensor_overlap": -0.1}, "from 0 to 1"),
-        ({"servers": -1}, "servers = -1"),
-        ({"optimizer_slots": -3}, "optimizer_slots = -3; it must be at least 0"),
-        ({"library": "ncl"}, "did you mean 'nccl'? choose one of '', mpi, nccl"),
-    ],
+@cases(
+    "changed, text",
+    ({"data": 0}, "data = 0; it must be at least 1"),
+    ({"microbatch": -1}, "microbatch = -1"),
+    ({"strategy": "zero4"}, "did you mean 'zero3'"),
+    ({"schedule": "1f1"}, "did you mean '1f1b'"),
+    ({"overlap": 1.5}, "from 0 to 1"),
+    ({"overlap": float("nan")}, "from 0 to 1"),
+    ({"tensor_overlap": 5.0}, "tensor_overlap = 5.0; it is a share, from 0 to 1"),
+    ({"tensor_overlap": -0.1}, "from 0 to 1"),
+    ({"servers": -1}, "servers = -1"),
+    ({"optimizer_slots": -3}, "optimizer_slots = -3; it must be at least 0"),
+    ({"library": "ncl"}, "did you mean 'nccl'? choose one of '', mpi, nccl"),
 )
 def test_values_that_mean_nothing_come_alone(changed, text):
     found = said(replace(FITS, tensor=5, **changed))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from harness.marks import cases
 from hpcdist import models
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.counts import counts
@@ -117,16 +118,10 @@ OURS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("keys", "inputs", "split"),
-    [
-        *((*case, TensorSplit()) for case in OURS),
-        *(
-            (*case, split)
-            for case in OURS[:3]
-            for split in (TensorSplit(ranks=2), TensorSplit(ranks=2, by_tokens=True))
-        ),
-    ],
+@cases(
+    "keys, inputs, split",
+    *((*case, TensorSplit()) for case in OURS),
+    *((*case, split) for case in OURS[:3] for split in (TensorSplit(ranks=2), TensorSplit(ranks=2, by_tokens=True))),
 )
 def test_ours_are_those_of_the_cut(keys, inputs, split):
     config = ModelConfig(**keys)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from harness.made_plans import cluster_of
+from harness.marks import cases
 from harness.trainings import losses, recipe_keys, trainer_of
 from hpcdist import models
 from hpcdist.comm.threads.communicator import run_threads
@@ -116,12 +117,10 @@ def test_our_runs_hold_what_was_planned(name):
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize(
-    ("schedule", "recompute"),
-    [
-        *((name, False) for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")),
-        *((name, True) for name in ("gpipe", "1f1b", "interleaved")),  # what goes back in one pass
-    ],
+@cases(
+    "schedule, recompute",
+    *((name, False) for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")),
+    *((name, True) for name in ("gpipe", "1f1b", "interleaved")),  # what goes back in one pass
 )
 def test_each_rank_of_a_pipeline_has_what_its_table_says(schedule, tensor, recompute):
     config = ModelConfig(layers=11, hidden=64, heads=4, vocabulary=300, tied=True)
@@ -266,15 +265,13 @@ def test_what_the_paper_ran_fits_and_its_baseline_does_not(name):
     assert memory(found, replace(layout, sequence_parallel=True, recompute="selective"), CLUSTER, 8 * ranks).fits
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"schedule": "file"}, "'file' has no closed form"),
-        ({"schedule": "sequential"}, "all stages but one would wait"),
-        ({"schedule": "interleaved", "chunks": 2, "microbatch": 4}, "as many as there are ranks"),
-        ({"schedule": "1f1b", "chunks": 3}, "parallel.chunks = 3"),
-        ({"pipeline": 9}, "9 parts of a pipeline"),
-    ],
+@cases(
+    "fields, message",
+    ({"schedule": "file"}, "'file' has no closed form"),
+    ({"schedule": "sequential"}, "all stages but one would wait"),
+    ({"schedule": "interleaved", "chunks": 2, "microbatch": 4}, "as many as there are ranks"),
+    ({"schedule": "1f1b", "chunks": 3}, "parallel.chunks = 3"),
+    ({"pipeline": 9}, "9 parts of a pipeline"),
 )
 def test_pipelines_that_cannot_run_are_refused(fields, message):
     with pytest.raises(ConfigurationError, match=message):

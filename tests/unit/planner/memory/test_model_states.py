@@ -2,6 +2,7 @@
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.model_states import states, unsharded
 
@@ -43,24 +44,22 @@ def test_table_1_of_zero(implementation, model, printed):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 384])
-@pytest.mark.parametrize(
-    ("keys", "rest", "cut"),
-    [
-        ({"main_gradients": "float32", "implementation": "megatron"}, 18, 0),
-        ({"main_gradients": "float32", "implementation": "megatron", "strategy": "zero1"}, 6, 12),
-        ({"main_gradients": "float32", "implementation": "megatron", "strategy": "zero2"}, 2, 16),
-        ({"main_gradients": "float32", "implementation": "megatron", "strategy": "zero3"}, 0, 18),
-        ({"main_gradients": "working", "implementation": "megatron"}, 16, 0),
-        ({"precision": "float32"}, 16, 0),
-        ({"precision": "float32", "strategy": "zero1"}, 8, 8),
-        ({"precision": "float32", "strategy": "zero2"}, 4, 12),
-        ({"precision": "float32", "strategy": "zero3"}, 0, 16),
-        ({"precision": "float64", "strategy": "zero1"}, 16, 16),
-        ({"precision": "float32", "optimizer_slots": 1}, 12, 0),
-        ({"precision": "float16", "optimizer_slots": 0, "strategy": "zero1"}, 4, 4),
-        ({"precision": "float32", "strategy": "parameter_server"}, 8, 8),
-        ({"precision": "bfloat16", "strategy": "parameter_server", "servers": 3}, 4, 0),
-    ],
+@cases(
+    "keys, rest, cut",
+    ({"main_gradients": "float32", "implementation": "megatron"}, 18, 0),
+    ({"main_gradients": "float32", "implementation": "megatron", "strategy": "zero1"}, 6, 12),
+    ({"main_gradients": "float32", "implementation": "megatron", "strategy": "zero2"}, 2, 16),
+    ({"main_gradients": "float32", "implementation": "megatron", "strategy": "zero3"}, 0, 18),
+    ({"main_gradients": "working", "implementation": "megatron"}, 16, 0),
+    ({"precision": "float32"}, 16, 0),
+    ({"precision": "float32", "strategy": "zero1"}, 8, 8),
+    ({"precision": "float32", "strategy": "zero2"}, 4, 12),
+    ({"precision": "float32", "strategy": "zero3"}, 0, 16),
+    ({"precision": "float64", "strategy": "zero1"}, 16, 16),
+    ({"precision": "float32", "optimizer_slots": 1}, 12, 0),
+    ({"precision": "float16", "optimizer_slots": 0, "strategy": "zero1"}, 4, 4),
+    ({"precision": "float32", "strategy": "parameter_server"}, 8, 8),
+    ({"precision": "bfloat16", "strategy": "parameter_server", "servers": 3}, 4, 0),
 )
 def test_rules(ranks, keys, rest, cut):
     found = states(ParallelLayout(data=ranks, **keys))  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.errors import ConfigurationError
 from hpcdist.models import build
 from hpcdist.models.config import ModelConfig
@@ -71,16 +72,14 @@ def test_feed_forward_widths_are_those_of_a_recipe():
     assert inner(TransformerShape(**numbers, feed_forward=11)) == 11
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"layers": 0}, "layers of the model is 0"),
-        ({"hidden": 30}, "model.hidden = 30 with model.heads = 4"),
-        ({"kv_heads": 3}, "model.kv_heads = 3 with model.heads = 4"),
-        ({"experts": 2, "experts_per_token": 3}, "experts_per_token of the model is 3"),
-        ({"context": -1}, "context of the model is -1"),
-        ({"positions": "alibi"}, "model.positions = 'alibi'"),
-    ],
+@cases(
+    "changes, message",
+    ({"layers": 0}, "layers of the model is 0"),
+    ({"hidden": 30}, "model.hidden = 30 with model.heads = 4"),
+    ({"kv_heads": 3}, "model.kv_heads = 3 with model.heads = 4"),
+    ({"experts": 2, "experts_per_token": 3}, "experts_per_token of the model is 3"),
+    ({"context": -1}, "context of the model is -1"),
+    ({"positions": "alibi"}, "model.positions = 'alibi'"),
 )
 def test_numbers_of_no_transformer_are_refused(changes, message):
     numbers: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 50, "context": 10}

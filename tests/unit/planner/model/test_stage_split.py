@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 
+from harness.marks import cases
 from hpcdist import models
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
@@ -29,17 +30,15 @@ def blocks(layers: int, layout: ParallelLayout) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("layers", "parts", "expected"),
-    [
-        (96, 8, [12] * 8),
-        (105, 35, [3] * 35),
-        (22, 8, [2, *[3] * 6, 2]),
-        (30, 8, [3, *[4] * 6, 3]),
-        (46, 16, [2, *[3] * 14, 2]),
-        (62, 32, [1, *[2] * 30, 1]),
-        (126, 16, [7, *[8] * 14, 7]),
-    ],
+@cases(
+    "layers, parts, expected",
+    (96, 8, [12] * 8),
+    (105, 35, [3] * 35),
+    (22, 8, [2, *[3] * 6, 2]),
+    (30, 8, [3, *[4] * 6, 3]),
+    (46, 16, [2, *[3] * 14, 2]),
+    (62, 32, [1, *[2] * 30, 1]),
+    (126, 16, [7, *[8] * 14, 7]),
 )
 def test_megatron_deals_blocks_out_evenly(layers, parts, expected):
     # arXiv:2104.04473, table 1; arXiv:2401.10241, section 5.1; arXiv:2407.21783, section 3.3.2

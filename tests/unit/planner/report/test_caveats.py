@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-import pytest
-
 from harness.made_plans import CLUSTER, ESTIMATE, GB, LAYOUT
+from harness.marks import cases
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model import transformer
@@ -60,29 +59,25 @@ def test_what_does_not_fit_is_a_flag():
     assert of(PLAIN, memory=short)[0].startswith("it does not fit into the memory: 34.0 GB (31.7 GiB) are missing")
 
 
-@pytest.mark.parametrize(
-    ("batch", "data", "size", "said"),
-    [
-        (65, 64, 1, "65 samples on 64 replicas: 1 computes 2 micro-batches while the others, with 1, wait"),
-        (130, 64, 1, "130 samples on 64 replicas: 2 compute 3 micro-batches while the others, with 2, wait"),
-        (65, 64, 2, "65 samples on 64 replicas: 1 computes 2 samples while the others have 1"),
-        (36, 4, 2, "9 samples of a replica in micro-batches of 2: the last one has 1"),
-        (64, 64, 1, None),
-        (128, 4, 8, None),
-        (12, 4, 8, None),
-    ],
+@cases(
+    "batch, data, size, said",
+    (65, 64, 1, "65 samples on 64 replicas: 1 computes 2 micro-batches while the others, with 1, wait"),
+    (130, 64, 1, "130 samples on 64 replicas: 2 compute 3 micro-batches while the others, with 2, wait"),
+    (65, 64, 2, "65 samples on 64 replicas: 1 computes 2 samples while the others have 1"),
+    (36, 4, 2, "9 samples of a replica in micro-batches of 2: the last one has 1"),
+    (64, 64, 1, None),
+    (128, 4, 8, None),
+    (12, 4, 8, None),
 )
 def test_batches_that_do_not_divide(batch, data, size, said):
     assert of(replace(PLAIN, data=data, microbatch=size), batch) == ((said,) if said else ())
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"tensor_overlap": 0.5}, "tensor_overlap = 0.5 has no effect with one tensor device"),
-        ({"algorithm": "ring"}, "algorithm = ring has no effect with one replica"),
-        ({"compression": "int8"}, "compression = int8 has no effect with one replica"),
-    ],
+@cases(
+    "asked, said",
+    ({"tensor_overlap": 0.5}, "tensor_overlap = 0.5 has no effect with one tensor device"),
+    ({"algorithm": "ring"}, "algorithm = ring has no effect with one replica"),
+    ({"compression": "int8"}, "compression = int8 has no effect with one replica"),
 )
 def test_what_has_no_effect_is_told(asked, said):
     assert of(replace(PLAIN, **asked)) == (said,)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from harness.made_plans import CLUSTER, DESCRIPTION, ESTIMATE, GB, MEMORY
+from harness.marks import cases
 from hpcdist.planner.report import table, text
 from hpcdist.planner.report.quantities import (
     bytes_in_both,
@@ -38,19 +39,17 @@ def test_bytes_by_tens_and_by_twos_are_told_apart():
     assert bytes_in_both(1.5 * 2.0**20) == "1.57 MB (1.50 MiB)"
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (0.0, "0 s"),
-        (3.2e-6, "3.20 us"),
-        (0.045, "45.0 ms"),
-        (12.34, "12.3 s"),
-        (300.0, "5.00 min"),
-        (5400.0, "1.50 h"),
-        (86400.0 * 14.3, "14.3 days"),
-        (365.25 * 86400.0 * 4, "4.00 years"),
-        (math.inf, "for ever"),
-    ],
+@cases(
+    "value, said",
+    (0.0, "0 s"),
+    (3.2e-6, "3.20 us"),
+    (0.045, "45.0 ms"),
+    (12.34, "12.3 s"),
+    (300.0, "5.00 min"),
+    (5400.0, "1.50 h"),
+    (86400.0 * 14.3, "14.3 days"),
+    (365.25 * 86400.0 * 4, "4.00 years"),
+    (math.inf, "for ever"),
 )
 def test_times(value, said):
     assert seconds(value) == said
@@ -64,34 +63,32 @@ def test_other_units():
     assert (large_count(12345), large_count(1.746e11, 4)) == ("12,345", "174.6 billion")
 
 
-@pytest.mark.parametrize(
+@cases(
     "said",
-    [
-        "1.000 billion parameters; 512 samples = 512,000 tokens a step",
-        "64 = data 4 x pipeline 2 x tensor 8 x context 1: 64 devices on 8 nodes of boxes (8 x card a node)",
-        "1f1b over 128 micro-batches of 1 sample, selective recomputation, sequence parallel, bfloat16",
-        "fits, 17.9 GB (16.7 GiB) left: 68.0 GB (63.3 GiB) of 85.9 GB (80.0 GiB) on the fullest device, of stage 1",
-        "O optimizer       30.0 GB  44.1 %",
-        "rule: 18 bytes a parameter: 2 + 4 + 12",
-        "10.0 s, 51,200 tokens/s",
-        "backward         4.00 s  40.0 %  ################\n",
-        "behind computation: 250 ms of the exchange",
-        "MFU 33.3 % (100 TFLOP/s of 300 TFLOP/s a device), HFU 40.0 % (120 TFLOP/s)\n",
-        "attention over all pairs, as published; over those that are looked at MFU 30.0 %, HFU 36.7 %\n",
-        "bubble 20.0 % of the span of the longest stage, as papers count it: its waits for slower stages",
-        "a device sends tensor 12.0 GB (ring), data 3.00 GB (hierarchical)",
-        "10,000 steps, 5.12 billion tokens: 30.6 h, of which 27.8 h are steps",
-        "64 devices for that long: 1,960 device hours; 800 tokens/s a device",
-        "a failure every 10.0 h on this many nodes: 3.00 are expected, with 5.00 min for a restart",
-        "a checkpoint takes 40.0 s, best every 30.0 min (Young, Daly); saves and failures: 10.0 % more time",
-        "3.60 GJ (1.00 MWh) for the run, 360 kJ (100 Wh) a step: devices 69.4 %, hosts 22.2 %, cooling 8.3 %",
-        "400 kgCO2e at 400 g/kWh, assumption",
-        "price 3,911 EUR",
-        "memory: optimizer, 34.9 % of the limit",
-        "time: bubble, 20.0 % of a step; shorter with more micro-batches",
-        "failures: 9.1 % of the run",
-        "flags      the curve is an assumption",
-    ],
+    "1.000 billion parameters; 512 samples = 512,000 tokens a step",
+    "64 = data 4 x pipeline 2 x tensor 8 x context 1: 64 devices on 8 nodes of boxes (8 x card a node)",
+    "1f1b over 128 micro-batches of 1 sample, selective recomputation, sequence parallel, bfloat16",
+    "fits, 17.9 GB (16.7 GiB) left: 68.0 GB (63.3 GiB) of 85.9 GB (80.0 GiB) on the fullest device, of stage 1",
+    "O optimizer       30.0 GB  44.1 %",
+    "rule: 18 bytes a parameter: 2 + 4 + 12",
+    "10.0 s, 51,200 tokens/s",
+    "backward         4.00 s  40.0 %  ################\n",
+    "behind computation: 250 ms of the exchange",
+    "MFU 33.3 % (100 TFLOP/s of 300 TFLOP/s a device), HFU 40.0 % (120 TFLOP/s)\n",
+    "attention over all pairs, as published; over those that are looked at MFU 30.0 %, HFU 36.7 %\n",
+    "bubble 20.0 % of the span of the longest stage, as papers count it: its waits for slower stages",
+    "a device sends tensor 12.0 GB (ring), data 3.00 GB (hierarchical)",
+    "10,000 steps, 5.12 billion tokens: 30.6 h, of which 27.8 h are steps",
+    "64 devices for that long: 1,960 device hours; 800 tokens/s a device",
+    "a failure every 10.0 h on this many nodes: 3.00 are expected, with 5.00 min for a restart",
+    "a checkpoint takes 40.0 s, best every 30.0 min (Young, Daly); saves and failures: 10.0 % more time",
+    "3.60 GJ (1.00 MWh) for the run, 360 kJ (100 Wh) a step: devices 69.4 %, hosts 22.2 %, cooling 8.3 %",
+    "400 kgCO2e at 400 g/kWh, assumption",
+    "price 3,911 EUR",
+    "memory: optimizer, 34.9 % of the limit",
+    "time: bubble, 20.0 % of a step; shorter with more micro-batches",
+    "failures: 9.1 % of the run",
+    "flags      the curve is an assumption",
 )
 def test_all_of_a_plan_is_told(said):
     assert said in SHOWN

@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.errors import UsageError
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.cluster.hardware import Cluster
@@ -463,34 +464,30 @@ def test_where_no_product_is_possible_it_names_the_most_devices_that_are():
     )
 
 
-@pytest.mark.parametrize(
-    ("devices", "batch", "changed", "text"),
-    [
-        (0, 8, {}, "at least 1"),
-        (16, 8, {}, "8 more than the 8"),
-        (8, 0, {}, "at least 1"),
-        (8, 8, {"objective": "beauty"}, "choose one of time"),
-        (8, 8, {"strategies": ("zero4",)}, "zero4"),
-        (8, 8, {"recompute": ()}, "none"),
-        (8, 8, {"tensors": (0,)}, "at least 1"),
-        (8, 8, {"first": 0}, "at least 1"),
-        (8, 8, {"headroom": 1.0}, "headroom"),
-        (8, 1 << 50, {}, "a plan is made for at most"),
-        (8, 8, {"memory_bytes": -1.0}, "memory_bytes"),
-    ],
+@cases(
+    "devices, batch, changed, text",
+    (0, 8, {}, "at least 1"),
+    (16, 8, {}, "8 more than the 8"),
+    (8, 0, {}, "at least 1"),
+    (8, 8, {"objective": "beauty"}, "choose one of time"),
+    (8, 8, {"strategies": ("zero4",)}, "zero4"),
+    (8, 8, {"recompute": ()}, "none"),
+    (8, 8, {"tensors": (0,)}, "at least 1"),
+    (8, 8, {"first": 0}, "at least 1"),
+    (8, 8, {"headroom": 1.0}, "headroom"),
+    (8, 1 << 50, {}, "a plan is made for at most"),
+    (8, 8, {"memory_bytes": -1.0}, "memory_bytes"),
 )
 def test_bad_input(devices, batch, changed, text):
     with pytest.raises(UsageError, match=text):
         search(MODEL, cluster(40e9), devices, batch, SearchSpec(base=BASE, **changed))
 
 
-@pytest.mark.parametrize(
-    ("changed", "text"),
-    [
-        ({"tensor_overlap": 5.0}, "tensor_overlap = 5.0"),
-        ({"library": "foo"}, "library = 'foo'"),
-        ({"optimizer_slots": -3}, "optimizer_slots = -3"),
-    ],
+@cases(
+    "changed, text",
+    ({"tensor_overlap": 5.0}, "tensor_overlap = 5.0"),
+    ({"library": "foo"}, "library = 'foo'"),
+    ({"optimizer_slots": -3}, "optimizer_slots = -3"),
 )
 def test_a_base_of_values_that_mean_nothing_is_refused(changed, text):
     with pytest.raises(UsageError, match=text):

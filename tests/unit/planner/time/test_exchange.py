@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from harness.made_plans import cluster_of
+from harness.marks import cases
 from harness.rank_run import RankRun, optimizer_of
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.comm.communicator import Communicator
@@ -274,16 +275,14 @@ def test_16_bit_gradients_go_to_each_owner():
     assert exchange(1e6, published, CLUSTER, 0.0, units=10).algorithm == "ring"
 
 
-@pytest.mark.parametrize(
-    ("strategy", "keys"),
-    [
-        ("zero3", {"algorithm": "tree"}),
-        ("zero1", {"algorithm": "tree", "implementation": "megatron"}),
-        ("parameter_server", {"algorithm": "ring"}),
-        ("parameter_server", {"algorithm": "ring", "servers": 2}),
-        ("allreduce", {"algorithm": "tree", "compression": "int8"}),
-        ("allreduce", {"algorithm": "tree", "compression": "topk"}),
-    ],
+@cases(
+    "strategy, keys",
+    ("zero3", {"algorithm": "tree"}),
+    ("zero1", {"algorithm": "tree", "implementation": "megatron"}),
+    ("parameter_server", {"algorithm": "ring"}),
+    ("parameter_server", {"algorithm": "ring", "servers": 2}),
+    ("allreduce", {"algorithm": "tree", "compression": "int8"}),
+    ("allreduce", {"algorithm": "tree", "compression": "topk"}),
 )
 def test_an_algorithm_that_is_not_taken_is_flagged(strategy, keys):
     asked, auto = (

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from harness.made_plans import cluster_of
+from harness.marks import cases
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.planner.cluster.hardware import Device, EfficiencyCurve, LinkLevel
@@ -306,18 +307,16 @@ def test_schedules_that_cannot_run_are_refused():
         timing(MODEL, replace(LAYOUT, pipeline=4, schedule="interleaved", chunks=2), CLUSTER, 2)
 
 
-@pytest.mark.parametrize(
-    ("layout", "nbytes"),
-    [
-        (LAYOUT, 4 + 28),
-        (replace(LAYOUT, optimizer_slots=1), 4 + 20),
-        (replace(LAYOUT, precision="bfloat16"), 2 + 2 + 24 + 2),
-        (replace(LAYOUT, precision="bfloat16", implementation="megatron"), 8 + 4 + 8 + 4 + 24 + 2 + 4),
-        (
-            replace(LAYOUT, precision="float16", implementation="megatron", main_gradients="working"),
-            6 + 8 + 4 + 8 + 4 + 24 + 2 + 2,
-        ),
-    ],
+@cases(
+    "layout, nbytes",
+    (LAYOUT, 4 + 28),
+    (replace(LAYOUT, optimizer_slots=1), 4 + 20),
+    (replace(LAYOUT, precision="bfloat16"), 2 + 2 + 24 + 2),
+    (replace(LAYOUT, precision="bfloat16", implementation="megatron"), 8 + 4 + 8 + 4 + 24 + 2 + 4),
+    (
+        replace(LAYOUT, precision="float16", implementation="megatron", main_gradients="working"),
+        6 + 8 + 4 + 8 + 4 + 24 + 2 + 2,
+    ),
 )
 def test_an_update_moves_states_and_gradients(layout, nbytes):
     assert bytes_each(layout) == nbytes
@@ -339,20 +338,18 @@ def test_dedicated_servers_share_the_whole_model(pipeline, tensor):
     assert timing(MODEL, layout, CLUSTER, 8).terms["update"] == pytest.approx(moves_s + norm_s)
 
 
-@pytest.mark.parametrize(
+@cases(
     "layout",
-    [
-        replace(LAYOUT, data=2, recompute="full"),
-        replace(LAYOUT, data=2, pipeline=4),
-        replace(LAYOUT, pipeline=4, schedule="gpipe", implementation="megatron", tensor=2),
-        replace(LAYOUT, pipeline=2, schedule="interleaved", chunks=2, strategy="zero2", data=2),
-        replace(LAYOUT, pipeline=4, recompute="full"),
-        replace(LAYOUT, pipeline=2, schedule="interleaved", chunks=2, recompute="full"),
-        replace(LAYOUT, pipeline=2, schedule="gpipe", recompute="full", implementation="megatron"),
-        replace(LAYOUT, tensor=2, sequence_parallel=True),
-        replace(LAYOUT, pipeline=4, schedule="zb-h1"),
-        replace(LAYOUT, pipeline=4, schedule="zb-v"),
-    ],
+    replace(LAYOUT, data=2, recompute="full"),
+    replace(LAYOUT, data=2, pipeline=4),
+    replace(LAYOUT, pipeline=4, schedule="gpipe", implementation="megatron", tensor=2),
+    replace(LAYOUT, pipeline=2, schedule="interleaved", chunks=2, strategy="zero2", data=2),
+    replace(LAYOUT, pipeline=4, recompute="full"),
+    replace(LAYOUT, pipeline=2, schedule="interleaved", chunks=2, recompute="full"),
+    replace(LAYOUT, pipeline=2, schedule="gpipe", recompute="full", implementation="megatron"),
+    replace(LAYOUT, tensor=2, sequence_parallel=True),
+    replace(LAYOUT, pipeline=4, schedule="zb-h1"),
+    replace(LAYOUT, pipeline=4, schedule="zb-v"),
 )
 def test_a_timeline_has_every_pass_once_and_ends_with_the_step(layout):
     m = layout.microbatches(32)

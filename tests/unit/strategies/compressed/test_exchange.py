@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from harness.combinations import EXCHANGES, HALF, SMALL
-from harness.threads import on_threads
+from harness.marks import cases, on_threads
 from harness.trainings import bits, losses, outcomes, state, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
@@ -166,15 +166,13 @@ def test_the_table_of_resumed_runs_has_every_kind_of_sum():
     assert named >= {"int8", "topk", "randomk", "qsgd", "powersgd"}
 
 
-@pytest.mark.parametrize(
-    ("name", "more", "nbytes"),
-    [
-        ("int8", {}, 8 + 4),
-        ("int8", {"compression.error_feedback": "false"}, 8),
-        ("topk", {"precision.mode": "bfloat16"}, 4 + 8 + 4 + 4),  # master, moments, and residuals of before the step
-        ("dgc", {"optimizer.name": "sgd", "optimizer.momentum": 0.9}, 4 + 4),
-        ("onebit", {"compression.warmup_steps": 1}, 8 + 4 + 2),
-    ],
+@cases(
+    "name, more, nbytes",
+    ("int8", {}, 8 + 4),
+    ("int8", {"compression.error_feedback": "false"}, 8),
+    ("topk", {"precision.mode": "bfloat16"}, 4 + 8 + 4 + 4),  # master, moments, and residuals of before the step
+    ("dgc", {"optimizer.name": "sgd", "optimizer.momentum": 0.9}, 4 + 4),
+    ("onebit", {"compression.warmup_steps": 1}, 8 + 4 + 2),
 )
 def test_a_cut_by_memory_counts_what_is_owed(keys, name, more, nbytes):
     given = compressed(keys, name) | more | ({"compression.density": 0.1} if name == "dgc" else {})

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.compressed.optimizers import layout, padded, seat_of, step, steps
-from harness.threads import on_threads
+from harness.marks import on_threads
 from hpcdist import models
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import Range

@@ -10,6 +10,7 @@ import pytest
 from harness.combinations import SMALL
 from harness.compressed.optimizers import layout, padded, seat_of
 from harness.compressed.optimizers import steps as given_steps
+from harness.marks import cases
 from harness.trainings import bits, outcomes, recipe_keys, trainer_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator
@@ -280,23 +281,21 @@ def test_lists_that_send_too_early_or_too_little_are_refused():
             check(change, ranks)
 
 
-@pytest.mark.parametrize(
-    ("keys", "why"),
-    [
-        (DGC | {"optimizer.name": "adamw"}, "set optimizer.name = 'sgd'"),
-        (DGC | {"parallel.strategy": "zero1"}, "set parallel.strategy = 'allreduce'"),
-        (DGC | {"optimizer.normalize_gradient": "true"}, "which nobody has; set optimizer.normalize_gradient = false"),
-        (DGC | {"compression.across_nodes": "true"}, "set compression.across_nodes = false"),
-        (DGC | {"compression.error_feedback": "false"}, "compression.error_feedback = false has no effect"),
-        (DGC | {"precision.mode": "float16"}, "set precision.mode = 'float32'"),
-        (DGC | {"precision.mode": "float64"}, "set precision.mode = 'float32'"),
-        (ONEBIT | {"optimizer.name": "lamb"}, "set optimizer.name = 'adamw'"),
-        (ONEBIT | {"compression.warmup_steps": 0}, "the variance that is frozen is measured in them"),
-        (ONEBIT | {"optimizer.bias_correction": "false"}, "set optimizer.bias_correction = true"),
-        (ONEBIT | {"compression.density": 0.1}, "compression.density = 0.1 has no effect"),
-        (ONEBIT | {"precision.mode": "bfloat16"}, "no feedback makes up for that"),
-        (ONEBIT | {"communication.overlap": "thread"}, "communication.overlap"),
-    ],
+@cases(
+    "keys, why",
+    (DGC | {"optimizer.name": "adamw"}, "set optimizer.name = 'sgd'"),
+    (DGC | {"parallel.strategy": "zero1"}, "set parallel.strategy = 'allreduce'"),
+    (DGC | {"optimizer.normalize_gradient": "true"}, "which nobody has; set optimizer.normalize_gradient = false"),
+    (DGC | {"compression.across_nodes": "true"}, "set compression.across_nodes = false"),
+    (DGC | {"compression.error_feedback": "false"}, "compression.error_feedback = false has no effect"),
+    (DGC | {"precision.mode": "float16"}, "set precision.mode = 'float32'"),
+    (DGC | {"precision.mode": "float64"}, "set precision.mode = 'float32'"),
+    (ONEBIT | {"optimizer.name": "lamb"}, "set optimizer.name = 'adamw'"),
+    (ONEBIT | {"compression.warmup_steps": 0}, "the variance that is frozen is measured in them"),
+    (ONEBIT | {"optimizer.bias_correction": "false"}, "set optimizer.bias_correction = true"),
+    (ONEBIT | {"compression.density": 0.1}, "compression.density = 0.1 has no effect"),
+    (ONEBIT | {"precision.mode": "bfloat16"}, "no feedback makes up for that"),
+    (ONEBIT | {"communication.overlap": "thread"}, "communication.overlap"),
 )
 def test_what_does_not_go_together_is_refused(text, keys, why):
     with pytest.raises(ConfigurationError) as refused:

@@ -19,6 +19,7 @@ from harness.compressed.server import (
     gradients,
     start,
 )
+from harness.marks import cases
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import CommunicationConfig
 from hpcdist.comm.record.timing import count_traffic
@@ -261,18 +262,16 @@ def recipe_of(servers: ParameterServerConfig, name: str, algorithm: str, across:
     )
 
 
-@pytest.mark.parametrize(
-    ("servers", "name", "algorithm", "across", "why"),
-    [
-        (ParameterServerConfig(consistency="asp"), "int8", "ring", False, "clipped by the norm of its worker's own"),
-        (ParameterServerConfig(consistency="ssp", staleness=2), "topk", "ring", False, "clipped by the norm"),
-        (ParameterServerConfig(backup_workers=1), "int8", "ring", False, "has already taken it for sent"),
-        (ParameterServerConfig(transport="shared"), "int8", "ring", False, "does not travel"),
-        (ParameterServerConfig(transport="rma"), "int8", "ring", False, "do not decode it"),
-        (ParameterServerConfig(), LOW_RANK[0], "ring", False, "ask servers once"),
-        (ParameterServerConfig(), "dgc", "ring", False, "each rank steps all of the model"),
-        (ParameterServerConfig(), "int8", "ring", True, "communication.algorithm = 'hierarchical'"),
-    ],
+@cases(
+    "servers, name, algorithm, across, why",
+    (ParameterServerConfig(consistency="asp"), "int8", "ring", False, "clipped by the norm of its worker's own"),
+    (ParameterServerConfig(consistency="ssp", staleness=2), "topk", "ring", False, "clipped by the norm"),
+    (ParameterServerConfig(backup_workers=1), "int8", "ring", False, "has already taken it for sent"),
+    (ParameterServerConfig(transport="shared"), "int8", "ring", False, "does not travel"),
+    (ParameterServerConfig(transport="rma"), "int8", "ring", False, "do not decode it"),
+    (ParameterServerConfig(), LOW_RANK[0], "ring", False, "ask servers once"),
+    (ParameterServerConfig(), "dgc", "ring", False, "each rank steps all of the model"),
+    (ParameterServerConfig(), "int8", "ring", True, "communication.algorithm = 'hierarchical'"),
 )
 def test_what_is_not_built_is_refused(servers, name, algorithm, across, why):
     with pytest.raises(ConfigurationError, match=why):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness import trainings
-from harness.threads import on_threads
+from harness.marks import cases, on_threads
 from harness.trainings import PIPELINE, SERVER, Trained, assembled, refused
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
@@ -54,12 +54,10 @@ def test_in_a_product_every_place_has_servers_of_its_own(axes, lossless, words):
     assert {len(bits) for bits in parameters.values()} == {1}
 
 
-@pytest.mark.parametrize(
-    ("placed", "way"),
-    [
-        (SERVER, {**TOPK, "compression.warmup_steps": 3}),
-        (COLOCATED, {**INT8, "precision.mode": "float16", "precision.loss_scale": 1024}),
-    ],
+@cases(
+    "placed, way",
+    (SERVER, {**TOPK, "compression.warmup_steps": 3}),
+    (COLOCATED, {**INT8, "precision.mode": "float16", "precision.loss_scale": 1024}),
 )
 def test_a_run_goes_on_to_the_bit(placed, way, words, tmp_path):
     settings = {**words, **placed, **way}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from harness.combinations import HALF, SMALL
+from harness.marks import cases
 from harness.trainings import bits, losses, outcomes, trainer_of
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.comm.communicator import Communicator
@@ -59,13 +60,11 @@ def test_a_run_over_nodes_goes_on_bit_for_bit(keys, tmp_path, of):
     assert [(one[1], one[3]) for one in found] == again
 
 
-@pytest.mark.parametrize(
-    ("before", "now"),
-    [
-        (FACTORS, {"communication.compression": "int8"}),
-        ({"communication.compression": "sign"}, FACTORS),
-        (FACTORS, FACTORS | {"compression.rank": 64}),
-    ],
+@cases(
+    "before, now",
+    (FACTORS, {"communication.compression": "int8"}),
+    ({"communication.compression": "sign"}, FACTORS),
+    (FACTORS, FACTORS | {"compression.rank": 64}),
 )
 def test_another_compressor_takes_over_what_is_owed(keys, tmp_path, before, now):
     def resumed(comm, path):

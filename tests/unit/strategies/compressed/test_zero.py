@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.compressed.zero import RATE, Defined, Driven, compare, cuts_of, drawn, rounded
-from harness.threads import on_threads
+from harness.marks import cases, on_threads
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.record.timing import count_traffic
@@ -39,21 +39,19 @@ MIXED = ZeroConfig(parameters=1, gradients=2, optimizer=4)
 WITH_REPLICAS = ZeroConfig(parameters=1, gradients=2, optimizer=2)
 
 
-@pytest.mark.parametrize(
-    ("zero", "name", "microbatches", "keys"),
-    [
-        (ZeroConfig(), "int8", 3, {}),
-        (ZeroConfig(), "qsgd", 2, {"error_feedback": False}),
-        (ZeroConfig(keep_gradients=True), "int4", 3, {}),
-        (HPZ, "int4", 2, {}),
-        (MIXED, "int8", 2, {}),
-        (WITH_REPLICAS, "int8", 2, {}),
-        (WITH_REPLICAS, "topk", 1, {"density": 0.1}),
-        (ZeroConfig(parameters=2, gradients=2, optimizer=2), "randomk", 2, {"density": 0.1}),
-        (HPZ, "int8", 2, {"across_nodes": True}),
-        (MIXED, "int4", 2, {"across_nodes": True}),
-        (ZeroConfig(parameters=2, gradients=2, optimizer=2), "sign", 1, {"across_nodes": True}),
-    ],
+@cases(
+    "zero, name, microbatches, keys",
+    (ZeroConfig(), "int8", 3, {}),
+    (ZeroConfig(), "qsgd", 2, {"error_feedback": False}),
+    (ZeroConfig(keep_gradients=True), "int4", 3, {}),
+    (HPZ, "int4", 2, {}),
+    (MIXED, "int8", 2, {}),
+    (WITH_REPLICAS, "int8", 2, {}),
+    (WITH_REPLICAS, "topk", 1, {"density": 0.1}),
+    (ZeroConfig(parameters=2, gradients=2, optimizer=2), "randomk", 2, {"density": 0.1}),
+    (HPZ, "int8", 2, {"across_nodes": True}),
+    (MIXED, "int4", 2, {"across_nodes": True}),
+    (ZeroConfig(parameters=2, gradients=2, optimizer=2), "sign", 1, {"across_nodes": True}),
 )
 @on_threads(4, ranks_per_node=2)
 def test_all_degrees_and_micro_batches_are_those_of_the_definition(comm, zero, name, microbatches, keys):
@@ -68,15 +66,13 @@ def test_all_degrees_and_micro_batches_are_those_of_the_definition(comm, zero, n
 
 
 @pytest.mark.parametrize("working", [None, "bfloat16"])
-@pytest.mark.parametrize(
-    ("zero", "bits", "across", "levels"),
-    [
-        (ZeroConfig(), 8, False, (0,)),
-        (HPZ, 4, False, (0, 1)),
-        (HPZ, 8, True, (1,)),
-        (ZeroConfig(parameters=2, gradients=2, optimizer=2), 8, False, (0,)),
-        (ZeroConfig(parameters=2, gradients=2, persistent_below=1100), 8, False, (0, 2)),
-    ],
+@cases(
+    "zero, bits, across, levels",
+    (ZeroConfig(), 8, False, (0,)),
+    (HPZ, 4, False, (0, 1)),
+    (HPZ, 8, True, (1,)),
+    (ZeroConfig(parameters=2, gradients=2, optimizer=2), 8, False, (0,)),
+    (ZeroConfig(parameters=2, gradients=2, persistent_below=1100), 8, False, (0, 2)),
 )
 def test_all_compute_with_what_is_decoded_and_owners_keep_what_is_exact(zero, bits, across, levels, working):
     def body(comm):

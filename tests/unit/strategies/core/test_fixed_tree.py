@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from harness.trainings import blamed, digest, refused, small
 from harness.trainings import losses_and_norms as train
 from hpcdist.comm.communicator import Communicator
@@ -34,14 +35,12 @@ def whole_run(comm: Communicator, path: Path, keys: dict[str, Any]) -> tuple[obj
     return train(trainer, STEPS), digest(trainer), mean_validation_loss(trainer)
 
 
-@pytest.mark.parametrize(
-    ("shards", "keys"),
-    [
-        (4, {"optimizer.name": "adamw", "optimizer.clip_norm": 0.1}),
-        (8, {"optimizer.name": "lamb", "model.tied": "true", "optimizer.clip_norm": 0.1}),
-        (6, {"optimizer.name": "lars", "communication.bucket_bytes": 1000}),
-        (6, {"optimizer.name": "sgd", "precision.mode": "float64", "model.kind": "mlp"}),
-    ],
+@cases(
+    "shards, keys",
+    (4, {"optimizer.name": "adamw", "optimizer.clip_norm": 0.1}),
+    (8, {"optimizer.name": "lamb", "model.tied": "true", "optimizer.clip_norm": 0.1}),
+    (6, {"optimizer.name": "lars", "communication.bucket_bytes": 1000}),
+    (6, {"optimizer.name": "sgd", "precision.mode": "float64", "model.kind": "mlp"}),
 )
 def test_losses_weights_and_metrics_have_the_same_bits_on_any_number_of_ranks(text, shards, keys):
     keys = keys | {"run.logical_shards": shards}
@@ -89,15 +88,13 @@ def test_a_step_is_proven_and_meets_once_a_range(text, size):
     assert all(trainer.proof is not None and trainer.proof.meetings == len(reduces) + 1 for trainer in trainers)
 
 
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({Kind.ADD: None}, "never exchanged"),
-        ({Kind.ADD: Kind.REDUCE}, "one REDUCE of all of its range"),
-        ({Kind.REDUCE: Kind.ADD}, "one REDUCE of all of its range"),
-        ({Kind.REDUCE: None}, "never exchanged"),
-        ({Kind.ADD: Kind.REDUCE, Kind.REDUCE: Kind.ADD}, r"REDUCE\(0, .* comes before ADD\(1, "),
-    ],
+@cases(
+    "changes, match",
+    ({Kind.ADD: None}, "never exchanged"),
+    ({Kind.ADD: Kind.REDUCE}, "one REDUCE of all of its range"),
+    ({Kind.REDUCE: Kind.ADD}, "one REDUCE of all of its range"),
+    ({Kind.REDUCE: None}, "never exchanged"),
+    ({Kind.ADD: Kind.REDUCE, Kind.REDUCE: Kind.ADD}, r"REDUCE\(0, .* comes before ADD\(1, "),
 )
 def test_a_broken_step_is_refused(text, changes, match):
     trainer = run_threads(1, lambda comm: trainer_of(comm, text, {}))[0]
@@ -170,20 +167,18 @@ def test_other_arithmetic_is_refused(text, tmp_path, monkeypatch):
         run_threads(2, two)
 
 
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("parallel.strategy=gossip", "parallel.strategy"),
-        ("parallel.pipeline=2", "parallel.pipeline"),
-        ("parallel.microbatches=2", "parallel.microbatches"),
-        ("parallel.schedule=gpipe", "parallel.schedule"),
-        ("communication.algorithm=ring", "communication.algorithm"),
-        ("communication.overlap=thread", "communication.overlap"),
-        ("run.device=gpu", "run.device"),
-        ("run.global_batch=18", "run.global_batch = 18 with run.logical_shards = 4"),
-        ("parallel.data=5", "run.logical_shards = 4 with 5 data ranks"),
-        ("run.logical_shards=-1", "run.logical_shards"),
-    ],
+@cases(
+    "override, key",
+    ("parallel.strategy=gossip", "parallel.strategy"),
+    ("parallel.pipeline=2", "parallel.pipeline"),
+    ("parallel.microbatches=2", "parallel.microbatches"),
+    ("parallel.schedule=gpipe", "parallel.schedule"),
+    ("communication.algorithm=ring", "communication.algorithm"),
+    ("communication.overlap=thread", "communication.overlap"),
+    ("run.device=gpu", "run.device"),
+    ("run.global_batch=18", "run.global_batch = 18 with run.logical_shards = 4"),
+    ("parallel.data=5", "run.logical_shards = 4 with 5 data ranks"),
+    ("run.logical_shards=-1", "run.logical_shards"),
 )
 def test_what_does_not_go_with_it_is_refused_by_name(override, key):
     assert key in refused(["run.logical_shards=4", "run.global_batch=16", override])

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from harness.trainings import losses_and_norms as train
 from harness.trainings import refused, small, state_bits
 from hpcdist.comm.communicator import Communicator
@@ -44,14 +45,12 @@ def whole_run(comm: Communicator, path: Path, keys: dict[str, Any]) -> tuple[obj
     return train(trainer, STEPS), state_bits(trainer), mean_validation_loss(trainer)
 
 
-@pytest.mark.parametrize(
+@cases(
     "keys",
-    [
-        {"optimizer.name": "adamw", "model.dropout": 0.2},
-        {"optimizer.name": "lamb", "model.tied": "true"},
-        {"optimizer.name": "lars", "precision.mode": "float64"},
-        {"optimizer.name": "sgd", "precision.mode": "float64"},
-    ],
+    {"optimizer.name": "adamw", "model.dropout": 0.2},
+    {"optimizer.name": "lamb", "model.tied": "true"},
+    {"optimizer.name": "lars", "precision.mode": "float64"},
+    {"optimizer.name": "sgd", "precision.mode": "float64"},
     ids=lambda keys: keys["optimizer.name"],
 )
 def test_all_exchanges_have_the_same_bits_on_any_number_of_ranks(text, keys):
@@ -131,14 +130,12 @@ def test_a_step_is_proven_and_meets_once_a_layer(text, way, size):
         assert kinds.count(Kind.ADD) == layers * (microbatches - 1)
 
 
-@pytest.mark.parametrize(
-    ("keys", "times"),
-    [
-        ({"parallel.strategy": "zero1"}, lambda p: 2 * (p - 1) / p),
-        ({"parallel.strategy": "zero1", "run.logical_shards": 12}, lambda p: 3 * (p - 1) / p),  # k = 2
-        ({"parallel.strategy": "zero3", "zero.parameters": 1, "zero.gradients": 1}, lambda p: 2 * (p - 1) / p),
-        ({"parallel.strategy": "zero1", "zero.optimizer": 2}, lambda p: (p - 1) / 2 + 1 / 2),
-    ],
+@cases(
+    "keys, times",
+    ({"parallel.strategy": "zero1"}, lambda p: 2 * (p - 1) / p),
+    ({"parallel.strategy": "zero1", "run.logical_shards": 12}, lambda p: 3 * (p - 1) / p),  # k = 2
+    ({"parallel.strategy": "zero3", "zero.parameters": 1, "zero.gradients": 1}, lambda p: 2 * (p - 1) / p),
+    ({"parallel.strategy": "zero1", "zero.optimizer": 2}, lambda p: (p - 1) / 2 + 1 / 2),
 )
 def test_a_step_sends_the_bytes_that_are_promised(text, keys, times):
     settings = {"model.hidden": 64, "run.logical_shards": 4} | keys
@@ -190,13 +187,11 @@ def test_what_is_not_finite_is_found_on_all_ranks(text, way, bad):
     run_threads(1 if way is ALLREDUCE else 3, body)  # replicas of allreduce all have the bad value, or none
 
 
-@pytest.mark.parametrize(
-    ("override", "match"),
-    [
-        ("parallel.strategy=gossip", r"parallel\.strategy = 'gossip' .*to one of allreduce, zero1, zero2, zero3"),
-        ("communication.overlap=thread", r"communication\.overlap"),
-        ("precision.mode=bfloat16", r"run\.logical_shards"),
-    ],
+@cases(
+    "override, match",
+    ("parallel.strategy=gossip", r"parallel\.strategy = 'gossip' .*to one of allreduce, zero1, zero2, zero3"),
+    ("communication.overlap=thread", r"communication\.overlap"),
+    ("precision.mode=bfloat16", r"run\.logical_shards"),
 )
 def test_what_does_not_go_with_zero_is_refused(override, match):
     overrides = ["run.logical_shards=4", "run.global_batch=16", "parallel.strategy=zero3", override]

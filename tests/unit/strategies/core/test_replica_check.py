@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.threads import on_threads
+from harness.marks import cases, on_threads
 from harness.trainings import survive
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.store import FlatStore
@@ -24,14 +24,12 @@ def test_equal_replicas_pass(comm, size, algorithm):
     check_replicas(comm, store, 5, algorithm)
 
 
-@pytest.mark.parametrize(
-    ("odd", "column", "told"),
-    [
-        (None, 0, ""),
-        (4, 0, ""),  # in the middle of the pipeline: nobody looks at it
-        (2, 0, "step 7: rank(s) 2 bring other inputs than rank 0, and all of them compute replica 0"),
-        (3, 1, "step 7: rank(s) 3 bring other targets than rank 1, and all of them compute replica 1"),
-    ],
+@cases(
+    "odd, column, told",
+    (None, 0, ""),
+    (4, 0, ""),  # in the middle of the pipeline: nobody looks at it
+    (2, 0, "step 7: rank(s) 2 bring other inputs than rank 0, and all of them compute replica 0"),
+    (3, 1, "step 7: rank(s) 3 bring other targets than rank 1, and all of them compute replica 1"),
 )
 def test_the_ranks_of_a_replica_bring_the_same_batch(odd, column, told):
     """Two replicas, each of its own samples: ranks 0 and 2 compute the one, 1 and 3 the other, 4 looks at nothing."""

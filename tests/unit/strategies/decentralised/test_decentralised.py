@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from harness import trainings
+from harness.marks import cases
 from harness.trainings import Trained, assembled, check_same, recipe_keys, with_pointers
 from hpcdist import models
 from hpcdist.comm.communicator import Communicator
@@ -340,17 +341,15 @@ def test_bytes_of_an_averaging(words):
         assert without < 0.01 and whole == pytest.approx(2 * 3 / 4, rel=0.01)
 
 
-@pytest.mark.parametrize(
+@cases(
     "keys",
-    [
-        recipe_keys("strategy=gossip decentralised.graph=one_peer"),
-        recipe_keys("strategy=gossip decentralised.order=adapt_first"),
-        recipe_keys("strategy=local_sgd decentralised.period=3"),
-        recipe_keys(
-            "strategy=local_sgd decentralised.period=3 decentralised.outer_learning_rate=0.7 "
-            "decentralised.outer_momentum=0.9"
-        ),
-    ],
+    recipe_keys("strategy=gossip decentralised.graph=one_peer"),
+    recipe_keys("strategy=gossip decentralised.order=adapt_first"),
+    recipe_keys("strategy=local_sgd decentralised.period=3"),
+    recipe_keys(
+        "strategy=local_sgd decentralised.period=3 decentralised.outer_learning_rate=0.7 "
+        "decentralised.outer_momentum=0.9"
+    ),
     ids=["one_peer", "ring", "local_sgd", "outer"],
 )
 def test_resume_has_the_bits_of_a_run_that_saved_there(keys, tmp_path, words):

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.decentralised.config import DecentralisedConfig, parse_edges
 from hpcdist.strategies.decentralised.gossip import Graph, build
@@ -95,25 +96,23 @@ def test_edges_that_leave_components_are_refused_by_their_names():
     assert build("edges", 3, "0-1,1-0 1-2").name == "graph of 3 ranks and 2 edges"
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"graph": "star"}, "decentralised.graph = 'star'; choose one of ring"),
-        ({"order": "both"}, "decentralised.order = 'both'"),
-        ({"moments": "drop"}, "decentralised.moments = 'drop'"),
-        ({"period": 0}, "decentralised.period = 0; it must be at least 1"),
-        ({"report_every": -1}, "decentralised.report_every = -1; it must be at least 0"),
-        ({"outer_learning_rate": 0.0}, "decentralised.outer_learning_rate = 0.0"),
-        ({"outer_learning_rate": math.nan}, "decentralised.outer_learning_rate = nan"),
-        ({"outer_momentum": 1.0}, "decentralised.outer_momentum = 1.0"),
-        ({"graph": "edges"}, "decentralised.edges = '' with decentralised.graph = 'edges'; give them"),
-        ({"edges": "0-1"}, "decentralised.edges = '0-1' with decentralised.graph = 'ring'; set"),
-        ({"graph": "edges", "edges": "0-1-2"}, "'0-1-2' is no edge"),
-        ({"graph": "edges", "edges": "0-1, 1--2"}, "'1--2' is no edge"),
-        ({"graph": "edges", "edges": "0-1, 2-2"}, "2-2 joins a rank to itself"),
-        ({"graph": "edges", "edges": "0-1, 1-2, 1-0"}, "1-0 comes twice"),
-        ({"graph": "edges", "edges": "0-1, 0-1"}, "0-1 comes twice"),
-    ],
+@cases(
+    "keys, words",
+    ({"graph": "star"}, "decentralised.graph = 'star'; choose one of ring"),
+    ({"order": "both"}, "decentralised.order = 'both'"),
+    ({"moments": "drop"}, "decentralised.moments = 'drop'"),
+    ({"period": 0}, "decentralised.period = 0; it must be at least 1"),
+    ({"report_every": -1}, "decentralised.report_every = -1; it must be at least 0"),
+    ({"outer_learning_rate": 0.0}, "decentralised.outer_learning_rate = 0.0"),
+    ({"outer_learning_rate": math.nan}, "decentralised.outer_learning_rate = nan"),
+    ({"outer_momentum": 1.0}, "decentralised.outer_momentum = 1.0"),
+    ({"graph": "edges"}, "decentralised.edges = '' with decentralised.graph = 'edges'; give them"),
+    ({"edges": "0-1"}, "decentralised.edges = '0-1' with decentralised.graph = 'ring'; set"),
+    ({"graph": "edges", "edges": "0-1-2"}, "'0-1-2' is no edge"),
+    ({"graph": "edges", "edges": "0-1, 1--2"}, "'1--2' is no edge"),
+    ({"graph": "edges", "edges": "0-1, 2-2"}, "2-2 joins a rank to itself"),
+    ({"graph": "edges", "edges": "0-1, 1-2, 1-0"}, "1-0 comes twice"),
+    ({"graph": "edges", "edges": "0-1, 0-1"}, "0-1 comes twice"),
 )
 def test_bad_sections_are_refused(keys, words):
     with pytest.raises(ConfigurationError) as refused:

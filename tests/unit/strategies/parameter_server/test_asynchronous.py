@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 import pytest
 
+from harness.marks import on_threads
 from harness.rank_run import RankRun, load_initial, optimizer_of
-from harness.threads import on_threads
 from hpcdist.arrays import backend
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic

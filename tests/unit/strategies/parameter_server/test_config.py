@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
@@ -12,39 +13,35 @@ from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.training.recipe.recipe import Recipe
 
 
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        ({"servers": -1}, "servers = -1"),
-        ({"placement": "beside"}, "choose one of dedicated, colocated"),
-        ({"consistency": "eventual"}, "choose one of bsp, ssp, asp"),
-        ({"consistency": "ssp", "staleness": -1}, "staleness = -1.*at least 0"),
-        ({"staleness": 3}, "staleness = 3 has no effect .* 'bsp'"),
-        ({"consistency": "asp", "staleness": 3}, "staleness = 3 has no effect .* 'asp'"),
-        ({"staleness_aware": True}, "staleness_aware = true has no effect"),
-        ({"consistency": "ssp", "staleness_aware": True}, "staleness_aware = true has no effect"),
-        ({"backup_workers": -1}, "backup_workers = -1"),
-        (
-            {"consistency": "asp", "backup_workers": 1},
-            "backup_workers = 1 .* 'asp'.*or parameter_server.consistency = 'bsp'",
-        ),
-        ({"consistency": "ssp", "backup_workers": 1}, "backup_workers = 1 .* 'ssp'"),
-    ],
+@cases(
+    "keys, says",
+    ({"servers": -1}, "servers = -1"),
+    ({"placement": "beside"}, "choose one of dedicated, colocated"),
+    ({"consistency": "eventual"}, "choose one of bsp, ssp, asp"),
+    ({"consistency": "ssp", "staleness": -1}, "staleness = -1.*at least 0"),
+    ({"staleness": 3}, "staleness = 3 has no effect .* 'bsp'"),
+    ({"consistency": "asp", "staleness": 3}, "staleness = 3 has no effect .* 'asp'"),
+    ({"staleness_aware": True}, "staleness_aware = true has no effect"),
+    ({"consistency": "ssp", "staleness_aware": True}, "staleness_aware = true has no effect"),
+    ({"backup_workers": -1}, "backup_workers = -1"),
+    (
+        {"consistency": "asp", "backup_workers": 1},
+        "backup_workers = 1 .* 'asp'.*or parameter_server.consistency = 'bsp'",
+    ),
+    ({"consistency": "ssp", "backup_workers": 1}, "backup_workers = 1 .* 'ssp'"),
 )
 def test_refused(keys, says):
     with pytest.raises(ConfigurationError, match=says):
         ParameterServerConfig(**keys)
 
 
-@pytest.mark.parametrize(
-    ("keys", "lock_step", "bound", "described"),
-    [
-        ({}, True, 0, "bsp"),
-        ({"consistency": "ssp"}, True, 0, "ssp of 0"),
-        ({"consistency": "ssp", "staleness": 3}, False, 3, "ssp of 3"),
-        ({"consistency": "asp", "staleness_aware": True}, False, math.inf, "asp, rate by staleness"),
-        ({"backup_workers": 2}, False, 0, "bsp, 2 backup workers"),
-    ],
+@cases(
+    "keys, lock_step, bound, described",
+    ({}, True, 0, "bsp"),
+    ({"consistency": "ssp"}, True, 0, "ssp of 0"),
+    ({"consistency": "ssp", "staleness": 3}, False, 3, "ssp of 3"),
+    ({"consistency": "asp", "staleness_aware": True}, False, math.inf, "asp, rate by staleness"),
+    ({"backup_workers": 2}, False, 0, "bsp, 2 backup workers"),
 )
 def test_who_waits_for_whom(keys, lock_step, bound, described):
     config = ParameterServerConfig(**keys)
@@ -58,14 +55,12 @@ def test_as_many_backups_as_workers_are_refused(placement, world):
     assert len(Roles.of(ParameterServerConfig(placement=placement, backup_workers=1), world).workers) == 2
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({}, "placement = 'dedicated'.*set it to 'colocated'"),
-        ({"placement": "colocated", "consistency": "asp"}, "consistency = 'asp'.*set it to 'bsp'"),
-        ({"placement": "colocated", "transport": "shared"}, "transport = 'shared'.*set it to 'messages'"),
-        ({"placement": "colocated", "mirrored": True}, "mirrored = true.*set it to false"),
-    ],
+@cases(
+    "keys, said",
+    ({}, "placement = 'dedicated'.*set it to 'colocated'"),
+    ({"placement": "colocated", "consistency": "asp"}, "consistency = 'asp'.*set it to 'bsp'"),
+    ({"placement": "colocated", "transport": "shared"}, "transport = 'shared'.*set it to 'messages'"),
+    ({"placement": "colocated", "mirrored": True}, "mirrored = true.*set it to false"),
 )
 def test_what_has_no_servers_of_its_own_in_a_product_is_refused(keys, said):
     config = ParameterServerConfig(**keys)
@@ -77,16 +72,14 @@ def test_what_has_no_servers_of_its_own_in_a_product_is_refused(keys, said):
     assert not ParallelConfig(strategy="parameter_server", pipeline=2).has_roles
 
 
-@pytest.mark.parametrize(
-    ("placement", "servers", "world", "workers", "serving"),
-    [
-        ("dedicated", 0, 2, range(1), range(1, 2)),
-        ("dedicated", 0, 4, range(3), range(3, 4)),
-        ("dedicated", 3, 4, range(1), range(1, 4)),
-        ("colocated", 0, 1, range(1), range(1)),
-        ("colocated", 0, 3, range(3), range(3)),
-        ("colocated", 2, 3, range(3), range(2)),
-    ],
+@cases(
+    "placement, servers, world, workers, serving",
+    ("dedicated", 0, 2, range(1), range(1, 2)),
+    ("dedicated", 0, 4, range(3), range(3, 4)),
+    ("dedicated", 3, 4, range(1), range(1, 4)),
+    ("colocated", 0, 1, range(1), range(1)),
+    ("colocated", 0, 3, range(3), range(3)),
+    ("colocated", 2, 3, range(3), range(2)),
 )
 def test_roles(placement, servers, world, workers, serving):
     roles = Roles.of(ParameterServerConfig(placement=placement, servers=servers), world)

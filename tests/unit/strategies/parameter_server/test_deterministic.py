@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.threads import on_threads
+from harness.marks import cases, on_threads
 from harness.trainings import blamed, recipe_keys, refused, small, state_bits
 from harness.trainings import losses_and_norms as train
 from hpcdist.comm.communicator import Communicator
@@ -136,17 +136,15 @@ def test_a_worker_adds_up_layers_and_pushes_them_once(text):
     assert [op.microbatch for op in steps if op.kind is Kind.PUSH] == [2] * 3
 
 
-@pytest.mark.parametrize(
-    ("keys", "match"),
-    [
-        ({"parameter_server.consistency": "asp"}, r"parameter_server.consistency = 'asp' with run.logical_shards = 6"),
-        (
-            recipe_keys("parameter_server.consistency=ssp parameter_server.staleness=2"),
-            r"set parameter_server.consistency = 'bsp', or run.logical_shards = 0",
-        ),
-        ({"parameter_server.backup_workers": 1}, r"parameter_server.backup_workers = 1 with run.logical_shards = 6"),
-        ({"communication.algorithm": "hierarchical"}, r"communication.algorithm = 'hierarchical' with run.logical_"),
-    ],
+@cases(
+    "keys, match",
+    ({"parameter_server.consistency": "asp"}, r"parameter_server.consistency = 'asp' with run.logical_shards = 6"),
+    (
+        recipe_keys("parameter_server.consistency=ssp parameter_server.staleness=2"),
+        r"set parameter_server.consistency = 'bsp', or run.logical_shards = 0",
+    ),
+    ({"parameter_server.backup_workers": 1}, r"parameter_server.backup_workers = 1 with run.logical_shards = 6"),
+    ({"communication.algorithm": "hierarchical"}, r"communication.algorithm = 'hierarchical' with run.logical_"),
 )
 def test_what_sums_in_the_order_of_the_ranks_is_refused(keys, match):
     settings = {"parallel.strategy": "parameter_server", "run.global_batch": 24, "run.logical_shards": 6, **keys}

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from harness.rank_run import RankRun, optimizer_of, text
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
@@ -441,15 +442,13 @@ def test_what_cannot_be_mirrored_or_recovered_is_refused():
         run_threads(2, lambda comm: Run(comm, replace(ALONE, transport="shared"), algorithm="hierarchical"))
 
 
-@pytest.mark.parametrize(
-    ("keys", "told"),
-    [
-        ({"transport": "pigeon"}, "messages, shared, rma"),
-        ({"transport": "shared", "consistency": "asp"}, "set parameter_server.transport = 'messages'"),
-        ({"mirrored": True, "consistency": "asp", "servers": 2}, "set parameter_server.mirrored = false"),
-        ({"mirrored": True}, "at least 2 servers"),
-        ({"mirrored": True, "servers": 1, "placement": "colocated"}, "at least 2 servers"),
-    ],
+@cases(
+    "keys, told",
+    ({"transport": "pigeon"}, "messages, shared, rma"),
+    ({"transport": "shared", "consistency": "asp"}, "set parameter_server.transport = 'messages'"),
+    ({"mirrored": True, "consistency": "asp", "servers": 2}, "set parameter_server.mirrored = false"),
+    ({"mirrored": True}, "at least 2 servers"),
+    ({"mirrored": True, "servers": 1, "placement": "colocated"}, "at least 2 servers"),
 )
 def test_a_recipe_that_cannot_be_is_refused(keys, told):
     with pytest.raises(ConfigurationError, match=told):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from harness.marks import cases
 from harness.trainings import losses, recipe_keys, trainer_of
 from hpcdist import models
 from hpcdist.cli.plan.schedule import command as schedule
@@ -65,18 +66,16 @@ def test_recomputed_chunks_keep_their_inputs():
     assert (moment[0].inputs, moment[0].kept, moment[0].held) == (5, 1, 0)
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ({}, (5, 5)),
-        ({"partition": "parameters"}, (5, 5)),
-        ({"stage_speeds": (3, 1)}, (7, 3)),
-        ({"stage_units": (2, 8)}, (2, 8)),
-        ({"pipeline": 5}, (2, 2, 2, 2, 2)),
-        ({"schedule": "interleaved", "chunks": 2}, (3, 2, 2, 3)),
-        ({"schedule": "zb-v"}, (3, 2, 2, 3)),
-        ({"schedule": "zb-h1"}, (5, 5)),
-    ],
+@cases(
+    "keys, expected",
+    ({}, (5, 5)),
+    ({"partition": "parameters"}, (5, 5)),
+    ({"stage_speeds": (3, 1)}, (7, 3)),
+    ({"stage_units": (2, 8)}, (2, 8)),
+    ({"pipeline": 5}, (2, 2, 2, 2, 2)),
+    ({"schedule": "interleaved", "chunks": 2}, (3, 2, 2, 3)),
+    ({"schedule": "zb-v"}, (3, 2, 2, 3)),
+    ({"schedule": "zb-h1"}, (5, 5)),
 )
 def test_a_plan_covers_the_model_and_shows_itself(keys, expected):
     model = gpt()  # the embedding is next to nothing, the head a third of a block
@@ -106,29 +105,27 @@ def test_measured_seconds_decide():
     assert planned(model, partition="measured", seconds=seconds, kept=(1, 9)).stage_units == (1, 9)
 
 
-@pytest.mark.parametrize(
-    ("keys", "match"),
-    [
-        ({"partition": "luck"}, "choose one of parameters, flops, measured"),
-        ({"pipeline": 1, "partition": "measured"}, "no effect with parallel.pipeline = 1"),
-        ({"pipeline": 1, "stage_memory_bytes": (5,)}, r"stage_memory_bytes = \[5\] has no effect"),
-        (
-            {"stage_units": (5, 5), "partition": "parameters"},
-            "partition = 'parameters' has no effect with parallel.stage_units",
-        ),
-        ({"stage_units": (5, 5), "stage_speeds": (1, 2)}, r"stage_speeds = \[1, 2\] has no effect"),
-        ({"stage_units": (5, 4)}, "2 parts of 9 units in all; give one for each of 2 pipeline ranks, 10 units"),
-        ({"stage_units": (10, 0)}, "each must be at least 1"),
-        ({"stage_units": (3, 3, 4)}, "3 parts"),
-        ({"stage_speeds": (1, 2, 3)}, "give one for each pipeline rank"),
-        ({"stage_memory_bytes": (1, 2, 3)}, "one number for all"),
-        ({"stage_memory_bytes": (-1,)}, "at least 0"),
-        ({"pipeline": 11}, "parallel.pipeline = 11, but the model has only 10 stages"),
-        ({"pipeline": 4, "schedule": "interleaved", "chunks": 3}, "4 x 3 chunks each = 12, but .* only 10 stages"),
-        ({"stage_memory_bytes": (1000, 0)}, r"(?s)however the 10 units .* rank 0 needs .* of 1,000, .*\nstage  units"),
-        ({"stage_units": (5, 5), "stage_memory_bytes": (0, 1000)}, "with these stages, pipeline rank 1 needs"),
-        ({"schedule": "zb-v", "stage_memory_bytes": (9,)}, "with these stages, pipeline rank 0"),
-    ],
+@cases(
+    "keys, match",
+    ({"partition": "luck"}, "choose one of parameters, flops, measured"),
+    ({"pipeline": 1, "partition": "measured"}, "no effect with parallel.pipeline = 1"),
+    ({"pipeline": 1, "stage_memory_bytes": (5,)}, r"stage_memory_bytes = \[5\] has no effect"),
+    (
+        {"stage_units": (5, 5), "partition": "parameters"},
+        "partition = 'parameters' has no effect with parallel.stage_units",
+    ),
+    ({"stage_units": (5, 5), "stage_speeds": (1, 2)}, r"stage_speeds = \[1, 2\] has no effect"),
+    ({"stage_units": (5, 4)}, "2 parts of 9 units in all; give one for each of 2 pipeline ranks, 10 units"),
+    ({"stage_units": (10, 0)}, "each must be at least 1"),
+    ({"stage_units": (3, 3, 4)}, "3 parts"),
+    ({"stage_speeds": (1, 2, 3)}, "give one for each pipeline rank"),
+    ({"stage_memory_bytes": (1, 2, 3)}, "one number for all"),
+    ({"stage_memory_bytes": (-1,)}, "at least 0"),
+    ({"pipeline": 11}, "parallel.pipeline = 11, but the model has only 10 stages"),
+    ({"pipeline": 4, "schedule": "interleaved", "chunks": 3}, "4 x 3 chunks each = 12, but .* only 10 stages"),
+    ({"stage_memory_bytes": (1000, 0)}, r"(?s)however the 10 units .* rank 0 needs .* of 1,000, .*\nstage  units"),
+    ({"stage_units": (5, 5), "stage_memory_bytes": (0, 1000)}, "with these stages, pipeline rank 1 needs"),
+    ({"schedule": "zb-v", "stage_memory_bytes": (9,)}, "with these stages, pipeline rank 0"),
 )
 def test_what_cannot_be_is_refused(keys, match):
     with pytest.raises(ConfigurationError, match=match):
@@ -207,21 +204,19 @@ def text(tmp_path: Path) -> dict[str, object]:
     return {**KEYS, "data.path": path}
 
 
-@pytest.mark.parametrize(
+@cases(
     "changed",
-    [
-        {},
-        {"parallel.schedule": "gpipe", "parallel.recompute": "true"},
-        {"parallel.schedule": "interleaved", "parallel.chunks": 3},
-        {"parallel.schedule": "zb-h1"},
-        {"parallel.schedule": "zb-v"},
-        {"optimizer.name": "sgd"},
-        {"parallel.data": 2, "parallel.strategy": "zero3", "model.tied": "false"},
-        {"parallel.data": 2, "parallel.strategy": "zero2", "zero.keep_gradients": "true"},
-        {"parallel.tensor": 2, "parallel.sequence_parallel": "true"},
-        {"parallel.data": 2, "parallel.strategy": "zero1", "precision.mode": "bfloat16"},
-        {"parallel.tensor": 2, "parallel.schedule": "zb-h1", "precision.mode": "float16"},
-    ],
+    {},
+    {"parallel.schedule": "gpipe", "parallel.recompute": "true"},
+    {"parallel.schedule": "interleaved", "parallel.chunks": 3},
+    {"parallel.schedule": "zb-h1"},
+    {"parallel.schedule": "zb-v"},
+    {"optimizer.name": "sgd"},
+    {"parallel.data": 2, "parallel.strategy": "zero3", "model.tied": "false"},
+    {"parallel.data": 2, "parallel.strategy": "zero2", "zero.keep_gradients": "true"},
+    {"parallel.tensor": 2, "parallel.sequence_parallel": "true"},
+    {"parallel.data": 2, "parallel.strategy": "zero1", "precision.mode": "bfloat16"},
+    {"parallel.tensor": 2, "parallel.schedule": "zb-h1", "precision.mode": "float16"},
 )
 def test_a_run_holds_what_its_plan_says(text, changed):
     ranks = 2 * int(str(changed.get("parallel.data", 1))) * int(str(changed.get("parallel.tensor", 1)))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.marks import cases
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.config import ParallelConfig
@@ -55,29 +56,27 @@ def test_what_is_written_is_read_back(name, ranks, microbatches, chunks, comment
         assert steps == compute_operations(name, microbatches, row.place(parts, ranks), rank)
 
 
-@pytest.mark.parametrize(
-    ("change", "to", "match"),
-    [
-        ("W1", "W1 X0.0", r"^the file, line 4, rank 0: 'X0.0' is no pass; one is F, B, I or W"),
-        ("B1.0", "B1.0.0", r"^the file, line 6, rank 1: 'B1.0.0' is no pass"),
-        ("W1", "", r"^the file, line 4, rank 0: micro-batch 1 never goes to the gradients of its weights \(W\)"),
-        ("B1.0", "", r"^the file, line 6, rank 1: micro-batch 1 never goes back through chunk 0"),
-        ("F1.0 B1.0", "", r"^the file, line 6, rank 1: micro-batch 1 never goes forward through chunk 0"),
-        ("B1.0", "B1.0 B0.0", r"^the file, line 6, rank 1: B0.0 comes where nothing more of the micro-batch is due"),
-        ("B1.0", "B1.0 F2.0", r"^the file, line 6, rank 1: F2.0 is beyond its 2 micro-batches, 0 to 1"),
-        ("B1.0", "B1.0 F1.1", r"^the file, line 6, rank 1: F1.1 is beyond .* or its chunks, 0 to 0"),
-        ("F0.0 B0.0", "B0.0 F0.0", r"^the file, line 6, rank 1: B0.0 comes where F0.0 is due"),
-        ("I1 W1", "W1 I1", r"^the file, line 4, rank 0: W1.0 comes where B1.0 or I1.0 is due, behind F1.0"),
-        ("F0.0 B0.0 F1.0 B1.0", "", r"^the file has the passes of 1 ranks, one a line; the pipeline has 2"),
-        ("looped", "circular", r"^the file: placement = circular, chunks = 1; the first is looped or folded"),
-        ("chunks = 1", "chunks = 0", r"^the file: placement = looped, chunks = 0; the first is looped or folded"),
-        ("looped", "folded", r"^the file: placement = folded with chunks = 1"),
-        ("chunks = 1", "chunks = ²", r"^the file: placement = looped, chunks = ²; the first is looped or folded"),
-        ("chunks = 1", "chunks = 99999999", r"^the file: chunks = 99999999, more than the 4 passes of a rank"),
-        ("chunks = 1", "ranks = 2", r"^the file, line 3: 'ranks = 2'; before the ranks"),
-        ("F0 F1 I0.0 \\\n   W0 I1", "F0 I0 W0 F1 I1", None),
-        ("F0.0 B0.0 F1.0 B1.0", "F0 F1 I0 W0 I1 W1\n", None),
-    ],
+@cases(
+    "change, to, match",
+    ("W1", "W1 X0.0", r"^the file, line 4, rank 0: 'X0.0' is no pass; one is F, B, I or W"),
+    ("B1.0", "B1.0.0", r"^the file, line 6, rank 1: 'B1.0.0' is no pass"),
+    ("W1", "", r"^the file, line 4, rank 0: micro-batch 1 never goes to the gradients of its weights \(W\)"),
+    ("B1.0", "", r"^the file, line 6, rank 1: micro-batch 1 never goes back through chunk 0"),
+    ("F1.0 B1.0", "", r"^the file, line 6, rank 1: micro-batch 1 never goes forward through chunk 0"),
+    ("B1.0", "B1.0 B0.0", r"^the file, line 6, rank 1: B0.0 comes where nothing more of the micro-batch is due"),
+    ("B1.0", "B1.0 F2.0", r"^the file, line 6, rank 1: F2.0 is beyond its 2 micro-batches, 0 to 1"),
+    ("B1.0", "B1.0 F1.1", r"^the file, line 6, rank 1: F1.1 is beyond .* or its chunks, 0 to 0"),
+    ("F0.0 B0.0", "B0.0 F0.0", r"^the file, line 6, rank 1: B0.0 comes where F0.0 is due"),
+    ("I1 W1", "W1 I1", r"^the file, line 4, rank 0: W1.0 comes where B1.0 or I1.0 is due, behind F1.0"),
+    ("F0.0 B0.0 F1.0 B1.0", "", r"^the file has the passes of 1 ranks, one a line; the pipeline has 2"),
+    ("looped", "circular", r"^the file: placement = circular, chunks = 1; the first is looped or folded"),
+    ("chunks = 1", "chunks = 0", r"^the file: placement = looped, chunks = 0; the first is looped or folded"),
+    ("looped", "folded", r"^the file: placement = folded with chunks = 1"),
+    ("chunks = 1", "chunks = ²", r"^the file: placement = looped, chunks = ²; the first is looped or folded"),
+    ("chunks = 1", "chunks = 99999999", r"^the file: chunks = 99999999, more than the 4 passes of a rank"),
+    ("chunks = 1", "ranks = 2", r"^the file, line 3: 'ranks = 2'; before the ranks"),
+    ("F0 F1 I0.0 \\\n   W0 I1", "F0 I0 W0 F1 I1", None),
+    ("F0.0 B0.0 F1.0 B1.0", "F0 F1 I0 W0 I1 W1\n", None),
 )
 def test_what_is_no_schedule_is_refused_where_it_stands(change, to, match):
     assert change in TWO

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.marks import cases
 from hpcdist.arrays.ranges import Range
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.grid import ProcessGrid
@@ -128,25 +129,23 @@ def move(text: str, to: str) -> Break:
     return change
 
 
-@pytest.mark.parametrize(
-    ("damage", "match"),
-    [
-        (lambda own: own.pop(where(own, "WAIT_GATHER(0, 1)")), r"FORWARD\(0, 1\) uses unit 1, which is not gathered"),
-        (lambda own: own.pop(where(own, "START_GATHER(0, 1)")), r"WAIT_GATHER\(0, 1\) waits for what was not started"),
-        (move("WAIT_GATHER(0, 1)", "FREE(0, 1)"), r"FORWARD\(0, 1\) uses unit 1, which is not gathered then"),
-        (move("START_GATHER(0, 1)", "START_GATHER(0, 0)"), r"the same order"),
-        (lambda own: own.insert(0, Operation(Kind.START_GATHER, 0, 0)), r"START_GATHER\(0, 0\) comes while"),
-        (
-            lambda own: own.insert(where(own, "FORWARD(0, 0)"), Operation(Kind.START_GATHER, 0, 0)),
-            r"FORWARD\(0, 0\) uses unit 0, which is not gathered then: no WAIT_GATHER before it",
-        ),
-        (
-            lambda own: own.insert(where(own, "APPLY([0:40])"), Operation(Kind.START_GATHER, unit=0)),
-            r"APPLY\(\[0:40\]\) changes what START_GATHER\(0\), still under way, sends",
-        ),
-        (lambda own: own.append(Operation(Kind.START_GATHER, unit=0)), r"START_GATHER\(0\) is never waited for"),
-        (move("WAIT(0, [80:120])", "AGREE()"), r"BACKWARD\(1, 2\) writes where START\(0, \[80:120\]\) is still under"),
-    ],
+@cases(
+    "damage, match",
+    (lambda own: own.pop(where(own, "WAIT_GATHER(0, 1)")), r"FORWARD\(0, 1\) uses unit 1, which is not gathered"),
+    (lambda own: own.pop(where(own, "START_GATHER(0, 1)")), r"WAIT_GATHER\(0, 1\) waits for what was not started"),
+    (move("WAIT_GATHER(0, 1)", "FREE(0, 1)"), r"FORWARD\(0, 1\) uses unit 1, which is not gathered then"),
+    (move("START_GATHER(0, 1)", "START_GATHER(0, 0)"), r"the same order"),
+    (lambda own: own.insert(0, Operation(Kind.START_GATHER, 0, 0)), r"START_GATHER\(0, 0\) comes while"),
+    (
+        lambda own: own.insert(where(own, "FORWARD(0, 0)"), Operation(Kind.START_GATHER, 0, 0)),
+        r"FORWARD\(0, 0\) uses unit 0, which is not gathered then: no WAIT_GATHER before it",
+    ),
+    (
+        lambda own: own.insert(where(own, "APPLY([0:40])"), Operation(Kind.START_GATHER, unit=0)),
+        r"APPLY\(\[0:40\]\) changes what START_GATHER\(0\), still under way, sends",
+    ),
+    (lambda own: own.append(Operation(Kind.START_GATHER, unit=0)), r"START_GATHER\(0\) is never waited for"),
+    (move("WAIT(0, [80:120])", "AGREE()"), r"BACKWARD\(1, 2\) writes where START\(0, \[80:120\]\) is still under"),
 )
 def test_broken_lists_are_refused(damage, match):
     units = {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(3)}

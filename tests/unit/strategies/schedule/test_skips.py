@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from harness.pipelines import SAMPLES, UNITS, Plan, alone, data, legal, model, parts, planned, run
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads
@@ -34,12 +35,10 @@ def compare(plan: Plan, *, late: bool = False) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "chunks"),
-    [
-        *(("1f1b", 2, 1), ("gpipe", 4, 1), ("1f1b", 8, 1), ("interleaved", 2, 2), ("interleaved", 2, 4)),
-        *(("zb-h1", 3, 1), ("zb-h2", 2, 1), ("zb-v", 2, 2), ("zb-v", 4, 2)),
-    ],
+@cases(
+    "name, ranks, chunks",
+    *(("1f1b", 2, 1), ("gpipe", 4, 1), ("1f1b", 8, 1), ("interleaved", 2, 2), ("interleaved", 2, 4)),
+    *(("zb-h1", 3, 1), ("zb-h2", 2, 1), ("zb-v", 2, 2), ("zb-v", 4, 2)),
 )
 def test_schedules_compute_the_bits_of_one_process(name, ranks, chunks):
     compare(planned(name, ranks, chunks, 8), late=ranks == 2)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from harness.marks import cases
 from hpcdist.arrays.ranges import Range, coverage, cut, split
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
@@ -218,13 +219,11 @@ def test_tied_tensors_across_stages_are_proven():
     tied_step().verify()
 
 
-@pytest.mark.parametrize(
-    ("rank", "op", "to", "match"),
-    [
-        (0, "COPY_GRADIENT(0)", "AGREE()", r"rank 0: REDUCE\(\[0:60\]\) comes before COPY_GRADIENT\(0\)"),
-        (2, "COPY_GRADIENT(0)", "BACKWARD(2, 3)", r"rank 2: COPY_GRADIENT\(0\) comes before BACKWARD\(2, 3\)"),
-        (0, "COPY_VALUE(0)", "APPLY([0:80])", r"rank 0: COPY_VALUE\(0\) comes before APPLY\(\[0:80\]\)"),
-    ],
+@cases(
+    "rank, op, to, match",
+    (0, "COPY_GRADIENT(0)", "AGREE()", r"rank 0: REDUCE\(\[0:60\]\) comes before COPY_GRADIENT\(0\)"),
+    (2, "COPY_GRADIENT(0)", "BACKWARD(2, 3)", r"rank 2: COPY_GRADIENT\(0\) comes before BACKWARD\(2, 3\)"),
+    (0, "COPY_VALUE(0)", "APPLY([0:80])", r"rank 0: COPY_VALUE\(0\) comes before APPLY\(\[0:80\]\)"),
 )
 def test_copies_out_of_order_are_refused(rank, op, to, match):
     step = tied_step()
@@ -305,13 +304,11 @@ def test_lists_for_fewer_ranks_are_refused():
     step.refuse("1 lists for the 2 ranks")
 
 
-@pytest.mark.parametrize(
-    ("op", "to", "match"),
-    [
-        ("FREE(0, 1)", "FORWARD(0, 1)", r"FORWARD\(0, 1\) uses unit 1, which is not gathered then"),
-        ("GATHER(1, 0)", "FREE(0, 0)", r"GATHER\(1, 0\) gathers a unit that is there already"),
-        ("FREE(0, 2)", "GATHER(0, 2)", r"FREE\(0, 2\) frees a unit that is not there"),
-    ],
+@cases(
+    "op, to, match",
+    ("FREE(0, 1)", "FORWARD(0, 1)", r"FORWARD\(0, 1\) uses unit 1, which is not gathered then"),
+    ("GATHER(1, 0)", "FREE(0, 0)", r"GATHER\(1, 0\) gathers a unit that is there already"),
+    ("FREE(0, 2)", "GATHER(0, 2)", r"FREE\(0, 2\) frees a unit that is not there"),
 )
 def test_units_that_are_not_there_are_refused(op, to, match):
     step = zero_step(3, 2, 3, 2)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist import models
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
@@ -195,14 +196,12 @@ def test_what_is_not_cut_is_saved_once():
     assert set(first) == set(built(4).layout.by_key)
 
 
-@pytest.mark.parametrize(
-    ("config", "ranks", "said"),
-    [
-        (ModelConfig(heads=4), 3, r"parallel.tensor = 3 with model.heads = 4: .*\[1, 2, 4\] ranks, or a multiple of 3"),
-        (ModelConfig(kind="mlp"), 2, "parallel.tensor = 2 with model.kind = 'mlp'"),
-        (ModelConfig(vocabulary=3), 4, "parallel.tensor = 4 with model.vocabulary = 3: .* at most 3 tensor ranks"),
-        (ModelConfig(heads=16), 16, "parallel.tensor = 16 with data.context = 7"),
-    ],
+@cases(
+    "config, ranks, said",
+    (ModelConfig(heads=4), 3, r"parallel.tensor = 3 with model.heads = 4: .*\[1, 2, 4\] ranks, or a multiple of 3"),
+    (ModelConfig(kind="mlp"), 2, "parallel.tensor = 2 with model.kind = 'mlp'"),
+    (ModelConfig(vocabulary=3), 4, "parallel.tensor = 4 with model.vocabulary = 3: .* at most 3 tensor ranks"),
+    (ModelConfig(heads=16), 16, "parallel.tensor = 16 with data.context = 7"),
 )
 def test_what_cannot_be_cut_is_refused(config, ranks, said):
     with pytest.raises(ConfigurationError, match=said):

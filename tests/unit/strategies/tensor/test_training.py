@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from harness import trainings
+from harness.marks import cases
 from harness.trainings import alone, difference, losses, recipe_keys, refused, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DivergenceError, ScheduleError
@@ -174,17 +175,15 @@ def test_only_the_tensor_rank_that_brought_a_bad_value_is_named(by_rows, value, 
     run_threads(2, body)
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"parallel.tensor": 3}, r"parallel.tensor = 3 with model.heads = 4: .* \[1, 2, 4\]"),
-        ({"parallel.tensor": 2, "model.kind": "mlp"}, "parallel.tensor = 2 with model.kind = 'mlp'"),
-        ({"parallel.sequence_parallel": "true"}, "parallel.sequence_parallel = true with parallel.tensor = 1"),
-        ({"parallel.tensor": 2, "parallel.strategy": "local_sgd"}, "to one of allreduce, zero1"),
-        ({"parallel.tensor": 2, "parallel.strategy": "parameter_server"}, "parameter_server.placement = 'dedicated'"),
-        ({"parallel.tensor": 2, "run.logical_shards": 2}, "run.logical_shards = 2 with parallel.tensor = 2"),
-        ({"parallel.tensor": 2, "data.shares": "measured"}, "data.shares = 'measured' with parallel.tensor = 2"),
-    ],
+@cases(
+    "changed, said",
+    ({"parallel.tensor": 3}, r"parallel.tensor = 3 with model.heads = 4: .* \[1, 2, 4\]"),
+    ({"parallel.tensor": 2, "model.kind": "mlp"}, "parallel.tensor = 2 with model.kind = 'mlp'"),
+    ({"parallel.sequence_parallel": "true"}, "parallel.sequence_parallel = true with parallel.tensor = 1"),
+    ({"parallel.tensor": 2, "parallel.strategy": "local_sgd"}, "to one of allreduce, zero1"),
+    ({"parallel.tensor": 2, "parallel.strategy": "parameter_server"}, "parameter_server.placement = 'dedicated'"),
+    ({"parallel.tensor": 2, "run.logical_shards": 2}, "run.logical_shards = 2 with parallel.tensor = 2"),
+    ({"parallel.tensor": 2, "data.shares": "measured"}, "data.shares = 'measured' with parallel.tensor = 2"),
 )
 def test_what_does_not_go_together_is_refused(changed, said):
     refused({"model.heads": 4, "model.hidden": 24, "data.context": 12, **changed}, said)

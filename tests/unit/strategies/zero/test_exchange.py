@@ -6,8 +6,8 @@ from functools import cache
 import numpy as np
 import pytest
 
+from harness.marks import cases, on_threads
 from harness.rank_run import RankRun, optimizer_of
-from harness.threads import on_threads
 from harness.trainings import TOLERANCE, State, difference
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
@@ -108,13 +108,11 @@ def test_the_plain_path_without_any_layer_has_the_bits_of_its_stage(stage):
         assert all(state[key].tobytes() == expected_state[key].tobytes() for key in state)
 
 
-@pytest.mark.parametrize(
-    ("kind", "config", "why"),
-    [
-        (Kind.COMBINE, ZeroConfig(parameters=1, gradients=2, optimizer=4), "has 0 COMBINE over all replicas"),
-        (Kind.COMBINE, ZeroConfig(parameters=2, gradients=2, optimizer=2), "has 0 COMBINE over all replicas"),
-        (Kind.REFRESH, ZeroConfig(parameters=2, gradients=4, optimizer=4), "no REFRESH after its APPLY"),
-    ],
+@cases(
+    "kind, config, why",
+    (Kind.COMBINE, ZeroConfig(parameters=1, gradients=2, optimizer=4), "has 0 COMBINE over all replicas"),
+    (Kind.COMBINE, ZeroConfig(parameters=2, gradients=2, optimizer=2), "has 0 COMBINE over all replicas"),
+    (Kind.REFRESH, ZeroConfig(parameters=2, gradients=4, optimizer=4), "no REFRESH after its APPLY"),
 )
 @on_threads(4)
 def test_a_step_without_its_second_half_is_refused(comm, kind, config, why):
@@ -146,15 +144,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(  # the three stages with all optimizers: test_equalities
-    ("name", "optimizer", "dtype"),
-    [
-        *((name, "adamw", "float64") for name in WAYS),
-        ("zero3", "sgd", "float32"),
-        ("mixed", "lamb", "float64"),
-        ("hpZ", "lars", "float64"),
-        ("shared on nodes", "lamb", "float32"),
-    ],
+@cases(
+    "name, optimizer, dtype",
+    *((name, "adamw", "float64") for name in WAYS),
+    ("zero3", "sgd", "float32"),
+    ("mixed", "lamb", "float64"),
+    ("hpZ", "lars", "float64"),
+    ("shared on nodes", "lamb", "float32"),
 )
 def test_ways_train_as_one_process_with_clipping_and_accumulation(name, optimizer, dtype):
     size, per_node, stage, config = WAYS[name]

@@ -14,6 +14,7 @@ import pytest
 from harness import trainings
 from harness.devices import OPTIMIZERS
 from harness.inputs import filled
+from harness.marks import cases
 from harness.trainings import SETTINGS, assembled, refused
 from hpcdist.arrays import backend, filestore
 from hpcdist.arrays.filestore import FileSlice, FileStore
@@ -335,14 +336,12 @@ def run(settings: dict[str, object]) -> Callable[[Communicator], tuple[list[floa
     return body
 
 
-@pytest.mark.parametrize(
-    ("strategy", "keys", "ranks", "optimizer_name"),
-    [
-        *(("zero1", OPTIMIZER_AWAY, 2, name) for name in ("adamw", "lars")),
-        *(("zero2", OPTIMIZER_AWAY, 3, name) for name in ("sgd", "lamb")),
-        *(("zero3", ALL_AWAY, 2, name) for name in ("adamw", "sgd", "lars", "lamb")),
-        *(("zero3", ALL_AWAY, ranks, "adamw") for ranks in (1, 4)),
-    ],
+@cases(
+    "strategy, keys, ranks, optimizer_name",
+    *(("zero1", OPTIMIZER_AWAY, 2, name) for name in ("adamw", "lars")),
+    *(("zero2", OPTIMIZER_AWAY, 3, name) for name in ("sgd", "lamb")),
+    *(("zero3", ALL_AWAY, 2, name) for name in ("adamw", "sgd", "lars", "lamb")),
+    *(("zero3", ALL_AWAY, ranks, "adamw") for ranks in (1, 4)),
 )
 def test_a_run_with_states_in_files_is_that_in_memory(text, tmp_path, strategy, keys, ranks, optimizer_name):
     settings = text | {"parallel.strategy": strategy, "optimizer.name": optimizer_name}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from harness.rank_run import RankRun, text
 from harness.trainings import recipe_of
 from hpcdist import collectives
@@ -156,19 +157,14 @@ def where(steps: list[Operation], kind: Kind) -> int:
     return [op.kind for op in steps].index(kind)
 
 
-@pytest.mark.parametrize(
-    ("damage", "match"),
-    [
-        (lambda own: own.pop(where(own, Kind.WAIT)), r"START\(.*\) is never waited for"),
-        (lambda own: own.pop(where(own, Kind.START)), r"is never exchanged"),
-        (lambda own: own.insert(where(own, Kind.WAIT), own[where(own, Kind.WAIT)]), r"was waited for before"),
-        (lambda own: own.insert(0, own.pop(where(own, Kind.WAIT))), r"waits for what was not started"),
-        (lambda own: own.insert(0, own.pop(where(own, Kind.START))), r"START\(.*\) comes before BACKWARD"),
-        (
-            lambda own: own.insert(where(own, Kind.WAIT), own.pop(where(own, Kind.AGREE))),
-            r"WAIT\(.*\) comes after AGREE",
-        ),
-    ],
+@cases(
+    "damage, match",
+    (lambda own: own.pop(where(own, Kind.WAIT)), r"START\(.*\) is never waited for"),
+    (lambda own: own.pop(where(own, Kind.START)), r"is never exchanged"),
+    (lambda own: own.insert(where(own, Kind.WAIT), own[where(own, Kind.WAIT)]), r"was waited for before"),
+    (lambda own: own.insert(0, own.pop(where(own, Kind.WAIT))), r"waits for what was not started"),
+    (lambda own: own.insert(0, own.pop(where(own, Kind.START))), r"START\(.*\) comes before BACKWARD"),
+    (lambda own: own.insert(where(own, Kind.WAIT), own.pop(where(own, Kind.AGREE))), r"WAIT\(.*\) comes after AGREE"),
 )
 def test_a_broken_list_is_refused(damage, match):
     steps, run = lists("thread", ProcessGrid(data=2), 1)
@@ -203,26 +199,22 @@ def test_a_direction_before_the_wait_is_refused():
 # --- what cannot be had ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("keys", "match"),
-    [
-        ({"overlap": "always"}, r"communication.overlap = 'always'; choose one of none, thread, poll"),
-        ({"overlap": "poll"}, r"'auto': it has no steps .* choose the algorithm ring"),
-        ({"overlap": "poll", "algorithm": "native"}, r"'native': it has no steps"),
-    ],
+@cases(
+    "keys, match",
+    ({"overlap": "always"}, r"communication.overlap = 'always'; choose one of none, thread, poll"),
+    ({"overlap": "poll"}, r"'auto': it has no steps .* choose the algorithm ring"),
+    ({"overlap": "poll", "algorithm": "native"}, r"'native': it has no steps"),
 )
 def test_a_recipe_that_cannot_be_had_is_refused(keys, match):
     with pytest.raises(ConfigurationError, match=match):
         recipe_of({f"communication.{key}": value for key, value in keys.items()})
 
 
-@pytest.mark.parametrize(
-    ("setting", "match"),
-    [
-        ("parallel.strategy=parameter_server", "set parallel.strategy to one of allreduce, zero1"),
-        ("run.device=gpu", "run.device = 'gpu' is not built"),
-        ("run.logical_shards=4", "set communication.overlap = 'none'"),
-    ],
+@cases(
+    "setting, match",
+    ("parallel.strategy=parameter_server", "set parallel.strategy to one of allreduce, zero1"),
+    ("run.device=gpu", "run.device = 'gpu' is not built"),
+    ("run.logical_shards=4", "set communication.overlap = 'none'"),
 )
 def test_other_strategies_and_devices_refuse(setting, match):
     with pytest.raises(ConfigurationError, match=match) as caught:

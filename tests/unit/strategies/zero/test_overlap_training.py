@@ -6,6 +6,7 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from harness.rank_run import RankRun, text
 from harness.trainings import refused
 from hpcdist import collectives
@@ -276,22 +277,20 @@ def test_degrees_in_between_are_refused():
         run_threads(4, lambda comm: Run(comm, 1, "thread", optimizer=2))
 
 
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        (["parallel.strategy=zero3", "zero.prefetch=1"], r"zero.prefetch = 1 with communication.overlap = 'none'"),
-        (["parallel.strategy=zero3", "zero.prefetch=-1"], r"zero.prefetch = -1; give a number of units"),
-        (
-            ["parallel.strategy=zero2", "zero.prefetch=1", "communication.overlap=thread"],
-            r"zero.prefetch = 1 with parallel.strategy = 'zero2': no parameters are cut",
-        ),
-        (["parallel.strategy=zero1", "communication.overlap=poll"], r"'auto': it has no steps"),
-        (
-            [*POLLED_RING, "parallel.strategy=zero2", "precision.mode=bfloat16"],
-            r"communication.overlap = 'poll' with precision.mode = 'bfloat16' is not built",
-        ),
-        (["parallel.strategy=zero1", "communication.bucket_bytes=9"], r"bucket_bytes = 9 has no effect"),
-    ],
+@cases(
+    "settings, match",
+    (["parallel.strategy=zero3", "zero.prefetch=1"], r"zero.prefetch = 1 with communication.overlap = 'none'"),
+    (["parallel.strategy=zero3", "zero.prefetch=-1"], r"zero.prefetch = -1; give a number of units"),
+    (
+        ["parallel.strategy=zero2", "zero.prefetch=1", "communication.overlap=thread"],
+        r"zero.prefetch = 1 with parallel.strategy = 'zero2': no parameters are cut",
+    ),
+    (["parallel.strategy=zero1", "communication.overlap=poll"], r"'auto': it has no steps"),
+    (
+        [*POLLED_RING, "parallel.strategy=zero2", "precision.mode=bfloat16"],
+        r"communication.overlap = 'poll' with precision.mode = 'bfloat16' is not built",
+    ),
+    (["parallel.strategy=zero1", "communication.bucket_bytes=9"], r"bucket_bytes = 9 has no effect"),
 )
 def test_recipes_that_cannot_be_had_are_refused(settings, match):
     refused(settings, match)

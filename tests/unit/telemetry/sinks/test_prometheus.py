@@ -17,6 +17,7 @@ import pytest
 
 from harness import jobs
 from harness.jobs import until
+from harness.marks import cases
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError
 from hpcdist.telemetry import provenance
 from hpcdist.telemetry.config import TelemetryConfig
@@ -165,14 +166,12 @@ VARIABLES = {
 PBS = {"PBS_O_LOGNAME": "bob", "PBS_ACCOUNT": "chemistry", "PBS_QUEUE": "prod", "PBS_JOBID": "7.server"}
 
 
-@pytest.mark.parametrize(
-    ("environment", "number", "owner"),
-    [
-        (VARIABLES, "42", ["ada", "physics", "gpu", "normal"]),
-        ({"SLURM_JOB_USER": "ada", "SLURM_JOB_ID": "42", "SLURM_JOB_ACCOUNT": ""}, "42", ["ada", "", "", ""]),
-        (PBS, "7.server", ["bob", "chemistry", "prod", ""]),
-        ({"USER": "whoever"}, "", [pwd.getpwuid(os.getuid()).pw_name, "", "", ""]),
-    ],
+@cases(
+    "environment, number, owner",
+    (VARIABLES, "42", ["ada", "physics", "gpu", "normal"]),
+    ({"SLURM_JOB_USER": "ada", "SLURM_JOB_ID": "42", "SLURM_JOB_ACCOUNT": ""}, "42", ["ada", "", "", ""]),
+    (PBS, "7.server", ["bob", "chemistry", "prod", ""]),
+    ({"USER": "whoever"}, "", [pwd.getpwuid(os.getuid()).pw_name, "", "", ""]),
 )
 def test_the_scheduler_tells_whose_job_it_is(environment, number, owner):
     assert provenance.job_number(environment) == number

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from harness.trainings import recipe_keys, recipe_of, session_of
 from hpcdist import models
 from hpcdist.comm.threads.communicator import run_threads
@@ -16,62 +17,56 @@ from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe import settings
 
 
-@pytest.mark.parametrize(
-    ("ranks", "keys", "expected"),
-    [
-        (1, "", "allreduce, native"),
-        (2, "compression=topk", "allreduce, native, gradients as topk"),
-        (
-            2,
-            "strategy=zero3 compression=int4 compression.parameters=int8",
-            "zero3, native, gradients as int4, weights gathered as int8",
-        ),
-        (2, "strategy=zero2 microbatches=3", "zero2, native, 3 micro-batches"),
-        (3, "strategy=parameter_server", "parameter_server, 1 dedicated server, bsp"),
-        (
-            2,
-            "strategy=parameter_server parameter_server.placement=colocated",
-            "parameter_server, 2 colocated servers, bsp",
-        ),
-        (
-            4,
-            "strategy=parameter_server servers=2 transport=shared mirrored=true",
-            "parameter_server, 2 dedicated servers, bsp, transport shared, mirrored",
-        ),
-        (
-            4,
-            "strategy=zero3 zero.parameters=2 zero.persistent_below=1000 data.shares=measured",
-            "zero3, native, degrees 2, 4, 4, layers below 1,000 elements whole, samples by measured speed",
-        ),
-        (
-            2,
-            "strategy=zero3 zero.prefetch=2 overlap=poll algorithm=ring",
-            "zero3, ring, 2 gathered ahead, overlapped by polling",
-        ),
-        (
-            2,
-            "strategy=zero3 offload_optimizer=file offload_parameters=file offload_directory={here}",
-            "zero3, native, optimizer state in files, shards in files",
-        ),
-        (1, "recompute=true microbatches=2", "allreduce, native, 2 micro-batches, layers recomputed"),
-        (2, "strategy=zero1 zero.shared_parameters=true", "zero1, native, parameters shared by a node"),
-        (1, "algorithm=ring overlap=poll delayed=true", "allreduce, ring, overlapped by polling, delayed"),
-        (2, "pipeline=2 microbatches=4 recompute=true", "allreduce, native, 1f1b of 4 micro-batches, recomputing"),
-        (2, "pipeline=2 microbatches=4", "allreduce, native, 1f1b of 4 micro-batches, bubble 20%"),
-        (2, "pipeline=2 microbatches=4 schedule=zb-h1", "allreduce, native, zb-h1 of 4 micro-batches, bubble 8%"),
-        (
-            2,
-            "layers=2 pipeline=2 microbatches=4 schedule=interleaved chunks=2",
-            "allreduce, native, interleaved of 4 micro-batches, bubble 11%",
-        ),
-        (2, "pipeline=2 microbatches=1 schedule=zb-h1", "allreduce, native, zb-h1 of 1 micro-batches"),
-        (
-            4,
-            "tensor=2 sequence_parallel=true heads=2 strategy=zero1",
-            "zero1, native, tensor by node_shared, activations by rows",
-        ),
-        (2, ["parallel.tensor=2", "model.heads=2", "communication.algorithm=ring"], "allreduce, ring, tensor by ring"),
-    ],
+@cases(
+    "ranks, keys, expected",
+    (1, "", "allreduce, native"),
+    (2, "compression=topk", "allreduce, native, gradients as topk"),
+    (
+        2,
+        "strategy=zero3 compression=int4 compression.parameters=int8",
+        "zero3, native, gradients as int4, weights gathered as int8",
+    ),
+    (2, "strategy=zero2 microbatches=3", "zero2, native, 3 micro-batches"),
+    (3, "strategy=parameter_server", "parameter_server, 1 dedicated server, bsp"),
+    (2, "strategy=parameter_server parameter_server.placement=colocated", "parameter_server, 2 colocated servers, bsp"),
+    (
+        4,
+        "strategy=parameter_server servers=2 transport=shared mirrored=true",
+        "parameter_server, 2 dedicated servers, bsp, transport shared, mirrored",
+    ),
+    (
+        4,
+        "strategy=zero3 zero.parameters=2 zero.persistent_below=1000 data.shares=measured",
+        "zero3, native, degrees 2, 4, 4, layers below 1,000 elements whole, samples by measured speed",
+    ),
+    (
+        2,
+        "strategy=zero3 zero.prefetch=2 overlap=poll algorithm=ring",
+        "zero3, ring, 2 gathered ahead, overlapped by polling",
+    ),
+    (
+        2,
+        "strategy=zero3 offload_optimizer=file offload_parameters=file offload_directory={here}",
+        "zero3, native, optimizer state in files, shards in files",
+    ),
+    (1, "recompute=true microbatches=2", "allreduce, native, 2 micro-batches, layers recomputed"),
+    (2, "strategy=zero1 zero.shared_parameters=true", "zero1, native, parameters shared by a node"),
+    (1, "algorithm=ring overlap=poll delayed=true", "allreduce, ring, overlapped by polling, delayed"),
+    (2, "pipeline=2 microbatches=4 recompute=true", "allreduce, native, 1f1b of 4 micro-batches, recomputing"),
+    (2, "pipeline=2 microbatches=4", "allreduce, native, 1f1b of 4 micro-batches, bubble 20%"),
+    (2, "pipeline=2 microbatches=4 schedule=zb-h1", "allreduce, native, zb-h1 of 4 micro-batches, bubble 8%"),
+    (
+        2,
+        "layers=2 pipeline=2 microbatches=4 schedule=interleaved chunks=2",
+        "allreduce, native, interleaved of 4 micro-batches, bubble 11%",
+    ),
+    (2, "pipeline=2 microbatches=1 schedule=zb-h1", "allreduce, native, zb-h1 of 1 micro-batches"),
+    (
+        4,
+        "tensor=2 sequence_parallel=true heads=2 strategy=zero1",
+        "zero1, native, tensor by node_shared, activations by rows",
+    ),
+    (2, ["parallel.tensor=2", "model.heads=2", "communication.algorithm=ring"], "allreduce, ring, tensor by ring"),
 )
 def test_one_line_says_it_all(ranks, keys, expected, tmp_path, rng):
     (tmp_path / "text.txt").write_bytes(rng.integers(0, 256, 5000, np.uint8).tobytes())

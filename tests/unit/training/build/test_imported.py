@@ -7,6 +7,7 @@ import h5py
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from harness.trainings import recipe_keys, recipe_of
 from hpcdist.checkpoint.format import manifest
 from hpcdist.cli import checkpoint
@@ -90,13 +91,11 @@ def refuses_other_code(folder: Path, recipe: recipes.Recipe) -> None:
     path.write_text(sealed)
 
 
-@pytest.mark.parametrize(
-    ("kind", "file", "shape", "shown"),
-    [
-        ("text", "text.txt", (8, 12), (8, 12)),
-        ("table", "table.h5", (8, 6), (8,)),
-        ("pictures", "pictures.h5", (8, 4, 3), (8,)),
-    ],
+@cases(
+    "kind, file, shape, shown",
+    ("text", "text.txt", (8, 12), (8, 12)),
+    ("table", "table.h5", (8, 6), (8,)),
+    ("pictures", "pictures.h5", (8, 4, 3), (8,)),
 )
 def test_it_trains_and_is_found_again(kind, file, shape, shown, folder):
     keys = {"model.factory": f"{folder}/own.py:{kind}", "data.path": folder / file} | recipe_keys(

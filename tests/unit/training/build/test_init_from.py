@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from harness.trainings import refused, trainer_of
 from hpcdist.arrays import backend
 from hpcdist.arrays.piece import Piece, runs
@@ -119,13 +120,11 @@ def test_a_run_means_its_newest_and_an_import_will_do(keys, trained, tmp_path):
     begun(trainer_of(solo(), {**keys, "run.init_from": tmp_path / "imported"}), parameters(trained))
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"model.layers": 3}, r"\d\.\S+ (is missing|has the shape)"),
-        ({"model.layers": 1}, r"\d\.\S+ (is missing|has the shape)"),
-        ({"data.context": 6}, r"0\.positions\.weight has the shape \[4, 8\], in the recipe's model \[6, 8\]"),
-    ],
+@cases(
+    "changed, said",
+    ({"model.layers": 3}, r"\d\.\S+ (is missing|has the shape)"),
+    ({"model.layers": 1}, r"\d\.\S+ (is missing|has the shape)"),
+    ({"data.context": 6}, r"0\.positions\.weight has the shape \[4, 8\], in the recipe's model \[6, 8\]"),
 )
 @pytest.mark.parametrize("layout", ["one process", "zero3", "pipeline, tensor"])
 def test_what_does_not_fit_is_named_and_drawn_where_that_is_allowed(changed, said, layout, keys, trained, capfd):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from harness.inputs import KINDS, STEPS, keys_of, write_data
+from harness.marks import cases
 from harness.steady import steady
 from harness.trainings import alone, difference, losses, recipe_keys, refused, trainer_of
 from hpcdist.comm.threads.communicator import run_threads, solo
@@ -102,18 +103,16 @@ def test_a_step_allocates_nothing(kind, folder):
     assert found.transient <= ALLOWED and found.left <= ALLOWED // 10
 
 
-@pytest.mark.parametrize(
-    ("kind", "changed", "said"),
-    [
-        ("convnet", TENSOR, "parallel.tensor = 2 with model.kind = 'convnet' .* train a gpt or an encoder"),
-        ("encoder", {"parallel.tensor": 3}, r"parallel.tensor = 3 with model.heads = 4"),
-        (
-            "gpt with the options of Llama",
-            {"parallel.tensor": 4},
-            r"parallel.tensor = 4 with model.kv_heads = 2: .* choose one of \[1, 2\] ranks, or a multiple of 4 heads",
-        ),
-        ("encoder", TENSOR | {"model.feed_forward": 1}, "at least a column of the feed-forward"),
-    ],
+@cases(
+    "kind, changed, said",
+    ("convnet", TENSOR, "parallel.tensor = 2 with model.kind = 'convnet' .* train a gpt or an encoder"),
+    ("encoder", {"parallel.tensor": 3}, r"parallel.tensor = 3 with model.heads = 4"),
+    (
+        "gpt with the options of Llama",
+        {"parallel.tensor": 4},
+        r"parallel.tensor = 4 with model.kv_heads = 2: .* choose one of \[1, 2\] ranks, or a multiple of 4 heads",
+    ),
+    ("encoder", TENSOR | {"model.feed_forward": 1}, "at least a column of the feed-forward"),
 )
 def test_what_cannot_be_cut_is_refused(kind, changed, said, folder):
     refused(keys_of(kind, folder) | changed, said)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harness import trainings
-from harness.threads import on_threads
+from harness.marks import cases, on_threads
 from harness.trainings import State, difference, refused, small
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.store import FlatStore
@@ -354,46 +354,44 @@ def test_what_is_evaluated_is_the_working_copy(text, tmp_path):
     assert (held == held.astype(dtype_of("bfloat16")).astype(np.float32)).all()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        ([*SERVED, "parameter_server.consistency=asp"], "parameter_server.consistency"),
-        ([*SERVED, "parameter_server.backup_workers=1"], "backup_workers"),
-        ([*SERVED, "parameter_server.transport=shared"], "parameter_server.transport"),
-        ([*SERVED, "parameter_server.servers=2", "parameter_server.mirrored=true"], "mirrored"),
-        ([*SERVED, "communication.algorithm=hierarchical"], "communication.algorithm"),
-        (["precision.mode=bfloat16", "parallel.strategy=local_sgd"], "parallel.strategy"),
-        (["precision.minimum_scale=2"], "precision.minimum_scale"),
-        (["precision.mode=float16", "precision.loss_scale=8", "precision.minimum_scale=2"], "minimum_scale"),
-        (["precision.mode=float16", "precision.minimum_scale=3"], "a power of two from 2.-24 to 2.16"),
-        (["precision.mode=float16", "precision.minimum_scale=131072"], "a power of two from 2.-24 to 2.16"),
-        (["precision.mode=bfloat16", "parallel.strategy=gossip"], "parallel.strategy"),
-        (["precision.mode=float16", "run.logical_shards=4"], "run.logical_shards"),
-        (["precision.mode=float16", "communication.overlap=thread", "communication.delayed=true"], "delayed"),
-        (["precision.mode=float16", "parallel.strategy=zero1", "zero.shared_parameters=true"], "shared_parameters"),
-        (["precision.loss_scale=8"], "precision.loss_scale"),
-        (["precision.mode=bfloat16", "precision.loss_scale=8"], "precision.loss_scale"),
-        (["precision.mode=bfloat16", "precision.hysteresis=3"], "precision.hysteresis"),
-        (["precision.mode=float16", "precision.loss_scale=8", "precision.growth_interval=5"], "growth_interval"),
-        (["precision.mode=float16", "precision.loss_scale=100"], "a power of two"),
-        (["precision.mode=float16", "precision.loss_scale=-2"], "a power of two"),
-        (["precision.mode=float16", "precision.loss_scale=inf"], "a power of two"),
-        (["precision.mode=float16", "precision.hysteresis=0"], "precision.hysteresis"),
-        (["precision.activations=half"], "precision.activations = 'half'"),
-        (["precision.activations=working"], "there are no working copies"),
-        (
-            ["precision.mode=bfloat16", "precision.activations=working"],
-            r"^run.device = 'cpu' with precision.activations = 'working' and precision.mode = 'bfloat16' is not built",
-        ),
-        (
-            ["precision.mode=float16", "precision.activations=working", "run.device=gpu", "parallel.microbatches=2"],
-            "parallel.microbatches = 2",
-        ),
-        (
-            ["precision.mode=bfloat16", "precision.activations=working", "run.device=gpu", "parallel.tensor=2"],
-            "parallel.tensor = 2 with precision.activations",
-        ),
-    ],
+@cases(
+    "overrides, key",
+    ([*SERVED, "parameter_server.consistency=asp"], "parameter_server.consistency"),
+    ([*SERVED, "parameter_server.backup_workers=1"], "backup_workers"),
+    ([*SERVED, "parameter_server.transport=shared"], "parameter_server.transport"),
+    ([*SERVED, "parameter_server.servers=2", "parameter_server.mirrored=true"], "mirrored"),
+    ([*SERVED, "communication.algorithm=hierarchical"], "communication.algorithm"),
+    (["precision.mode=bfloat16", "parallel.strategy=local_sgd"], "parallel.strategy"),
+    (["precision.minimum_scale=2"], "precision.minimum_scale"),
+    (["precision.mode=float16", "precision.loss_scale=8", "precision.minimum_scale=2"], "minimum_scale"),
+    (["precision.mode=float16", "precision.minimum_scale=3"], "a power of two from 2.-24 to 2.16"),
+    (["precision.mode=float16", "precision.minimum_scale=131072"], "a power of two from 2.-24 to 2.16"),
+    (["precision.mode=bfloat16", "parallel.strategy=gossip"], "parallel.strategy"),
+    (["precision.mode=float16", "run.logical_shards=4"], "run.logical_shards"),
+    (["precision.mode=float16", "communication.overlap=thread", "communication.delayed=true"], "delayed"),
+    (["precision.mode=float16", "parallel.strategy=zero1", "zero.shared_parameters=true"], "shared_parameters"),
+    (["precision.loss_scale=8"], "precision.loss_scale"),
+    (["precision.mode=bfloat16", "precision.loss_scale=8"], "precision.loss_scale"),
+    (["precision.mode=bfloat16", "precision.hysteresis=3"], "precision.hysteresis"),
+    (["precision.mode=float16", "precision.loss_scale=8", "precision.growth_interval=5"], "growth_interval"),
+    (["precision.mode=float16", "precision.loss_scale=100"], "a power of two"),
+    (["precision.mode=float16", "precision.loss_scale=-2"], "a power of two"),
+    (["precision.mode=float16", "precision.loss_scale=inf"], "a power of two"),
+    (["precision.mode=float16", "precision.hysteresis=0"], "precision.hysteresis"),
+    (["precision.activations=half"], "precision.activations = 'half'"),
+    (["precision.activations=working"], "there are no working copies"),
+    (
+        ["precision.mode=bfloat16", "precision.activations=working"],
+        r"^run.device = 'cpu' with precision.activations = 'working' and precision.mode = 'bfloat16' is not built",
+    ),
+    (
+        ["precision.mode=float16", "precision.activations=working", "run.device=gpu", "parallel.microbatches=2"],
+        "parallel.microbatches = 2",
+    ),
+    (
+        ["precision.mode=bfloat16", "precision.activations=working", "run.device=gpu", "parallel.tensor=2"],
+        "parallel.tensor = 2 with precision.activations",
+    ),
 )
 def test_what_does_not_go_with_16_bits_is_refused_by_name(overrides, key):
     refused(overrides, key)

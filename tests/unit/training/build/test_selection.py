@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from harness.marks import cases
 from harness.trainings import recipe_of, refused, session_of
 from hpcdist import models
 from hpcdist.collectives.dispatch import parse_algorithm
@@ -161,17 +162,15 @@ def test_shared_memory_over_several_nodes_is_refused_before_the_first_step(tmp_p
     assert inside.algorithm == algorithm
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("nativ<=4096,ring", "row 'nativ<=4096' is unknown, did you mean native;"),
-        ("native<=4K,ring", "row 'native<=4K': sizes are plain bytes: 4096, not 4K;"),
-        ("native<=8,ring<=4,ring", "row 'ring<=4': sizes ascend, and the row before has 8;"),
-        ("native<=8,ring<=16", "row 'ring<=16': the last row has no size;"),
-        ("native,ring", "row 'native': only the last row has no size;"),
-        ("rong", "'rong' is unknown, did you mean ring;"),
-        ("", "'' is unknown;"),
-    ],
+@cases(
+    "text, said",
+    ("nativ<=4096,ring", "row 'nativ<=4096' is unknown, did you mean native;"),
+    ("native<=4K,ring", "row 'native<=4K': sizes are plain bytes: 4096, not 4K;"),
+    ("native<=8,ring<=4,ring", "row 'ring<=4': sizes ascend, and the row before has 8;"),
+    ("native<=8,ring<=16", "row 'ring<=16': the last row has no size;"),
+    ("native,ring", "row 'native': only the last row has no size;"),
+    ("rong", "'rong' is unknown, did you mean ring;"),
+    ("", "'' is unknown;"),
 )
 def test_the_bad_row_of_a_table_is_named(text, said):
     with pytest.raises(ConfigurationError) as caught:
@@ -182,12 +181,10 @@ def test_the_bad_row_of_a_table_is_named(text, said):
     assert said in str(used.value) and ", nccl," in str(used.value)
 
 
-@pytest.mark.parametrize(
+@cases(
     "text",
-    [
-        *("ring<=4096", "auto<=4096,ring", "ring,native", "nothing<=1,ring", "ring<=x,native", "ring<=1,nothing"),
-        *("ring<=007,native", "ring<=8,native<=4,ring", "ring<=8,native<=8,ring"),
-    ],
+    *("ring<=4096", "auto<=4096,ring", "ring,native", "nothing<=1,ring", "ring<=x,native", "ring<=1,nothing"),
+    *("ring<=007,native", "ring<=8,native<=4,ring", "ring<=8,native<=8,ring"),
 )
 def test_recipes_refuse_what_is_no_table(text):
     refused([f"communication.algorithm={text}"], r"communication\.algorithm")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from harness import trainings
-from harness.threads import on_threads
+from harness.marks import cases, on_threads
 from harness.trainings import assembled, refused
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
@@ -40,15 +40,13 @@ def test_slow_steps_are_drawn_apart_for_every_rank_and_again_the_same():
     assert all(is_slow(always, 0, step) and not is_slow(never, 0, step) for step in range(1, 50))
 
 
-@pytest.mark.parametrize(
-    ("least_s", "factor", "needs_s", "ends_s"),
-    [
-        (0.0, 1.0, [1, 2, 1], [1, 3, 4]),  # nothing is added
-        (0.0, 3.0, [1, 2, 1], [3, 9, 12]),
-        (9.0, 1.0, [1, 2, 1], [3, 6, 9]),  # spread evenly
-        (9.0, 2.0, [1, 2, 1], [6, 12, 18]),
-        (3.0, 2.0, [4, 0, 1], [8, 8, 10]),  # it takes longer than that by itself
-    ],
+@cases(
+    "least_s, factor, needs_s, ends_s",
+    (0.0, 1.0, [1, 2, 1], [1, 3, 4]),  # nothing is added
+    (0.0, 3.0, [1, 2, 1], [3, 9, 12]),
+    (9.0, 1.0, [1, 2, 1], [3, 6, 9]),  # spread evenly
+    (9.0, 2.0, [1, 2, 1], [6, 12, 18]),
+    (3.0, 2.0, [4, 0, 1], [8, 8, 10]),  # it takes longer than that by itself
 )
 def test_a_pace_adds_what_is_lacking(least_s, factor, needs_s, ends_s):
     pace, clock = SlowdownTimer(len(needs_s), least_s, factor), 0.0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from harness import trainings
-from harness.threads import on_threads
+from harness.marks import cases, on_threads
 from harness.trainings import assembled, refused
 from hpcdist.arrays import backend
 from hpcdist.checkpoint.restoring.restore import newest, restore
@@ -66,12 +66,10 @@ def trained(ranks: int, settings: Settings, run: Path) -> list[tuple[list[float]
     return run_threads(ranks, body)
 
 
-@pytest.mark.parametrize(
-    ("phase", "last"),
-    [
-        *(("begin", None), ("forward", Kind.FORWARD), ("backward", Kind.BACKWARD), ("exchange", Kind.REDUCE)),
-        ("update", Kind.DIRECTION),
-    ],
+@cases(
+    "phase, last",
+    *(("begin", None), ("forward", Kind.FORWARD), ("backward", Kind.BACKWARD), ("exchange", Kind.REDUCE)),
+    ("update", Kind.DIRECTION),
 )
 @pytest.mark.usefixtures("mortal")
 @on_threads(1)

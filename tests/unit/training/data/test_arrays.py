@@ -7,6 +7,7 @@ import h5py
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist.errors import DataError, StorageError
 from hpcdist.hdf5 import files
 from hpcdist.hdf5.overlay import encode_journal, journal_of
@@ -281,17 +282,15 @@ def test_tables(tmp_path, rng, options):
     assert np.array_equal(got_x[3], x[3])
 
 
-@pytest.mark.parametrize(
-    ("x", "y", "message"),
-    [
-        (np.zeros((3, 2)), np.zeros(4, int), "x has 3 rows and y has 4"),
-        (np.zeros(3), np.zeros(3, int), "expected real numbers"),
-        (np.zeros((3, 2), complex), np.zeros(3, int), "expected real numbers"),
-        (np.zeros((3, 2)), np.zeros(3), "expected the class"),
-        (np.zeros((3, 2)), np.array([0, -1, 0]), "y holds -1"),
-        (np.zeros((3, 2)), np.array([0, 300_000_000, 0]), "y holds 300000000, and a model has"),
-        (np.zeros((0, 2)), np.zeros(0, int), "nothing to train on"),
-    ],
+@cases(
+    "x, y, message",
+    (np.zeros((3, 2)), np.zeros(4, int), "x has 3 rows and y has 4"),
+    (np.zeros(3), np.zeros(3, int), "expected real numbers"),
+    (np.zeros((3, 2), complex), np.zeros(3, int), "expected real numbers"),
+    (np.zeros((3, 2)), np.zeros(3), "expected the class"),
+    (np.zeros((3, 2)), np.array([0, -1, 0]), "y holds -1"),
+    (np.zeros((3, 2)), np.array([0, 300_000_000, 0]), "y holds 300000000, and a model has"),
+    (np.zeros((0, 2)), np.zeros(0, int), "nothing to train on"),
 )
 def test_tables_that_do_not_fit(tmp_path, x, y, message):
     with h5py.File(tmp_path / "a.h5", "w") as file:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.marks import cases
 from hpcdist.training.data import sampler as sampler_module
 from hpcdist.training.data.sampler import DRAWN_SAMPLES, FEISTEL, UNIFORM, Sampler, even_part, in_order, microbatches
 from hpcdist.training.data.samples import TokenWindows
@@ -64,13 +65,11 @@ def test_epochs_and_seeds_have_their_own_order_and_shift():
     assert len({int(shift) for _, shifts in orders for shift in shifts}) > 3
 
 
-@pytest.mark.parametrize(
-    ("rule", "count", "expected"),
-    [
-        (FEISTEL, 1000, [9, 648, 903, 358, 278, 479, 60, 249, 957, 182]),
-        (UNIFORM, 1000, [675, 648, 686, 90, 209, 48, 91, 937, 351, 55]),
-        (UNIFORM, DRAWN_SAMPLES + 1, [9039, 27976, 32934, 58421, 33318, 40266, 4369, 14156, 53791, 18985]),
-    ],
+@cases(
+    "rule, count, expected",
+    (FEISTEL, 1000, [9, 648, 903, 358, 278, 479, 60, 249, 957, 182]),
+    (UNIFORM, 1000, [675, 648, 686, 90, 209, 48, 91, 937, 351, 55]),
+    (UNIFORM, DRAWN_SAMPLES + 1, [9039, 27976, 32934, 58421, 33318, 40266, 4369, 14156, 53791, 18985]),
 )
 def test_the_order_is_pinned(rule, count, expected):
     # A change here changes every run: what was trained before cannot be resumed bit-equal.

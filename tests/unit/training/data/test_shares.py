@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from harness.trainings import assembled, recipe_keys, refused, session_of
 from hpcdist.checkpoint.format import manifest
 from hpcdist.comm.communicator import Communicator
@@ -250,17 +251,12 @@ def _made(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["data.shares=fair"], "choose one of even, measured"),
-        (["data.shares=measured", "run.logical_shards=8"], "run.logical_shards = 0"),
-        (["data.shares=measured", "parallel.strategy=gossip"], "weighted by samples"),
-        (
-            ["data.shares=measured", "parallel.strategy=parameter_server", "parameter_server.consistency=asp"],
-            "weighted",
-        ),
-    ],
+@cases(
+    "settings, message",
+    (["data.shares=fair"], "choose one of even, measured"),
+    (["data.shares=measured", "run.logical_shards=8"], "run.logical_shards = 0"),
+    (["data.shares=measured", "parallel.strategy=gossip"], "weighted by samples"),
+    (["data.shares=measured", "parallel.strategy=parameter_server", "parameter_server.consistency=asp"], "weighted"),
 )
 def test_shares_that_would_change_the_result_are_refused(settings, message):
     refused(settings, message)

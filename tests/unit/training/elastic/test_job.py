@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from harness.trainings import recipe_keys, recipe_of, survive
 from hpcdist.checkpoint.partner.redundancy import PartnerStore
 from hpcdist.checkpoint.restoring.restore import newest_complete
@@ -171,13 +172,11 @@ def test_metrics_tell_of_the_lives(tmp_path, text):
     assert np.isfinite(found.steps["compute_s"][4:, :2]).all()
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"parallel.strategy": "gossip"}, "gossip"),
-        ({"parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}, "asp"),
-        ({"parallel.strategy": "parameter_server", "parameter_server.transport": "rma"}, "transport"),
-    ],
+@cases(
+    "keys, said",
+    ({"parallel.strategy": "gossip"}, "gossip"),
+    ({"parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}, "asp"),
+    ({"parallel.strategy": "parameter_server", "parameter_server.transport": "rma"}, "transport"),
 )
 def test_what_cannot_be_survived_is_refused(keys, said):
     recipe = recipe_of(keys)
@@ -192,18 +191,16 @@ def test_nobody_knows_the_gpu_of_a_new_process():
         recipe.check_world(0, **{"--survive": "replace", "--spares": 0})
 
 
-@pytest.mark.parametrize(
-    ("keys", "ranks", "expected"),
-    [
-        ({}, 3, (3, 1, 1)),
-        ({"parallel.data": 4}, 3, (3, 1, 1)),
-        ({"run.global_batch": 2}, 3, (2, 1, 1)),
-        (recipe_keys("pipeline=2 microbatches=4"), 7, (3, 2, 1)),
-        (recipe_keys("pipeline=4 microbatches=4 schedule=zb-h1"), 3, (1, 3, 1)),
-        (recipe_keys("pipeline=2 microbatches=2 chunks=2 schedule=interleaved"), 1, (1, 1, 1)),
-        (recipe_keys("tensor=2 sequence_parallel=true"), 1, (1, 1, 1)),
-        (recipe_keys("strategy=zero2 zero.optimizer=2 zero.gradients=2"), 3, (2, 1, 1)),
-    ],
+@cases(
+    "keys, ranks, expected",
+    ({}, 3, (3, 1, 1)),
+    ({"parallel.data": 4}, 3, (3, 1, 1)),
+    ({"run.global_batch": 2}, 3, (2, 1, 1)),
+    (recipe_keys("pipeline=2 microbatches=4"), 7, (3, 2, 1)),
+    (recipe_keys("pipeline=4 microbatches=4 schedule=zb-h1"), 3, (1, 3, 1)),
+    (recipe_keys("pipeline=2 microbatches=2 chunks=2 schedule=interleaved"), 1, (1, 1, 1)),
+    (recipe_keys("tensor=2 sequence_parallel=true"), 1, (1, 1, 1)),
+    (recipe_keys("strategy=zero2 zero.optimizer=2 zero.gradients=2"), 3, (2, 1, 1)),
 )
 def test_a_layout_for_any_number_of_ranks(keys, ranks, expected):
     recipe = recipe_of(keys)

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist.arrays.gpu import device
 from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.record.spans import PHASES
@@ -121,13 +122,11 @@ def test_what_a_killed_start_used_after_its_checkpoint_counts(tmp_path, record, 
     assert EnergyRecorder(solo(), recipe, None, tmp_path).state()["since_step"] == found.state()["since_step"]
 
 
-@pytest.mark.parametrize(
-    ("attributes", "line"),
-    [
-        ({"energy_j": 1234.5, "j_per_step": 2.0, "energy_reason": ""}, "energy     1,234.5 J, training 2 J a step"),
-        ({"energy_j": 9.0, "j_per_step": math.nan, "energy_reason": ""}, "energy     9.0 J, training unknown"),
-        ({"energy_j": math.nan, "j_per_step": math.nan, "energy_reason": "no"}, "energy     unknown (no)"),
-    ],
+@cases(
+    "attributes, line",
+    ({"energy_j": 1234.5, "j_per_step": 2.0, "energy_reason": ""}, "energy     1,234.5 J, training 2 J a step"),
+    ({"energy_j": 9.0, "j_per_step": math.nan, "energy_reason": ""}, "energy     9.0 J, training unknown"),
+    ({"energy_j": math.nan, "j_per_step": math.nan, "energy_reason": "no"}, "energy     unknown (no)"),
 )
 def test_the_report_of_a_run_says_it_too(tmp_path, attributes, line):
     row = dict.fromkeys(PER_RANK, np.ones(1))

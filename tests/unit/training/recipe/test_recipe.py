@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import jobs
+from harness.marks import cases
 from hpcdist import errors
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting.toml_text import toml_value
@@ -87,18 +88,16 @@ def test_a_relative_path_counts_from_the_file_that_has_it(home, tmp_path, monkey
     assert recipes.load(None, ["data.path="], home).recipe.data.path == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "key", "value"),
-    [
-        ("optimizer.name=lamb", "optimizer.name", "lamb"),
-        ('optimizer.name="lamb"', "optimizer.name", "lamb"),
-        ("optimizer.learning_rate=.01", "optimizer.learning_rate", 0.01),
-        ("optimizer.learning_rate=1e-2", "optimizer.learning_rate", 0.01),
-        ("communication.deadline_s=60", "communication.deadline_s", 60.0),
-        ("run.steps=1_000_000", "run.steps", 1_000_000),
-        ("model.tied=true", "model.tied", True),
-        ("data.path=/a=b c", "data.path", "/a=b c"),
-    ],
+@cases(
+    "text, key, value",
+    ("optimizer.name=lamb", "optimizer.name", "lamb"),
+    ('optimizer.name="lamb"', "optimizer.name", "lamb"),
+    ("optimizer.learning_rate=.01", "optimizer.learning_rate", 0.01),
+    ("optimizer.learning_rate=1e-2", "optimizer.learning_rate", 0.01),
+    ("communication.deadline_s=60", "communication.deadline_s", 60.0),
+    ("run.steps=1_000_000", "run.steps", 1_000_000),
+    ("model.tied=true", "model.tied", True),
+    ("data.path=/a=b c", "data.path", "/a=b c"),
 )
 def test_overrides_are_read_by_the_type_of_their_key(home, text, key, value):
     got = recipes.flat(recipes.load(None, [text], home).recipe)[key]
@@ -113,19 +112,17 @@ def test_a_whole_number_in_toml_is_a_number(home, tmp_path):
     assert isinstance(rate, float)
 
 
-@pytest.mark.parametrize(
-    ("text", "key", "nearest"),
-    [
-        ("[run]\nstepz = 3", "run.stepz", "'run.steps'"),
-        ("stepz = 3", "stepz", "'run.steps'"),
-        ("[optimizer]\nlr = 3", "optimizer.lr", "'optimizer.learning_rate'"),
-        ("[optim]\nlearning_rate = 3", "optim.learning_rate", "'optimizer.learning_rate'"),
-        ("[modle]\nlayers = 3", "modle.layers", "'model.layers'"),
-        ("[modle]", "modle", "'model'"),
-        ("[model.attention]\nheads = 3", "model.attention.heads", "'model.heads'"),
-        ("[run]\nxyzzy = 3", "run.xyzzy", "keys of [run] are: steps,"),
-        ("[xyzzy]\nfoo = 3", "xyzzy.foo", "sections are: model, data,"),
-    ],
+@cases(
+    "text, key, nearest",
+    ("[run]\nstepz = 3", "run.stepz", "'run.steps'"),
+    ("stepz = 3", "stepz", "'run.steps'"),
+    ("[optimizer]\nlr = 3", "optimizer.lr", "'optimizer.learning_rate'"),
+    ("[optim]\nlearning_rate = 3", "optim.learning_rate", "'optimizer.learning_rate'"),
+    ("[modle]\nlayers = 3", "modle.layers", "'model.layers'"),
+    ("[modle]", "modle", "'model'"),
+    ("[model.attention]\nheads = 3", "model.attention.heads", "'model.heads'"),
+    ("[run]\nxyzzy = 3", "run.xyzzy", "keys of [run] are: steps,"),
+    ("[xyzzy]\nfoo = 3", "xyzzy.foo", "sections are: model, data,"),
 )
 def test_unknown_keys_are_refused_with_path_and_nearest(home, tmp_path, text, key, nearest):
     path = tmp_path / "recipe.toml"
@@ -141,21 +138,19 @@ def test_unknown_keys_of_the_environment_name_their_variable(home):
         recipes.load(environment=home | {"HPCDIST_SET__RUN__STEPZ": "3"})
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('[run]\nsteps = "many"', r"run\.steps = 'many' .*expected a whole number, such as 1000"),
-        ("[run]\nsteps = 1.5", r"run\.steps = 1\.5 .*whole number"),
-        ("[run]\nsteps = true", r"run\.steps = True .*whole number"),
-        ("[run.steps]\nvalue = 3", r"run\.steps = \{'value': 3\} .*whole number"),
-        ("[model]\ntied = 1", r"model\.tied = 1 .*true or false"),
-        ("[data]\npath = 3", r"data\.path = 3 .*a text"),
-        ("[data]\npath = ['a']", r"data\.path = \['a'\] .*a text"),
-        ("[optimizer]\nlearning_rate = 'fast'", r"optimizer\.learning_rate = 'fast' .*a number"),
-        ("run = 3", r"run = 3 in .*\[run\] is a section"),
-        ("[[run]]\nsteps = 3", r"\[run\] is a section"),
-        ("[run\nsteps = 3", r"recipe\.toml is not valid TOML: .*line 1"),
-    ],
+@cases(
+    "text, message",
+    ('[run]\nsteps = "many"', r"run\.steps = 'many' .*expected a whole number, such as 1000"),
+    ("[run]\nsteps = 1.5", r"run\.steps = 1\.5 .*whole number"),
+    ("[run]\nsteps = true", r"run\.steps = True .*whole number"),
+    ("[run.steps]\nvalue = 3", r"run\.steps = \{'value': 3\} .*whole number"),
+    ("[model]\ntied = 1", r"model\.tied = 1 .*true or false"),
+    ("[data]\npath = 3", r"data\.path = 3 .*a text"),
+    ("[data]\npath = ['a']", r"data\.path = \['a'\] .*a text"),
+    ("[optimizer]\nlearning_rate = 'fast'", r"optimizer\.learning_rate = 'fast' .*a number"),
+    ("run = 3", r"run = 3 in .*\[run\] is a section"),
+    ("[[run]]\nsteps = 3", r"\[run\] is a section"),
+    ("[run\nsteps = 3", r"recipe\.toml is not valid TOML: .*line 1"),
 )
 def test_wrong_types_name_the_key(home, tmp_path, text, message):
     (tmp_path / "recipe.toml").write_text(text)
@@ -185,34 +180,32 @@ def test_what_is_not_built_is_refused(home, text):
     assert "--set" in str(refused.value)
 
 
-@pytest.mark.parametrize(
+@cases(
     "text",
-    [
-        "model.heads=3",
-        "model.layers=0",
-        "model.dropout=1",
-        "model.dropout=nan",
-        "data.context=0",
-        "data.validation_fraction=0.6",
-        "data.validation_fraction=nan",
-        "run.steps=0",
-        "run.global_batch=0",
-        "run.seed=-1",
-        "run.device=tpu",
-        "run.log_every_s=-1",
-        "precision.mode=float8",
-        "parallel.data=-1",
-        "parallel.microbatches=0",
-        "parallel.strategy=magic",
-        "communication.algorithm=magic",
-        "communication.bucket_bytes=0",
-        "communication.deadline_s=0",
-        "communication.deadline_s=inf",
-        "communication.ranks_per_node=-1",
-        "checkpoint.every_steps=-1",
-        "checkpoint.keep=0",
-        "optimizer.learning_rate=-1",
-    ],
+    "model.heads=3",
+    "model.layers=0",
+    "model.dropout=1",
+    "model.dropout=nan",
+    "data.context=0",
+    "data.validation_fraction=0.6",
+    "data.validation_fraction=nan",
+    "run.steps=0",
+    "run.global_batch=0",
+    "run.seed=-1",
+    "run.device=tpu",
+    "run.log_every_s=-1",
+    "precision.mode=float8",
+    "parallel.data=-1",
+    "parallel.microbatches=0",
+    "parallel.strategy=magic",
+    "communication.algorithm=magic",
+    "communication.bucket_bytes=0",
+    "communication.deadline_s=0",
+    "communication.deadline_s=inf",
+    "communication.ranks_per_node=-1",
+    "checkpoint.every_steps=-1",
+    "checkpoint.keep=0",
+    "optimizer.learning_rate=-1",
 )
 def test_values_that_cannot_be_run_name_key_and_origin(home, text):
     key = text.partition("=")[0]
@@ -286,39 +279,37 @@ def test_reading_a_recipe_imports_nothing_heavy():
     assert jobs.python(program, check=True).stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    ("texts", "message"),
-    [
-        (["parallel.pipeline=2", "parallel.schedule=sequential"], "all stages but one would wait"),
-        (
-            ["parallel.pipeline=2", "parallel.strategy=gossip"],
-            "set parallel.strategy to one of allreduce, zero1, zero2, zero3",
-        ),
-        (["parallel.pipeline=2", "parallel.schedule=1F1B"], "choose one of auto, sequential, gpipe, 1f1b, inter"),
-        (["parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.microbatches=4"], "chunks = 2 or above"),
-        (
-            ["parallel.pipeline=4", "parallel.schedule=interleaved", "parallel.microbatches=2", "parallel.chunks=2"],
-            "set parallel.microbatches = 4 or above",
-        ),
-        (["parallel.pipeline=2", "parallel.chunks=2"], "parallel.chunks = 2 with parallel.schedule = '1f1b'"),
-        (["parallel.pipeline=2", "parallel.schedule=file"], "the schedule 'file' needs one"),
-        (["parallel.pipeline=2", "parallel.schedule_file=a.txt"], "no other reads it"),
-        (
-            ["parallel.pipeline=2", "parallel.schedule=zb-h1", "parallel.microbatches=4", "parallel.recompute=true"],
-            "stays in memory until it is computed",
-        ),
-        (["zero.keep_gradients=true", "parallel.strategy=zero1"], "no gradients are cut"),
-        (["zero.keep_parameters=true", "parallel.strategy=zero2"], "no parameters are cut"),
-        (
-            ["parallel.pipeline=2", "zero.shared_parameters=true", "parallel.strategy=zero1"],
-            "shared_parameters = true with parallel.pipeline",
-        ),
-        (
-            ["parallel.pipeline=2", "parallel.microbatches=3"],
-            "run.global_batch = 16 with parallel.microbatches = 3 and parallel.pipeline = 2",
-        ),
-        (["parallel.pipeline=0"], "must be at least 1"),
-    ],
+@cases(
+    "texts, message",
+    (["parallel.pipeline=2", "parallel.schedule=sequential"], "all stages but one would wait"),
+    (
+        ["parallel.pipeline=2", "parallel.strategy=gossip"],
+        "set parallel.strategy to one of allreduce, zero1, zero2, zero3",
+    ),
+    (["parallel.pipeline=2", "parallel.schedule=1F1B"], "choose one of auto, sequential, gpipe, 1f1b, inter"),
+    (["parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.microbatches=4"], "chunks = 2 or above"),
+    (
+        ["parallel.pipeline=4", "parallel.schedule=interleaved", "parallel.microbatches=2", "parallel.chunks=2"],
+        "set parallel.microbatches = 4 or above",
+    ),
+    (["parallel.pipeline=2", "parallel.chunks=2"], "parallel.chunks = 2 with parallel.schedule = '1f1b'"),
+    (["parallel.pipeline=2", "parallel.schedule=file"], "the schedule 'file' needs one"),
+    (["parallel.pipeline=2", "parallel.schedule_file=a.txt"], "no other reads it"),
+    (
+        ["parallel.pipeline=2", "parallel.schedule=zb-h1", "parallel.microbatches=4", "parallel.recompute=true"],
+        "stays in memory until it is computed",
+    ),
+    (["zero.keep_gradients=true", "parallel.strategy=zero1"], "no gradients are cut"),
+    (["zero.keep_parameters=true", "parallel.strategy=zero2"], "no parameters are cut"),
+    (
+        ["parallel.pipeline=2", "zero.shared_parameters=true", "parallel.strategy=zero1"],
+        "shared_parameters = true with parallel.pipeline",
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.microbatches=3"],
+        "run.global_batch = 16 with parallel.microbatches = 3 and parallel.pipeline = 2",
+    ),
+    (["parallel.pipeline=0"], "must be at least 1"),
 )
 def test_layouts_that_make_no_sense_are_refused(home, texts, message):
     with pytest.raises(ConfigurationError, match=message):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from harness.trainings import assembled, recipe_keys, session_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import OperationTiming
@@ -249,14 +250,12 @@ def test_a_start_is_summarised_by_the_steps_of_each_worker(clocks, placement, te
         assert reasons == {NO_STEP_MADE} and NO_STEP_MADE in describe(found[0])
 
 
-@pytest.mark.parametrize(
-    ("keys", "failing"),
-    [
-        ({}, [1]),
-        ({"parameter_server.consistency": "ssp", "parameter_server.staleness": 1}, [1]),
-        ({"parameter_server.consistency": "bsp", "parameter_server.backup_workers": 1}, [1]),
-        ({"parameter_server.consistency": "bsp", "parameter_server.backup_workers": 1}, [1, 2]),
-    ],
+@cases(
+    "keys, failing",
+    ({}, [1]),
+    ({"parameter_server.consistency": "ssp", "parameter_server.staleness": 1}, [1]),
+    ({"parameter_server.consistency": "bsp", "parameter_server.backup_workers": 1}, [1]),
+    ({"parameter_server.consistency": "bsp", "parameter_server.backup_workers": 1}, [1, 2]),
     ids=["asp", "ssp", "backup", "more than the backups"],
 )
 def test_a_loss_that_is_not_finite_stops_all_and_names_the_tensor(keys, failing, text, tmp_path):

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from harness.inputs import write_text
+from harness.marks import cases
 from harness.trainings import assembled, refused, session_of
 from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.directory import loss_of
@@ -72,18 +73,16 @@ def test_a_run_stops_when_another_save_would_not_fit(settings, tmp_path):
     assert [one.done for one in found] == [1, 1] and steps_in(tmp_path / "run") == [1]
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (("checkpoint.mtbf_s=60", "checkpoint.every_steps=5"), "says when to save"),
-        (("checkpoint.mtbf_s=-1",), "checkpoint.mtbf_s = -1"),
-        (("checkpoint.keep_best=-1",), "checkpoint.keep_best = -1"),
-        (("checkpoint.keep_best=1", "data.validation_fraction=0.0"), "no validation loss"),
-        *(
-            ((f"checkpoint.{key}=9", "parallel.strategy=parameter_server", "parameter_server.consistency=asp"), key)
-            for key in ("mtbf_s", "keep_best")
-        ),
-    ],
+@cases(
+    "settings, said",
+    (("checkpoint.mtbf_s=60", "checkpoint.every_steps=5"), "says when to save"),
+    (("checkpoint.mtbf_s=-1",), "checkpoint.mtbf_s = -1"),
+    (("checkpoint.keep_best=-1",), "checkpoint.keep_best = -1"),
+    (("checkpoint.keep_best=1", "data.validation_fraction=0.0"), "no validation loss"),
+    *(
+        ((f"checkpoint.{key}=9", "parallel.strategy=parameter_server", "parameter_server.consistency=asp"), key)
+        for key in ("mtbf_s", "keep_best")
+    ),
 )
 def test_what_cannot_be(settings, said):
     refused(settings, said)

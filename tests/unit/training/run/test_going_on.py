@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.marks import cases
 from harness.trainings import assembled
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.cli import run as run_command
@@ -24,27 +25,23 @@ def text(text: Path) -> dict[str, object]:
     return {"data.path": text, "run.steps": 40}
 
 
-@pytest.mark.parametrize(
-    ("command", "resumed"),
-    [
-        (["train"], ["train", "--out", "runs/1", "--resume", "auto"]),
-        (["train", "--out", "a"], ["train", "--out", "a", "--resume", "auto"]),
-        (["train", "--out=a", "--resume=never"], ["train", "--out=a", "--resume", "auto"]),
-        (["train", "--resume", "never", "r"], ["train", "r", "--out", "runs/1", "--resume", "auto"]),
-        (["run", "-n", "2", "--", "train"], ["run", "-n", "2", "--", "train", "--out", "runs/1", "--resume", "auto"]),
-        (["train", "--", "-x"], ["train", "--out", "runs/1", "--resume", "auto", "--", "-x"]),
-    ],
+@cases(
+    "command, resumed",
+    (["train"], ["train", "--out", "runs/1", "--resume", "auto"]),
+    (["train", "--out", "a"], ["train", "--out", "a", "--resume", "auto"]),
+    (["train", "--out=a", "--resume=never"], ["train", "--out=a", "--resume", "auto"]),
+    (["train", "--resume", "never", "r"], ["train", "r", "--out", "runs/1", "--resume", "auto"]),
+    (["run", "-n", "2", "--", "train"], ["run", "-n", "2", "--", "train", "--out", "runs/1", "--resume", "auto"]),
+    (["train", "--", "-x"], ["train", "--out", "runs/1", "--resume", "auto", "--", "-x"]),
 )
 def test_the_command_that_goes_on(command, resumed):
     assert exit_file.resume_command(command, Path("runs/1")) == resumed
 
 
-@pytest.mark.parametrize(
-    ("command", "resumed"),
-    [
-        (["run", "-n", "2", "--", "python", "train"], ["run", "--out", "r", "--resume", "auto", "-n", "2"]),
-        (["run", "--out", "a", "--resume=never", "--", "python", "train"], ["run", "--resume", "auto", "--out", "a"]),
-    ],
+@cases(
+    "command, resumed",
+    (["run", "-n", "2", "--", "python", "train"], ["run", "--out", "r", "--resume", "auto", "-n", "2"]),
+    (["run", "--out", "a", "--resume=never", "--", "python", "train"], ["run", "--resume", "auto", "--out", "a"]),
 )
 def test_the_command_that_goes_on_with_a_script(command, resumed):
     assert exit_file.resume_command(command, Path("r"), script=True) == [*resumed, "--", "python", "train"]

@@ -4,9 +4,9 @@ import gc
 import tracemalloc
 
 import numpy as np
-import pytest
 
 from harness.inputs import write_text
+from harness.marks import cases
 from harness.trainings import assembled, session_of
 from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.threads.communicator import run_threads
@@ -24,12 +24,10 @@ FLUSH_STEPS = 25  # a clock would leave other rows in memory each time
 BYTES_A_STEP = 80.0  # of both ranks together; a list of three numbers a step in each would be 96 and more
 
 
-@pytest.mark.parametrize(
-    ("last", "keys"),
-    [
-        (500, {"parallel.strategy": "local_sgd", "telemetry.jsonl": "true"}),
-        (600, {"parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}),
-    ],
+@cases(
+    "last, keys",
+    (500, {"parallel.strategy": "local_sgd", "telemetry.jsonl": "true"}),
+    (600, {"parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}),
     ids=["replicas", "asynchronous"],
 )
 def test_memory_does_not_grow_with_the_steps(last, keys, tmp_path, rng, monkeypatch):

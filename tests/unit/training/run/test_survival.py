@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from harness import jobs
+from harness.marks import cases
 from hpcdist.training.run.stop_requests import EXIT_CODES, STOP_FILE, StopReason, StopRequests, agreed_reason
 
 NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
@@ -24,14 +25,12 @@ def handlers():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize(
-    ("number", "stop_request"),
-    [
-        (signal.SIGTERM, StopReason.REQUEUE),
-        (signal.SIGHUP, StopReason.REQUEUE),
-        (signal.SIGUSR1, StopReason.REQUEUE),
-        (signal.SIGINT, StopReason.INTERRUPT),
-    ],
+@cases(
+    "number, stop_request",
+    (signal.SIGTERM, StopReason.REQUEUE),
+    (signal.SIGHUP, StopReason.REQUEUE),
+    (signal.SIGUSR1, StopReason.REQUEUE),
+    (signal.SIGINT, StopReason.INTERRUPT),
 )
 def test_a_signal_becomes_a_stop_request_and_nothing_else(number, stop_request):
     stop_requests = StopRequests(None)

@@ -1,11 +1,18 @@
-"""Tests whose ranks are threads of one process."""
+"""Decorators of tests: for each row of a table, and on ranks that are threads of one process."""
 
 import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from hpcdist.comm.threads.communicator import run_threads
+
+
+def cases(names: str, *rows: object, **options: Any) -> pytest.MarkDecorator:
+    """Run a test for each of ``rows``, which have values of the parameters ``names``: "size, expected"."""
+    return pytest.mark.parametrize(names, rows, **options)
 
 
 def on_threads(size: int | str, **options: Any) -> Callable[[Callable[..., object]], Callable[..., None]]:
