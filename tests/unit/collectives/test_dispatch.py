@@ -9,7 +9,7 @@ from hpcdist.arrays.dtypes import INTEGERS
 from hpcdist.collectives import ALLREDUCE, dispatch
 from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.comm.record.timing import count_traffic
-from hpcdist.comm.threads.communicator import run_threads, solo
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import BufferHandoverError, CommunicationError, UsageError
 
 
@@ -46,28 +46,25 @@ def test_integers_are_not_scaled(comm, size, dtype):
     assert (buffer == size).all()
 
 
-def test_what_was_settled_does_not_let_another_buffer_through():
+@on_threads(2)
+def test_what_was_settled_does_not_let_another_buffer_through(comm):
     """The first call settles algorithm, op and dtype; every later buffer is looked at all the same."""
     read_only = np.zeros(4)
     read_only.flags.writeable = False
-
-    def body(comm):
-        collectives.allreduce(comm, np.zeros(4), "ring")
-        for message, buffer in {
-            "1-D contiguous": np.zeros(8)[::2],
-            "shape": np.zeros((2, 2)),
-            "read-only": read_only,
-            "native byte order": np.zeros(4, ">f8"),
-        }.items():
-            with count_traffic(comm) as traffic, pytest.raises(BufferHandoverError, match=message):
-                collectives.allreduce(comm, buffer, "ring")
-            assert not traffic.calls
-        unaligned = np.zeros(33, np.uint8)[1:].view(np.float64)
-        unaligned[:] = 1
-        collectives.allreduce(comm, unaligned, "ring")
-        assert (unaligned == 2).all()
-
-    run_threads(2, body)
+    collectives.allreduce(comm, np.zeros(4), "ring")
+    for message, buffer in {
+        "1-D contiguous": np.zeros(8)[::2],
+        "shape": np.zeros((2, 2)),
+        "read-only": read_only,
+        "native byte order": np.zeros(4, ">f8"),
+    }.items():
+        with count_traffic(comm) as traffic, pytest.raises(BufferHandoverError, match=message):
+            collectives.allreduce(comm, buffer, "ring")
+        assert not traffic.calls
+    unaligned = np.zeros(33, np.uint8)[1:].view(np.float64)
+    unaligned[:] = 1
+    collectives.allreduce(comm, unaligned, "ring")
+    assert (unaligned == 2).all()
 
 
 @on_threads(2)

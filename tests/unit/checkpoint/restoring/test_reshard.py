@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from harness.inputs import LAYOUT
+from harness.marks import on_threads
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.filestore import FileSlice, FileStore
@@ -246,15 +247,12 @@ def test_other_shapes_and_dtypes_are_refused():
     assert "float32[3, 4], expected float32[4, 3]" in refused([whole("f4", (3, 4)), []], [[], whole("f4", (4, 3))])
 
 
-def test_dims_may_be_joined_and_kinds_optional():
+@on_threads(2)
+def test_dims_may_be_joined_and_kinds_optional(comm):
     values = np.arange(60, dtype=np.float32)
-
-    def body(comm):
-        held = [Piece.whole("parameters", "w", values.reshape(3, 4, 5))] if comm.rank == 0 else []
-        into, kept = np.zeros((12, 5), np.float32), np.ones(3, np.float32)
-        wanted = [Piece.whole("parameters", "w", into), Piece.whole("outer", "w", kept)]
-        reshard(comm, held, wanted, optional=("outer",))
-        assert into.reshape(-1).tobytes() == values.tobytes() and (kept == 1).all()
-        assert "element 0 of outer/w" in why_unavailable(comm, held, wanted)
-
-    run_threads(2, body)
+    held = [Piece.whole("parameters", "w", values.reshape(3, 4, 5))] if comm.rank == 0 else []
+    into, kept = np.zeros((12, 5), np.float32), np.ones(3, np.float32)
+    wanted = [Piece.whole("parameters", "w", into), Piece.whole("outer", "w", kept)]
+    reshard(comm, held, wanted, optional=("outer",))
+    assert into.reshape(-1).tobytes() == values.tobytes() and (kept == 1).all()
+    assert "element 0 of outer/w" in why_unavailable(comm, held, wanted)

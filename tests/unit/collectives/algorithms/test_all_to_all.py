@@ -78,46 +78,40 @@ def test_all_to_all_of_equal_blocks(size, algorithm, dtype, rng):
 
 @pytest.mark.parametrize("algorithm", ["native", "pairwise"])
 @pytest.mark.parametrize("size", SIZES)
-def test_all_to_all_of_unequal_blocks(size, algorithm, rng):
+@on_threads("size")
+def test_all_to_all_of_unequal_blocks(comm, size, algorithm, rng):
     sizes = rng.integers(0, 20, (size, size))  # (from, to)
     values = [[rng.standard_normal(count) for count in row] for row in sizes]
-
-    def body(comm):
-        outgoing, incoming = end_to_end(sizes[comm.rank].tolist()), end_to_end(sizes[:, comm.rank].tolist())
-        send, receive = np.zeros(outgoing[-1].stop), np.zeros(incoming[-1].stop)
-        for to, part in enumerate(outgoing):
-            send[part.slice] = values[comm.rank][to]
-        with count_traffic(comm) as traffic:
-            all_to_all(comm, send, receive, outgoing, incoming, algorithm)
-        for source, part in enumerate(incoming):
-            assert np.array_equal(receive[part.slice], values[source][comm.rank])
-        assert traffic.sent_bytes == 8 * (sizes[comm.rank].sum() - sizes[comm.rank, comm.rank])
-
-    run_threads(size, body)
+    outgoing, incoming = end_to_end(sizes[comm.rank].tolist()), end_to_end(sizes[:, comm.rank].tolist())
+    send, receive = np.zeros(outgoing[-1].stop), np.zeros(incoming[-1].stop)
+    for to, part in enumerate(outgoing):
+        send[part.slice] = values[comm.rank][to]
+    with count_traffic(comm) as traffic:
+        all_to_all(comm, send, receive, outgoing, incoming, algorithm)
+    for source, part in enumerate(incoming):
+        assert np.array_equal(receive[part.slice], values[source][comm.rank])
+    assert traffic.sent_bytes == 8 * (sizes[comm.rank].sum() - sizes[comm.rank, comm.rank])
 
 
-def test_all_to_all_refuses_bad_calls_on_every_rank_before_anything_is_sent():
+@on_threads(3)
+def test_all_to_all_refuses_bad_calls_on_every_rank_before_anything_is_sent(comm):
     thirds = [Range(0, 2), Range(2, 4), Range(4, 6)]
     unequal = [Range(0, 1), Range(1, 4), Range(4, 6)]
-
-    def body(comm):
-        send, receive = np.zeros(6), np.zeros(6)
-        with count_traffic(comm) as traffic:
-            with pytest.raises(UsageError, match="'ring' is unknown; choose one of native, pairwise, bruck"):
-                all_to_all(comm, send, receive, thirds, thirds, "ring")
-            with pytest.raises(UsageError, match=r"blocks of one size on all ranks, got \[1, 2, 3\]; choose pairwise"):
-                ALL_TO_ALL["bruck"](comm, send, receive, unequal, unequal)
-            for call in (all_to_all, *ALL_TO_ALL.values()):
-                with pytest.raises(UsageError, match="one range inside them for each rank"):
-                    call(comm, send, receive[:5], thirds, thirds)
-                with pytest.raises(UsageError, match="one range inside them for each rank"):
-                    call(comm, send, receive, thirds[:2], thirds)
-                with pytest.raises(UsageError, match=f"rank {comm.rank} sends itself 2 elements and receives 1"):
-                    call(comm, send, receive, thirds, [Range(part.start, part.start + 1) for part in thirds])
-                with pytest.raises(BufferHandoverError, match="of one dtype, got float64 .* float32 to receive"):
-                    call(comm, send, receive.astype(np.float32), thirds, thirds)
-                with pytest.raises(BufferHandoverError, match="1-D contiguous"):
-                    call(comm, np.zeros((3, 2)), receive, thirds, thirds)
-        assert not traffic.calls
-
-    run_threads(3, body)
+    send, receive = np.zeros(6), np.zeros(6)
+    with count_traffic(comm) as traffic:
+        with pytest.raises(UsageError, match="'ring' is unknown; choose one of native, pairwise, bruck"):
+            all_to_all(comm, send, receive, thirds, thirds, "ring")
+        with pytest.raises(UsageError, match=r"blocks of one size on all ranks, got \[1, 2, 3\]; choose pairwise"):
+            ALL_TO_ALL["bruck"](comm, send, receive, unequal, unequal)
+        for call in (all_to_all, *ALL_TO_ALL.values()):
+            with pytest.raises(UsageError, match="one range inside them for each rank"):
+                call(comm, send, receive[:5], thirds, thirds)
+            with pytest.raises(UsageError, match="one range inside them for each rank"):
+                call(comm, send, receive, thirds[:2], thirds)
+            with pytest.raises(UsageError, match=f"rank {comm.rank} sends itself 2 elements and receives 1"):
+                call(comm, send, receive, thirds, [Range(part.start, part.start + 1) for part in thirds])
+            with pytest.raises(BufferHandoverError, match="of one dtype, got float64 .* float32 to receive"):
+                call(comm, send, receive.astype(np.float32), thirds, thirds)
+            with pytest.raises(BufferHandoverError, match="1-D contiguous"):
+                call(comm, np.zeros((3, 2)), receive, thirds, thirds)
+    assert not traffic.calls

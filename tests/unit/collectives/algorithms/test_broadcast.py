@@ -66,19 +66,16 @@ def test_broadcast_sends_what_it_promises(algorithm, size, root, rng):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_chain_in_segments(size, rng):
+@on_threads("size")
+def test_chain_in_segments(comm, size, rng):
     inputs = rng.integers(0, 99, (size, 1003)).astype(np.int32)
-
-    def body(comm):
-        for root in (0, size - 1):
-            buffer = inputs[comm.rank].copy()
-            with count_traffic(comm) as traffic:
-                chain_broadcast(comm, buffer, root, segment_bytes=256)
-            assert np.array_equal(buffer, inputs[root])
-            is_last = (comm.rank - root) % size == size - 1
-            assert traffic.calls["isend"] == (0 if is_last else len(split(1003, -(-4012 // 256), 4)))
-
-    run_threads(size, body)
+    for root in (0, size - 1):
+        buffer = inputs[comm.rank].copy()
+        with count_traffic(comm) as traffic:
+            chain_broadcast(comm, buffer, root, segment_bytes=256)
+        assert np.array_equal(buffer, inputs[root])
+        is_last = (comm.rank - root) % size == size - 1
+        assert traffic.calls["isend"] == (0 if is_last else len(split(1003, -(-4012 // 256), 4)))
 
 
 def test_auto_chooses_by_size_and_ranks(monkeypatch):

@@ -101,19 +101,16 @@ def test_circulant_all_gather_of_any_dtype(comm, dtype):
     assert all((buffer[part.slice] == rank + 1).all() for rank, part in enumerate(ranges))
 
 
-def test_circulant_is_its_two_halves_one_after_the_other(segment_bytes, rng):
+@on_threads(7)
+def test_circulant_is_its_two_halves_one_after_the_other(comm, segment_bytes, rng):
     inputs = rng.standard_normal((7, 999)).astype(np.float32)
-
-    def body(comm):
-        whole, halves = inputs[comm.rank].copy(), inputs[comm.rank].copy()
-        circulant_allreduce(comm, whole, "max", segment_bytes=segment_bytes)
-        chunks = split(999, 7, 4)
-        reduce_scatter(comm, halves, chunks, "max", segment_bytes=segment_bytes)
-        all_gather(comm, halves, chunks)
-        assert np.array_equal(whole, halves)
-        assert np.array_equal(whole, inputs.max(axis=0))
-
-    run_threads(7, body)
+    whole, halves = inputs[comm.rank].copy(), inputs[comm.rank].copy()
+    circulant_allreduce(comm, whole, "max", segment_bytes=segment_bytes)
+    chunks = split(999, 7, 4)
+    reduce_scatter(comm, halves, chunks, "max", segment_bytes=segment_bytes)
+    all_gather(comm, halves, chunks)
+    assert np.array_equal(whole, halves)
+    assert np.array_equal(whole, inputs.max(axis=0))
 
 
 @on_threads(3)

@@ -67,16 +67,13 @@ def test_double_tree_sends_a_half_to_each_neighbour_in_each_tree(size, segment_b
     assert sum(run_threads(size, body)) == 2 * (size - 1) * 16 * 20 * 4
 
 
-def test_the_sum_does_not_depend_on_the_segments(rng):
+@on_threads(6)
+def test_the_sum_does_not_depend_on_the_segments(comm, rng):
     inputs = rng.standard_normal((6, 777)).astype(np.float32)
-
-    def body(comm):
-        buffers = [inputs[comm.rank].copy() for _ in range(3)]
-        for buffer, segment_bytes in zip(buffers, (64, 500, 1 << 20), strict=True):
-            double_tree_allreduce(comm, buffer, segment_bytes=segment_bytes)
-        assert np.array_equal(buffers[0], buffers[1]) and np.array_equal(buffers[0], buffers[2])
-
-    run_threads(6, body)
+    buffers = [inputs[comm.rank].copy() for _ in range(3)]
+    for buffer, segment_bytes in zip(buffers, (64, 500, 1 << 20), strict=True):
+        double_tree_allreduce(comm, buffer, segment_bytes=segment_bytes)
+    assert np.array_equal(buffers[0], buffers[1]) and np.array_equal(buffers[0], buffers[2])
 
 
 @on_threads(3)

@@ -27,32 +27,26 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("size", range(1, 9))
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4])
-def test_hierarchical_over_nodes_equal_or_not(size, ranks_per_node, rng):
+@on_threads("size", ranks_per_node="ranks_per_node")
+def test_hierarchical_over_nodes_equal_or_not(comm, size, ranks_per_node, rng):
     cases = [rng.integers(-50, 50, (size, count)).astype(dtype) for dtype in DTYPES for count in (0, 1, 5, 300)]
-
-    def body(comm):
-        assert comm.nodes().uniform == (size % ranks_per_node == 0 or size < ranks_per_node)
-        for inputs in cases:
-            for op, expected in (("sum", inputs.sum(axis=0)), ("min", inputs.min(axis=0))):
-                buffer = inputs[comm.rank].copy()
-                hierarchical_allreduce(comm, buffer, op)
-                assert np.array_equal(buffer, expected)
-
-    run_threads(size, body, ranks_per_node)
+    assert comm.nodes().uniform == (size % ranks_per_node == 0 or size < ranks_per_node)
+    for inputs in cases:
+        for op, expected in (("sum", inputs.sum(axis=0)), ("min", inputs.min(axis=0))):
+            buffer = inputs[comm.rank].copy()
+            hierarchical_allreduce(comm, buffer, op)
+            assert np.array_equal(buffer, expected)
 
 
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize(("size", "ranks_per_node"), SHAPES)
-def test_hierarchical_in_many_segments(size, ranks_per_node, rng):
+@on_threads("size", ranks_per_node="ranks_per_node")
+def test_hierarchical_in_many_segments(comm, size, ranks_per_node, rng):
     cases = [rng.integers(-50, 50, (size, count)).astype(np.float32) for count in (1, 17, 500, 2001)]
-
-    def body(comm):
-        for inputs in cases:
-            buffer = inputs[comm.rank].copy()
-            hierarchical_allreduce(comm, buffer)
-            assert np.array_equal(buffer, inputs.sum(axis=0))
-
-    run_threads(size, body, ranks_per_node)
+    for inputs in cases:
+        buffer = inputs[comm.rank].copy()
+        hierarchical_allreduce(comm, buffer)
+        assert np.array_equal(buffer, inputs.sum(axis=0))
 
 
 @pytest.mark.parametrize("node_of", [[0, 1, 0, 1], [0, 1, 1, 0], [0, 1, 1, 0, 2, 2], [1, 0, 0, 2, 1, 0]])

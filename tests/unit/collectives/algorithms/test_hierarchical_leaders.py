@@ -6,24 +6,20 @@ import pytest
 from harness.marks import on_threads
 from hpcdist.collectives.algorithms.ring import LEADER, broadcast_from_leader, reduce_to_leader
 from hpcdist.comm.record.timing import count_traffic
-from hpcdist.comm.threads.communicator import run_threads
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-def test_leader_gets_the_sum_and_gives_its_buffer(size, rng):
+@on_threads("size")
+def test_leader_gets_the_sum_and_gives_its_buffer(comm, size, rng):
     cases = [rng.integers(-9, 9, (size, count)).astype(np.float64) for count in (0, 1, 5, 300)]
-
-    def body(comm):
-        for inputs in cases:
-            buffer = inputs[comm.rank].copy()
-            reduce_to_leader(comm, buffer)
-            if comm.rank == LEADER:
-                assert np.array_equal(buffer, inputs.sum(axis=0))
-                buffer *= 2
-            broadcast_from_leader(comm, buffer)
-            assert np.array_equal(buffer, 2 * inputs.sum(axis=0))
-
-    run_threads(size, body)
+    for inputs in cases:
+        buffer = inputs[comm.rank].copy()
+        reduce_to_leader(comm, buffer)
+        if comm.rank == LEADER:
+            assert np.array_equal(buffer, inputs.sum(axis=0))
+            buffer *= 2
+        broadcast_from_leader(comm, buffer)
+        assert np.array_equal(buffer, 2 * inputs.sum(axis=0))
 
 
 @on_threads(4)

@@ -21,45 +21,39 @@ def test_rabenseifner_sends_as_much_as_a_ring_in_fewer_messages(comm, size):
 
 
 @pytest.mark.parametrize("size", [3, 5, 6, 7, 9, 13])
-def test_rabenseifner_pays_for_the_ranks_above_a_power_of_two(size, rng):
+@on_threads("size")
+def test_rabenseifner_pays_for_the_ranks_above_a_power_of_two(comm, size, rng):
     """A rank of a pair that goes on sends 5/2 - 2/q of the buffer, the other one 3/2; with whole buffers 3 - 2/q, 1."""
     cube = 1 << (size.bit_length() - 1)
     pairs = size - cube
     inputs = rng.integers(-100, 100, (size, 16 * cube)).astype(np.float64)
-
-    def body(comm):
-        buffer = inputs[comm.rank].copy()
-        with count_traffic(comm) as traffic:
-            rabenseifner_allreduce(comm, buffer, halves_bytes=0)
-        assert np.array_equal(buffer, inputs.sum(axis=0))
-        if comm.rank >= 2 * pairs:
-            assert traffic.sent_bytes == 2 * (cube - 1) * buffer.nbytes // cube
-            return
-        vertex, held = divmod(comm.rank, 2)
-        goes_on = held == (vertex >= cube // 2)
-        assert traffic.sent_bytes == (
-            5 * buffer.nbytes // 2 - 2 * buffer.nbytes // cube if goes_on else 3 * buffer.nbytes // 2
-        )
-
-    run_threads(size, body)
+    buffer = inputs[comm.rank].copy()
+    with count_traffic(comm) as traffic:
+        rabenseifner_allreduce(comm, buffer, halves_bytes=0)
+    assert np.array_equal(buffer, inputs.sum(axis=0))
+    if comm.rank >= 2 * pairs:
+        assert traffic.sent_bytes == 2 * (cube - 1) * buffer.nbytes // cube
+        return
+    vertex, held = divmod(comm.rank, 2)
+    goes_on = held == (vertex >= cube // 2)
+    assert traffic.sent_bytes == (
+        5 * buffer.nbytes // 2 - 2 * buffer.nbytes // cube if goes_on else 3 * buffer.nbytes // 2
+    )
 
 
 @pytest.mark.parametrize("size", [3, 5, 6, 7, 9, 13])
-def test_rabenseifner_folds_short_buffers(size):
+@on_threads("size")
+def test_rabenseifner_folds_short_buffers(comm, size):
     cube = 1 << (size.bit_length() - 1)
-
-    def body(comm):
-        buffer = np.full(16 * cube, 2.0**comm.rank)
-        with count_traffic(comm) as traffic:
-            rabenseifner_allreduce(comm, buffer, halves_bytes=buffer.nbytes + 1)
-        assert (buffer == 2**size - 1).all()
-        inside = 2 * (cube - 1) * buffer.nbytes // cube
-        if comm.rank >= 2 * (size - cube):
-            assert traffic.sent_bytes == inside
-        else:
-            assert traffic.sent_bytes == (inside if comm.rank % 2 else 0) + buffer.nbytes
-
-    run_threads(size, body)
+    buffer = np.full(16 * cube, 2.0**comm.rank)
+    with count_traffic(comm) as traffic:
+        rabenseifner_allreduce(comm, buffer, halves_bytes=buffer.nbytes + 1)
+    assert (buffer == 2**size - 1).all()
+    inside = 2 * (cube - 1) * buffer.nbytes // cube
+    if comm.rank >= 2 * (size - cube):
+        assert traffic.sent_bytes == inside
+    else:
+        assert traffic.sent_bytes == (inside if comm.rank % 2 else 0) + buffer.nbytes
 
 
 @pytest.mark.parametrize("halves_bytes", [0, 1 << 20])
@@ -79,12 +73,9 @@ def test_rabenseifner_at_any_number_of_ranks(size, count, halves_bytes, rng):
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 9, 63, 64, 65, 129])
-def test_rabenseifner_with_chunks_that_are_empty_or_uneven(count, rng):
+@on_threads(8)
+def test_rabenseifner_with_chunks_that_are_empty_or_uneven(comm, count, rng):
     inputs = rng.integers(0, 100, (8, count)).astype(np.float64)
-
-    def body(comm):
-        buffer = inputs[comm.rank].copy()
-        rabenseifner_allreduce(comm, buffer)
-        assert np.array_equal(buffer, inputs.sum(axis=0))
-
-    run_threads(8, body)
+    buffer = inputs[comm.rank].copy()
+    rabenseifner_allreduce(comm, buffer)
+    assert np.array_equal(buffer, inputs.sum(axis=0))

@@ -3,32 +3,29 @@
 import numpy as np
 import pytest
 
+from harness.marks import on_threads
 from hpcdist.collectives import recursive_doubling_allreduce
 from hpcdist.collectives.algorithms.hypercube import Hypercube
 from hpcdist.comm.record.timing import count_traffic
-from hpcdist.comm.threads.communicator import run_threads
 
 SIZES = range(1, 9)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_recursive_doubling_sends_the_buffer_once_a_step(size):
+@on_threads("size")
+def test_recursive_doubling_sends_the_buffer_once_a_step(comm, size):
     cube_size = {1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 4, 8: 8}[size]
     steps = cube_size.bit_length() - 1
     pairs = size - cube_size
-
-    def body(comm):
-        buffer = np.full(10, 2.0**comm.rank)
-        with count_traffic(comm) as traffic:
-            recursive_doubling_allreduce(comm, buffer)
-        assert (buffer == 2**size - 1).all()
-        if comm.rank < 2 * pairs:
-            expected = steps + 1 if comm.rank % 2 else 1  # the odd one of a pair acts for both
-        else:
-            expected = steps
-        assert traffic.sent_bytes == expected * buffer.nbytes
-
-    run_threads(size, body)
+    buffer = np.full(10, 2.0**comm.rank)
+    with count_traffic(comm) as traffic:
+        recursive_doubling_allreduce(comm, buffer)
+    assert (buffer == 2**size - 1).all()
+    if comm.rank < 2 * pairs:
+        expected = steps + 1 if comm.rank % 2 else 1  # the odd one of a pair acts for both
+    else:
+        expected = steps
+    assert traffic.sent_bytes == expected * buffer.nbytes
 
 
 @pytest.mark.parametrize("size", [*SIZES, 12, 31])

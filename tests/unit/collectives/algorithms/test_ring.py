@@ -21,20 +21,17 @@ def uneven(size: int) -> list[Range]:
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_ring_sends_two_p_minus_one_over_p_of_the_buffer(size, bidirectional):
+@on_threads("size")
+def test_ring_sends_two_p_minus_one_over_p_of_the_buffer(comm, size, bidirectional):
     count = 64 * size  # chunks, and their halves, of equal size
-
-    def body(comm):
-        buffer = np.full(count, float(comm.rank), np.float32)
-        with count_traffic(comm) as traffic:
-            ring_allreduce(comm, buffer, bidirectional=bidirectional)
-        assert traffic.sent_bytes == 2 * (size - 1) * buffer.nbytes // size
-        messages = "isend" if bidirectional else "sendrecv"
-        assert traffic.calls[messages] == 2 * (size - 1) * (2 if bidirectional else 1)
-        assert not traffic.unknown
-        assert (buffer == size * (size - 1) / 2).all()
-
-    run_threads(size, body)
+    buffer = np.full(count, float(comm.rank), np.float32)
+    with count_traffic(comm) as traffic:
+        ring_allreduce(comm, buffer, bidirectional=bidirectional)
+    assert traffic.sent_bytes == 2 * (size - 1) * buffer.nbytes // size
+    messages = "isend" if bidirectional else "sendrecv"
+    assert traffic.calls[messages] == 2 * (size - 1) * (2 if bidirectional else 1)
+    assert not traffic.unknown
+    assert (buffer == size * (size - 1) / 2).all()
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -57,47 +54,38 @@ def test_ring_reduce_scatter_leaves_each_rank_its_range(size, bidirectional, rng
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float64])
 @pytest.mark.parametrize("size", SIZES)
-def test_ring_all_gather_fills_the_other_ranges(size, dtype, bidirectional):
+@on_threads("size")
+def test_ring_all_gather_fills_the_other_ranges(comm, size, dtype, bidirectional):
     ranges = uneven(size)
-
-    def body(comm):
-        buffer = np.full(ranges[-1].stop + 3, 99, dtype)
-        buffer[ranges[comm.rank].slice] = comm.rank
-        all_gather(comm, buffer, ranges, bidirectional=bidirectional)
-        expected = np.concatenate([np.full(part.size, rank) for rank, part in enumerate(ranges)])
-        assert np.array_equal(buffer[:-3], expected.astype(dtype))
-        assert (buffer[-3:] == 99).all()  # outside the ranges nothing changes
-
-    run_threads(size, body)
+    buffer = np.full(ranges[-1].stop + 3, 99, dtype)
+    buffer[ranges[comm.rank].slice] = comm.rank
+    all_gather(comm, buffer, ranges, bidirectional=bidirectional)
+    expected = np.concatenate([np.full(part.size, rank) for rank, part in enumerate(ranges)])
+    assert np.array_equal(buffer[:-3], expected.astype(dtype))
+    assert (buffer[-3:] == 99).all()  # outside the ranges nothing changes
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_ring_is_its_two_halves_one_after_the_other(size, rng):
+@on_threads("size")
+def test_ring_is_its_two_halves_one_after_the_other(comm, size, rng):
     inputs = rng.standard_normal((size, 333)).astype(np.float32)
-
-    def body(comm):
-        whole, halves = inputs[comm.rank].copy(), inputs[comm.rank].copy()
-        ring_allreduce(comm, whole)
-        chunks = split(333, size, 4)
-        reduce_scatter(comm, halves, chunks)
-        all_gather(comm, halves, chunks)
-        assert np.array_equal(whole, halves)
-
-    run_threads(size, body)
+    whole, halves = inputs[comm.rank].copy(), inputs[comm.rank].copy()
+    ring_allreduce(comm, whole)
+    chunks = split(333, size, 4)
+    reduce_scatter(comm, halves, chunks)
+    all_gather(comm, halves, chunks)
+    assert np.array_equal(whole, halves)
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 1000])
 @pytest.mark.parametrize("size", SIZES)
-def test_ring_in_both_directions(size, count, rng):
+@on_threads("size")
+def test_ring_in_both_directions(comm, size, count, rng):
     inputs = rng.integers(0, 100, (size, count))
-
-    def body(comm):
-        for op, expected in (("sum", inputs.sum(axis=0)), ("max", inputs.max(axis=0))):
-            buffer = inputs[comm.rank].copy()
-            ring_allreduce(comm, buffer, op, bidirectional=True)
-            assert np.array_equal(buffer, expected)
-
-    run_threads(size, body)
+    for op, expected in (("sum", inputs.sum(axis=0)), ("max", inputs.max(axis=0))):
+        buffer = inputs[comm.rank].copy()
+        ring_allreduce(comm, buffer, op, bidirectional=True)
+        assert np.array_equal(buffer, expected)
 
 
 @pytest.mark.parametrize("ranges", [[], [Range(0, 4)], [Range(0, 2), Range(2, 5)]])
@@ -130,24 +118,21 @@ def test_ring_in_segments_gives_the_same_bits(size, bidirectional, rng):
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_ring_halves_in_segments_take_any_ranges(size, bidirectional, rng):
+@on_threads("size")
+def test_ring_halves_in_segments_take_any_ranges(comm, size, bidirectional, rng):
     bounds = np.cumsum([0, *rng.integers(0, 60, size)])
     tiles = [Range(int(a), int(b)) for a, b in zip(bounds, bounds[1:], strict=False)]
     ranges = [tiles[index] for index in rng.permutation(size)]
     inputs = rng.integers(0, 100, (size, int(bounds[-1]))).astype(np.float64)
-
-    def body(comm):
-        buffer = inputs[comm.rank].copy()
-        own = ranges[comm.rank].slice
-        with count_traffic(comm) as traffic:
-            reduce_scatter(comm, buffer, ranges, bidirectional=bidirectional, segment_bytes=64)
-        assert np.array_equal(buffer[own], inputs.sum(axis=0)[own])
-        assert traffic.sent_bytes == buffer.nbytes - 8 * ranges[comm.rank].size
-        buffer = np.where(np.isin(np.arange(buffer.size), np.arange(buffer.size)[own]), buffer, -1)
-        all_gather(comm, buffer, ranges, bidirectional=bidirectional, segment_bytes=64)
-        assert np.array_equal(buffer, inputs.sum(axis=0))
-
-    run_threads(size, body)
+    buffer = inputs[comm.rank].copy()
+    own = ranges[comm.rank].slice
+    with count_traffic(comm) as traffic:
+        reduce_scatter(comm, buffer, ranges, bidirectional=bidirectional, segment_bytes=64)
+    assert np.array_equal(buffer[own], inputs.sum(axis=0)[own])
+    assert traffic.sent_bytes == buffer.nbytes - 8 * ranges[comm.rank].size
+    buffer = np.where(np.isin(np.arange(buffer.size), np.arange(buffer.size)[own]), buffer, -1)
+    all_gather(comm, buffer, ranges, bidirectional=bidirectional, segment_bytes=64)
+    assert np.array_equal(buffer, inputs.sum(axis=0))
 
 
 @on_threads(3)
@@ -162,16 +147,13 @@ def test_ring_passes_short_chunks_in_one_message(comm):
         assert (buffer == 3).all()
 
 
-def test_ring_by_name_in_both_directions(rng):
+@on_threads(5)
+def test_ring_by_name_in_both_directions(comm, rng):
     inputs = rng.standard_normal((5, 500))
-
-    def body(comm):
-        named, called = inputs[comm.rank].copy(), inputs[comm.rank].copy()
-        ALLREDUCE["ring_bidirectional"](comm, named)
-        ring_allreduce(comm, called, bidirectional=True)
-        assert np.array_equal(named, called)
-
-    run_threads(5, body)
+    named, called = inputs[comm.rank].copy(), inputs[comm.rank].copy()
+    ALLREDUCE["ring_bidirectional"](comm, named)
+    ring_allreduce(comm, called, bidirectional=True)
+    assert np.array_equal(named, called)
 
 
 @on_threads(2)

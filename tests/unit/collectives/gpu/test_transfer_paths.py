@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from harness.inputs import write_text
-from harness.marks import cases
+from harness.marks import cases, on_threads
 from harness.trainings import LAYOUTS, Trained, assembled, check_same
 from hpcdist import collectives
 from hpcdist.arrays import backend
@@ -211,19 +211,18 @@ def test_each_operation_finds_its_way(gpu):
     [("cpu", ConfigurationError, "is for GPUs, and run.device = cpu"), ("gpu", MissingCapabilityError, "share GPU")],
 )
 @pytest.mark.parametrize("strategy", ["allreduce", "zero2"])
-def test_a_run_that_cannot_use_nccl_is_refused_before_its_first_step(gpu, on, error, reason, strategy, tmp_path, rng):
+@on_threads(2)
+def test_a_run_that_cannot_use_nccl_is_refused_before_its_first_step(
+    comm, gpu, on, error, reason, strategy, tmp_path, rng
+):
     keys = {
         "data.path": write_text(tmp_path / "text", rng),
         "communication.algorithm": "nccl",
         "run.device": on,
         "parallel.strategy": strategy,
     }
-
-    def body(comm):
-        with pytest.raises(error, match=reason):
-            assembled(comm, keys)
-
-    run_threads(2, body)
+    with pytest.raises(error, match=reason):
+        assembled(comm, keys)
 
 
 @pytest.mark.usefixtures("several_ranks_a_gpu")

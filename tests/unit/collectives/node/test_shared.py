@@ -70,7 +70,8 @@ def test_every_way_gives_the_sum_in_rank_order(size, rng):
 @pytest.mark.usefixtures("small_halves")
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
-def test_halves_are_reductions_to_owners_and_their_way_back(size, op, rng):
+@on_threads("size")
+def test_halves_are_reductions_to_owners_and_their_way_back(comm, size, op, rng):
     """Uneven ranges, empty ones, and ranges that do not ascend with the ranks."""
     count = 5000
     inputs = rng.standard_normal((size, count)).astype(np.float32)
@@ -79,37 +80,30 @@ def test_halves_are_reductions_to_owners_and_their_way_back(size, op, rng):
     uneven = [Range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
     lonely = [Range(0, count), *[Range(count, count)] * (size - 1)]
     cases = [split(count, size, 4), uneven, uneven[::-1], lonely]
-
-    def body(comm):
-        shared = shared_memory.allocate(comm, count, FLOAT32)
-        for ranges in cases:
-            own = ranges[comm.rank].slice
-            for buffer in (np.empty(count, np.float32), shared):
-                buffer[...] = inputs[comm.rank]
-                shared_memory.reduce_scatter(comm, buffer, ranges, op)
-                assert np.array_equal(buffer[own], expected[own])
-                kept = buffer[own].copy()
-                buffer[...] = np.nan
-                buffer[own] = kept
-                shared_memory.all_gather(comm, buffer, ranges)
-                assert np.array_equal(buffer, expected)
-
-    run_threads(size, body)
+    shared = shared_memory.allocate(comm, count, FLOAT32)
+    for ranges in cases:
+        own = ranges[comm.rank].slice
+        for buffer in (np.empty(count, np.float32), shared):
+            buffer[...] = inputs[comm.rank]
+            shared_memory.reduce_scatter(comm, buffer, ranges, op)
+            assert np.array_equal(buffer[own], expected[own])
+            kept = buffer[own].copy()
+            buffer[...] = np.nan
+            buffer[own] = kept
+            shared_memory.all_gather(comm, buffer, ranges)
+            assert np.array_equal(buffer, expected)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS.values(), *INTEGERS.values()], ids=[*FLOATS, *INTEGERS])
-def test_every_dtype_and_op(dtype, rng):
+@on_threads(3)
+def test_every_dtype_and_op(comm, dtype, rng):
     inputs = rng.integers(0, 30, (3, 3000)).astype(dtype)
-
-    def body(comm):
-        shared = shared_memory.allocate(comm, 3000, dtype)
-        for op in NUMPY:
-            for buffer in (inputs[comm.rank].copy(), shared, inputs[comm.rank][:100].copy()):
-                buffer[...] = inputs[comm.rank][: buffer.size]
-                node_shared_allreduce(comm, buffer, op)
-                assert buffer.tobytes() == in_rank_order(inputs, op)[: buffer.size].tobytes()
-
-    run_threads(3, body)
+    shared = shared_memory.allocate(comm, 3000, dtype)
+    for op in NUMPY:
+        for buffer in (inputs[comm.rank].copy(), shared, inputs[comm.rank][:100].copy()):
+            buffer[...] = inputs[comm.rank][: buffer.size]
+            node_shared_allreduce(comm, buffer, op)
+            assert buffer.tobytes() == in_rank_order(inputs, op)[: buffer.size].tobytes()
 
 
 @pytest.mark.parametrize("op", ["max", "min"])

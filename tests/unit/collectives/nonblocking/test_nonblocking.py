@@ -144,17 +144,14 @@ def test_checked_halves_by_other_shares_fail_on_all_ranks(comm, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64, np.int64])
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
-def test_dtypes_and_reductions(kind, dtype, op, rng):
+@on_threads(3)
+def test_dtypes_and_reductions(comm, kind, dtype, op, rng):
     data = (3 * inputs(rng, 77)).astype(dtype)
-
-    def body(comm):
-        expected, found = data[comm.rank].copy(), data[comm.rank].copy()
-        collectives.allreduce(comm, expected, "ring", op)
-        with engines.begin(comm, kind) as progress:
-            progress.iallreduce(found, "ring", op).wait()
-        assert found.tobytes() == expected.tobytes()
-
-    run_threads(3, body)
+    expected, found = data[comm.rank].copy(), data[comm.rank].copy()
+    collectives.allreduce(comm, expected, "ring", op)
+    with engines.begin(comm, kind) as progress:
+        progress.iallreduce(found, "ring", op).wait()
+    assert found.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -201,35 +198,29 @@ def test_polling_moves_only_when_asked_and_never_waits(rng):
     run_threads(2, body)
 
 
-def test_a_thread_goes_on_while_its_rank_does_something_else(rng):
+@on_threads(2)
+def test_a_thread_goes_on_while_its_rank_does_something_else(comm, rng):
     data = inputs(rng, 1000)
-
-    def body(comm):
-        found = data[comm.rank].copy()
-        with engines.begin(comm, "thread") as progress:
-            handle = progress.iallreduce(found, "ring")
-            while not handle.test():  # nothing in here moves it
-                pass
-            assert progress.busy_s > 0
-        np.testing.assert_allclose(found, data[:2].sum(axis=0), rtol=1e-5)
-
-    run_threads(2, body)
+    found = data[comm.rank].copy()
+    with engines.begin(comm, "thread") as progress:
+        handle = progress.iallreduce(found, "ring")
+        while not handle.test():  # nothing in here moves it
+            pass
+        assert progress.busy_s > 0
+    np.testing.assert_allclose(found, data[:2].sum(axis=0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocking_collectives_go_on_beside(kind, rng):
+@on_threads(3)
+def test_blocking_collectives_go_on_beside(comm, kind, rng):
     data = inputs(rng, 500)
-
-    def body(comm):
-        first, between = data[comm.rank].copy(), data[comm.rank].copy()
-        with engines.begin(comm, kind) as progress, engines.begin(comm, kind) as other:
-            handles = [progress.iallreduce(first, "ring"), other.iallreduce(first.copy(), "ring")]
-            collectives.allreduce(comm, between, "ring")
-            for handle in handles:
-                handle.wait()
-        assert first.tobytes() == between.tobytes()
-
-    run_threads(3, body)
+    first, between = data[comm.rank].copy(), data[comm.rank].copy()
+    with engines.begin(comm, kind) as progress, engines.begin(comm, kind) as other:
+        handles = [progress.iallreduce(first, "ring"), other.iallreduce(first.copy(), "ring")]
+        collectives.allreduce(comm, between, "ring")
+        for handle in handles:
+            handle.wait()
+    assert first.tobytes() == between.tobytes()
 
 
 @on_threads(3)

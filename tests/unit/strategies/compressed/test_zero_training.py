@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.marks import on_threads
 from harness.trainings import losses, recipe_keys, refused, state, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.compressed.zero import CompressedZero
@@ -88,20 +89,17 @@ def test_trainings_follow_the_dense_one(name, settings, tmp_path):
         np.testing.assert_allclose(loss, plain_loss, rtol=0.05)
 
 
-def test_a_checkpoint_goes_on_to_the_bit(settings, tmp_path):
+@on_threads(4, ranks_per_node=2)
+def test_a_checkpoint_goes_on_to_the_bit(comm, settings, tmp_path):
     keys = {**settings, **PLUS, "precision.mode": "float16", "precision.loss_scale": 0}
-
-    def body(comm):
-        trainer = trainer_of(comm, keys)
-        losses(trainer, 3)
-        again = trainer_of(comm, keys, CheckpointSaver(trainer, tmp_path / "run").save(3))
-        trainer = replace(trainer, first_step=3)
-        assert losses(trainer, 6) == losses(again, 6)
-        one, other = state(trainer), state(again)
-        assert one.keys() == other.keys()
-        assert all(values.tobytes() == other[key].tobytes() for key, values in one.items())
-
-    run_threads(4, body, 2)
+    trainer = trainer_of(comm, keys)
+    losses(trainer, 3)
+    again = trainer_of(comm, keys, CheckpointSaver(trainer, tmp_path / "run").save(3))
+    trainer = replace(trainer, first_step=3)
+    assert losses(trainer, 6) == losses(again, 6)
+    one, other = state(trainer), state(again)
+    assert one.keys() == other.keys()
+    assert all(values.tobytes() == other[key].tobytes() for key, values in one.items())
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

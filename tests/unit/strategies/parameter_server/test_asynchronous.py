@@ -367,30 +367,27 @@ def run_bytes(size: int) -> int:
 
 
 @pytest.mark.parametrize(("size", "config"), [PLACES[0], PLACES[4], PLACES[6]], ids=str)
-def test_a_restored_state_has_the_same_bits(size, config, rng):
+@on_threads("size")
+def test_a_restored_state_has_the_same_bits(comm, size, config, rng):
     data = text(rng)
-
-    def body(comm):
-        run = Run(comm, config)
-        run.train(data, lambda rank: 2e-3 * rank)
-        saved = comm.allgather_object([(p.name, p.flat, p.array.tobytes()) for p in run.exchange.pieces()])
-        whole: dict[str, bytearray] = {}
-        for name, flat, raw in (piece for pieces in saved for piece in pieces):
-            whole.setdefault(name, bytearray(1 << 20))[4 * flat.start : 4 * flat.stop] = raw
-        fresh = Run(comm, config)
-        for piece in fresh.exchange.wanted():
-            piece.array[...] = np.frombuffer(bytes(whole[piece.name][4 * piece.flat.start : 4 * piece.flat.stop]), "f4")
-        fresh.exchange.restore(run.exchange.state())
-        assert fresh.exchange.state() == run.exchange.state()
-        assert fresh.exchange.clock == run.exchange.clock
-        assert fresh.exchange.parameters.array.tobytes() == run.exchange.parameters.array.tobytes()
-        if run.exchange.shard is not None and fresh.exchange.shard is not None:
-            assert fresh.exchange.seen == run.exchange.seen
-            assert fresh.exchange.shard.updates == run.exchange.shard.updates
-            for kind, store in run.exchange.shard.stores().items():
-                assert fresh.exchange.shard.stores()[kind].array.tobytes() == store.array.tobytes()
-
-    run_threads(size, body)
+    run = Run(comm, config)
+    run.train(data, lambda rank: 2e-3 * rank)
+    saved = comm.allgather_object([(p.name, p.flat, p.array.tobytes()) for p in run.exchange.pieces()])
+    whole: dict[str, bytearray] = {}
+    for name, flat, raw in (piece for pieces in saved for piece in pieces):
+        whole.setdefault(name, bytearray(1 << 20))[4 * flat.start : 4 * flat.stop] = raw
+    fresh = Run(comm, config)
+    for piece in fresh.exchange.wanted():
+        piece.array[...] = np.frombuffer(bytes(whole[piece.name][4 * piece.flat.start : 4 * piece.flat.stop]), "f4")
+    fresh.exchange.restore(run.exchange.state())
+    assert fresh.exchange.state() == run.exchange.state()
+    assert fresh.exchange.clock == run.exchange.clock
+    assert fresh.exchange.parameters.array.tobytes() == run.exchange.parameters.array.tobytes()
+    if run.exchange.shard is not None and fresh.exchange.shard is not None:
+        assert fresh.exchange.seen == run.exchange.seen
+        assert fresh.exchange.shard.updates == run.exchange.shard.updates
+        for kind, store in run.exchange.shard.stores().items():
+            assert fresh.exchange.shard.stores()[kind].array.tobytes() == store.array.tobytes()
 
 
 def test_a_state_of_another_number_of_workers_goes_on_from_the_slowest():

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from harness.marks import cases
+from harness.marks import cases, on_threads
 from harness.rank_run import RankRun, optimizer_of, text
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
@@ -180,24 +180,21 @@ def test_bytes_are_those_of_the_article(rng):
 
 
 @pytest.mark.parametrize("config", configs(3), ids=str)
-def test_pieces_tile_everything_once_and_restore_anywhere(config, rng):
+@on_threads(3)
+def test_pieces_tile_everything_once_and_restore_anywhere(comm, config, rng):
     data = text(rng, STEPS, SAMPLES)
-
-    def body(comm):
-        run = Run(comm, config, "float32")
-        run.losses(data[:2])
-        saved = run.state()
-        assert {key: values.size for key, values in saved.items()} == {
-            (kind, segment.key): segment.range.size for segment in run.model.layout.segments for kind in KINDS
-        }
-        if not run.exchange.serves:
-            assert not run.exchange.pieces()
-        fresh = Run(comm, config, "float32")
-        fresh.load(saved, run.exchange.state(), 2)
-        assert fresh.losses(data[2:]) == run.losses(data[2:]), "resumed bit by bit"
-        assert fresh.weights() == run.weights()
-
-    run_threads(3, body)
+    run = Run(comm, config, "float32")
+    run.losses(data[:2])
+    saved = run.state()
+    assert {key: values.size for key, values in saved.items()} == {
+        (kind, segment.key): segment.range.size for segment in run.model.layout.segments for kind in KINDS
+    }
+    if not run.exchange.serves:
+        assert not run.exchange.pieces()
+    fresh = Run(comm, config, "float32")
+    fresh.load(saved, run.exchange.state(), 2)
+    assert fresh.losses(data[2:]) == run.losses(data[2:]), "resumed bit by bit"
+    assert fresh.weights() == run.weights()
 
 
 KINDS = ("parameters", "optimizer.m", "optimizer.v")
@@ -398,23 +395,20 @@ def test_a_lost_server_is_rebuilt_from_its_mirror_bit_for_bit(rng):
             assert run_threads(size, lambda comm, used=used, lost=lost: body(comm, used, lost)) == whole
 
 
-def test_a_mirror_is_restored_with_its_server(rng):
+@on_threads(3)
+def test_a_mirror_is_restored_with_its_server(comm, rng):
     data = text(rng, STEPS, SAMPLES)
     config = ParameterServerConfig(placement="colocated", mirrored=True)
-
-    def body(comm):
-        run = Run(comm, config)
-        run.losses(data[:2])
-        fresh = Run(comm, config)
-        fresh.load(run.state(), run.exchange.state(), 2)
-        if comm.rank == 1:
-            fresh.exchange.sharded_update.parameters.zero()
-            for store in fresh.exchange.sharded_update.slots().values():
-                store.zero()
-        fresh.exchange.recover(1)
-        assert fresh.losses(data[2:]) == run.losses(data[2:])
-
-    run_threads(3, body)
+    run = Run(comm, config)
+    run.losses(data[:2])
+    fresh = Run(comm, config)
+    fresh.load(run.state(), run.exchange.state(), 2)
+    if comm.rank == 1:
+        fresh.exchange.sharded_update.parameters.zero()
+        for store in fresh.exchange.sharded_update.slots().values():
+            store.zero()
+    fresh.exchange.recover(1)
+    assert fresh.losses(data[2:]) == run.losses(data[2:])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness import trainings
-from harness.marks import cases
+from harness.marks import cases, on_threads
 from harness.trainings import alone, difference, losses, recipe_keys, refused, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DivergenceError, ScheduleError
@@ -141,38 +141,32 @@ def test_a_resumed_run_has_the_same_bits(text, tmp_path):
     assert run_threads(2, body) == [True, True]
 
 
-def test_the_sentinel_names_a_tensor_that_drifts(text):
+@on_threads(4)
+def test_the_sentinel_names_a_tensor_that_drifts(comm, text):
     keys = KEYS | {"data.path": text, "parallel.tensor": 2, "parallel.strategy": "zero1"}
-
-    def body(comm):
-        trainer = trainer_of(comm, keys)
-        if comm.rank == 3:
-            trainer.exchange.parameters.view("1.norm2.scale")[1] += 1e-9
-        store, tensor = trainer.exchange.parameters, trainer.context.tensor
-        if comm.rank < 2:
-            check_tensor_axis(tensor, store, 4)
-            return
-        with pytest.raises(DivergenceError, match=r"step 4.*1\.norm2\.scale \(24,\): no bits are those of most"):
-            check_tensor_axis(tensor, store, 4)
-
-    run_threads(4, body)
+    trainer = trainer_of(comm, keys)
+    if comm.rank == 3:
+        trainer.exchange.parameters.view("1.norm2.scale")[1] += 1e-9
+    store, tensor = trainer.exchange.parameters, trainer.context.tensor
+    if comm.rank < 2:
+        check_tensor_axis(tensor, store, 4)
+        return
+    with pytest.raises(DivergenceError, match=r"step 4.*1\.norm2\.scale \(24,\): no bits are those of most"):
+        check_tensor_axis(tensor, store, 4)
 
 
 @pytest.mark.parametrize("by_rows", ["false", "true"])
 @pytest.mark.parametrize(
     ("value", "said"), [(np.nan, "parameter 1.down.weight"), (1e308, "output of layer 1 in micro-batch 0")]
 )
-def test_only_the_tensor_rank_that_brought_a_bad_value_is_named(by_rows, value, said, text):
+@on_threads(2)
+def test_only_the_tensor_rank_that_brought_a_bad_value_is_named(comm, by_rows, value, said, text):
     keys = KEYS | {"data.path": text, "parallel.tensor": 2, "parallel.sequence_parallel": by_rows}
-
-    def body(comm):
-        trainer = trainer_of(comm, keys)
-        if comm.rank == 1:
-            trainer.exchange.parameters.view("1.up.bias")[...] = 100
-            trainer.exchange.parameters.view("1.down.weight")[...] = value
-        assert f". rank 1: {said}. Nothing" in trainings.failure(trainer)
-
-    run_threads(2, body)
+    trainer = trainer_of(comm, keys)
+    if comm.rank == 1:
+        trainer.exchange.parameters.view("1.up.bias")[...] = 100
+        trainer.exchange.parameters.view("1.down.weight")[...] = value
+    assert f". rank 1: {said}. Nothing" in trainings.failure(trainer)
 
 
 @cases(

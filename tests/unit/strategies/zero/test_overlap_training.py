@@ -6,7 +6,7 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from harness.marks import cases
+from harness.marks import cases, on_threads
 from harness.rank_run import RankRun, text
 from harness.trainings import refused
 from hpcdist import collectives
@@ -134,23 +134,20 @@ def test_what_is_sent_is_what_is_sent_without(overlap, rng):
 
 @pytest.mark.parametrize("overlap", KINDS)
 @pytest.mark.parametrize("prefetch", [1, 2])
-def test_gathers_ahead_are_counted_and_their_time_too(overlap, prefetch, rng):
+@on_threads(2)
+def test_gathers_ahead_are_counted_and_their_time_too(comm, overlap, prefetch, rng):
     data = text(rng, STEPS, SAMPLES)
-
-    def body(comm):
-        with Run(comm, 3, overlap, "ring", prefetch) as run:
-            behind = run.exchange.overlap
-            assert behind is not None
-            for number, samples in enumerate(data):
-                run.step(samples, number)
-                found = behind.fetched()
-                assert found.hits + found.misses == 2 * len(run.model.stages) - 1, "each forward, and but the last back"
-                assert 0 < found.exposed_s <= behind.taken()[0]
-            run.executor.evaluate(data[0][:, :-1], data[0][:, 1:])
-            after = behind.fetched()
-            assert after.hits == after.misses == 0, "an evaluation gathers in turn"
-
-    run_threads(2, body)
+    with Run(comm, 3, overlap, "ring", prefetch) as run:
+        behind = run.exchange.overlap
+        assert behind is not None
+        for number, samples in enumerate(data):
+            run.step(samples, number)
+            found = behind.fetched()
+            assert found.hits + found.misses == 2 * len(run.model.stages) - 1, "each forward, and but the last back"
+            assert 0 < found.exposed_s <= behind.taken()[0]
+        run.executor.evaluate(data[0][:, :-1], data[0][:, 1:])
+        after = behind.fetched()
+        assert after.hits == after.misses == 0, "an evaluation gathers in turn"
 
 
 def test_a_gather_that_is_there_is_a_hit():
@@ -245,31 +242,25 @@ def test_the_list_is_proven(overlap, stage, prefetch):
 
 
 @pytest.mark.parametrize("overlap", KINDS)
-def test_a_value_that_is_not_finite_is_named_and_updates_nothing(overlap, rng):
+@on_threads(2)
+def test_a_value_that_is_not_finite_is_named_and_updates_nothing(comm, overlap, rng):
     data = text(rng, STEPS, SAMPLES)
-
-    def body(comm):
-        with Run(comm, 3, overlap, "ring", 1) as run:
-            if comm.rank == 1:
-                run.exchange.parameters.array[...] = np.nan
-            why = run.failure(data[0], 17)
-            assert "step 17" in why and "rank 1: parameter" in why
-
-    run_threads(2, body)
+    with Run(comm, 3, overlap, "ring", 1) as run:
+        if comm.rank == 1:
+            run.exchange.parameters.array[...] = np.nan
+        why = run.failure(data[0], 17)
+        assert "step 17" in why and "rank 1: parameter" in why
 
 
-def test_another_branch_on_one_rank_is_named(rng):
+@on_threads(2)
+def test_another_branch_on_one_rank_is_named(comm, rng):
     data = text(rng, STEPS, SAMPLES)
-
-    def body(comm):
-        with Run(comm, 3, "thread", "ring", 1) as run:
-            run.step(data[0], 1)
-            index = next(index for index, op in enumerate(run.operations) if op.kind is Kind.START_GATHER)
-            other = [*run.operations[:index], *run.operations[index + 1 :]]
-            with pytest.raises(ScheduleError, match=r"got START_GATHER\(0, 1\) of unit 1, expected .* of unit 0"):
-                run.step(data[1], 2, other)
-
-    run_threads(2, body)
+    with Run(comm, 3, "thread", "ring", 1) as run:
+        run.step(data[0], 1)
+        index = next(index for index, op in enumerate(run.operations) if op.kind is Kind.START_GATHER)
+        other = [*run.operations[:index], *run.operations[index + 1 :]]
+        with pytest.raises(ScheduleError, match=r"got START_GATHER\(0, 1\) of unit 1, expected .* of unit 0"):
+            run.step(data[1], 2, other)
 
 
 def test_degrees_in_between_are_refused():

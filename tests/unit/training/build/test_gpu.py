@@ -12,6 +12,7 @@ import pytest
 
 from harness import trainings
 from harness.devices import Watch, expected_sites
+from harness.marks import on_threads
 from harness.trainings import LAYOUTS, STEPS, TRAININGS, Trained, assembled, check_same, recipe_keys, with_pointers
 from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device
@@ -110,23 +111,20 @@ def test_a_run_without_lock_step_is_that_of_the_cpu(gpu, words, ranks, placement
 
 
 @pytest.mark.parametrize("key", ["gpt", "mlp"])
-def test_a_token_that_the_model_lacks_is_refused_before_the_device_wraps_it(gpu, words, key):
+@on_threads(1)
+def test_a_token_that_the_model_lacks_is_refused_before_the_device_wraps_it(comm, gpu, words, key):
     keys = {"model.kind": key, "model.tied": "false", "run.device": "gpu"}
-
-    def body(comm):
-        trainer = assembled(comm, {**words, **keys, **({"model.vocabulary": 256} if key == "gpt" else {})})
-        tokens = np.full((3, 8), 7, np.uint16)
-        targets = tokens if key == "gpt" else tokens[:, 0]
-        trainer.place((tokens, targets))
-        gpu.LOG.clear()
-        with pytest.raises(DataError, match="target 300 is outside"):
-            trainer.place((tokens, np.where(targets == 7, 300, targets)))
-        if key == "gpt":
-            with pytest.raises(DataError, match="token 299 is outside"):
-                trainer.place((tokens + np.uint16(292), targets))
-        assert gpu.LOG.events == []
-
-    run_threads(1, body)
+    trainer = assembled(comm, {**words, **keys, **({"model.vocabulary": 256} if key == "gpt" else {})})
+    tokens = np.full((3, 8), 7, np.uint16)
+    targets = tokens if key == "gpt" else tokens[:, 0]
+    trainer.place((tokens, targets))
+    gpu.LOG.clear()
+    with pytest.raises(DataError, match="target 300 is outside"):
+        trainer.place((tokens, np.where(targets == 7, 300, targets)))
+    if key == "gpt":
+        with pytest.raises(DataError, match="token 299 is outside"):
+            trainer.place((tokens + np.uint16(292), targets))
+    assert gpu.LOG.events == []
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("allreduce", 2), ("zero3", 2), ("1f1b", 4)])
