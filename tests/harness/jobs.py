@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,9 +172,18 @@ def begun(run_dir: Path) -> list[str]:
 
 
 def newest(run_dir: Path) -> int:
-    """Return the steps of the newest checkpoint that is complete."""
-    names = [path.name for path in (run_dir / "checkpoints").iterdir()]
-    return max(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name))
+    """Return the steps of the newest checkpoint that is complete, 0 where there is none."""
+    names = [path.name for path in (run_dir / "checkpoints").glob("step-*")]
+    return max((int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name)), default=0)
+
+
+def running(text: object) -> bool:
+    """Whether a process has ``text`` in its command line."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it may have just ended
+            if str(text) in (entry / "cmdline").read_text():
+                return True
+    return False
 
 
 def same_bits(one: Path, two: Path) -> bool:

@@ -21,7 +21,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from harness import jobs
-from harness.jobs import until
+from harness.jobs import newest, until
 from hpcdist.checkpoint.verify import verify
 from hpcdist.comm.launch import mpirun
 
@@ -106,11 +106,6 @@ def processes(out: Path, *, ranks: bool = False) -> list[int]:
     return sorted(pids)
 
 
-def newest_step(out: Path) -> int:
-    names = [path.name.removeprefix("step-") for path in (out / "checkpoints").glob("step-*")]
-    return max((int(name) for name in names if name.isdigit()), default=0)
-
-
 # -- what is computed
 
 
@@ -156,14 +151,14 @@ def test_a_killed_job_goes_on_with_the_same_bits(table, tmp_path, rng):
     ends(line(2, table, tmp_path / "calm", *keys, "run.steps=12"))
     log, out = tmp_path / "killed-run.log", tmp_path / "killed-run"
     with job(line(2, table, out, *keys, "run.steps=1000000"), log) as process:
-        until(lambda: newest_step(out) >= 2, process=process, log=log)
+        until(lambda: newest(out) >= 2, process=process, log=log)
         doomed = processes(out) if rng.random() < 0.5 else processes(out, ranks=True)[:1]
         for pid in doomed:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         assert process.wait(timeout=LIMIT_S) != 0
         until(lambda: not processes(out), process=process, log=log) if process.poll() is None else None
-    reached = newest_step(out)
+    reached = newest(out)
     steps = max(12, reached + 2)
     if steps > 12:  # it was quicker than this test
         ends(line(2, table, tmp_path / "calm", *keys, f"run.steps={steps}"))
@@ -187,7 +182,7 @@ def test_a_stopped_rank_ends_the_job_and_is_named(table, tmp_path):
     log, out = tmp_path / "stopped-run.log", tmp_path / "stopped-run"
     keys = ["run.steps=1000000", "communication.deadline_s=3", "checkpoint.every_steps=100"]
     with job(line(2, table, out, *keys), log) as process:
-        until(lambda: newest_step(out) >= 100, process=process, log=log)
+        until(lambda: newest(out) >= 100, process=process, log=log)
         os.kill(processes(out, ranks=True)[-1], signal.SIGSTOP)
         assert process.wait(timeout=LIMIT_S) not in (0, 75)
     verdict = jobs.hpcdist("hang", str(out)).stdout
@@ -243,7 +238,7 @@ def test_a_text_that_is_cut_while_it_is_trained_on(tmp_path, rng):
     text.write_bytes(rng.integers(32, 127, 1 << 20, np.uint8).tobytes())
     keys = ["model.kind=gpt", "model.layers=1", "model.heads=1", "model.activation=gelu", "data.context=16"]
     with job(line(2, text, out, *keys, "run.steps=1000000", "checkpoint.keep=2"), log) as process:
-        until(lambda: newest_step(out) >= 2, process=process, log=log)
+        until(lambda: newest(out) >= 2, process=process, log=log)
         os.truncate(text, 1000)
         assert process.wait(timeout=LIMIT_S) == 74, log.read_text()
     assert f"{text} has 1,000 bytes" in log.read_text()
@@ -269,7 +264,7 @@ def test_output_that_nobody_takes_and_an_empty_environment(table, tmp_path):
     shell = ["env", "-i", *(f"{name}={value}" for name, value in bare.items()), "bash", "-c"]
     command = line(2, table, tmp_path / "run", "run.steps=2")
     done = subprocess.run([*shell, '"$@" >/dev/full 2>/dev/full', "bash", *command], timeout=LIMIT_S, check=False)
-    assert done.returncode == 0 and newest_step(tmp_path / "run") == 2
+    assert done.returncode == 0 and newest(tmp_path / "run") == 2
 
 
 def test_a_site_profile_and_the_name_of_a_run_execute_nothing(tmp_path):

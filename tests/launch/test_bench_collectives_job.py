@@ -9,16 +9,13 @@ import numpy as np
 import pytest
 
 from harness import jobs
+from harness.jobs import hpcdist
 from harness.marks import cases
 from hpcdist.bench.collectives import results
 from hpcdist.errors import STORAGE, USAGE
 
 LIMIT_S = 120.0
 FEW = ["--algorithm", "ring", "--algorithm", "node_shared", "--bytes", "4K 64K", "--iterations", "12", "--hot"]
-
-
-def hpcdist(*arguments):
-    return jobs.run([sys.executable, "-P", "-m", "hpcdist", *map(str, arguments)])
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from harness import jobs
+from harness.jobs import hpcdist
 from harness.trainings import recipe_keys
 
 LIMIT_S = 120
@@ -16,12 +16,8 @@ SETTINGS = recipe_keys("layers=1 hidden=32 heads=2 data.context=16 steps=8 globa
 pytestmark = pytest.mark.timeout(5 * LIMIT_S)
 
 
-def hpcdist(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    return jobs.run([sys.executable, "-m", "hpcdist", *map(str, arguments)])
-
-
 def settings(data: Path) -> list[str]:
-    return [part for key, value in {**SETTINGS, "data.path": data}.items() for part in ("--set", f"{key}={value}")]
+    return jobs.settings({**SETTINGS, "data.path": data})
 
 
 def told(done: "subprocess.CompletedProcess[str]", words: str) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import jobs
 from hpcdist.checkpoint.restoring.restore import newest
 from hpcdist.checkpoint.verify import verify
 
@@ -63,7 +64,7 @@ class Job:
     def until(self, step: int) -> bool:
         """Wait for the checkpoint of ``step`` or a later one; whether there is one."""
         limit = time.monotonic() + LIMIT_S
-        while newest_step(self.out) < step:
+        while jobs.newest(self.out) < step:
             assert time.monotonic() < limit, self.log.read_text()
             if self.process.poll() is not None:
                 return False
@@ -84,11 +85,6 @@ class Job:
         while self.process.poll() is None or self.pids():
             assert time.monotonic() < limit, f"a process outlived its job\n{self.log.read_text()}"
             time.sleep(0.01)
-
-
-def newest_step(out: Path) -> int:
-    names = [path.name.removeprefix("step-") for path in (out / "checkpoints").glob("step-*")]
-    return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 @pytest.mark.usefixtures("mpi")
@@ -113,7 +109,7 @@ def test_a_killed_job_leaves_a_checkpoint_that_loads(tmp_path, rng):
         else:
             assert job.until(reached + 1), job.log.read_text()
             time.sleep(float(rng.random()) * LONGEST_S)
-        complete = newest_step(out)
+        complete = jobs.newest(out)
         job.kill(whole=whole, which=int(rng.integers(2)))
         found = newest(out)
         assert found is not None and not verify(found).damage, f"kill {kill}"

@@ -79,17 +79,7 @@ class Job:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        end = time.monotonic() + LIMIT_S
-        while any(str(self.out) in command_line(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
-            assert time.monotonic() < end, "a rank outlived its launcher"
-            time.sleep(0.1)
-
-
-def command_line(entry: Path) -> str:
-    try:
-        return (entry / "cmdline").read_text()
-    except OSError:
-        return ""  # it has just ended
+        jobs.until(lambda: not jobs.running(self.out), "end of the ranks after that of their launcher")
 
 
 @contextmanager

@@ -82,20 +82,6 @@ def _recorded(folder: Path) -> dict[tuple[str, int], str]:
         return {}  # not there yet
 
 
-def _wait_until_ranks_are_gone(folder: Path, limit: float) -> None:
-    """Wait for the end of every process that was given a run directory in ``folder``."""
-    while any(f"{folder}/results.h5.trial-" in _command_line(entry) for entry in Path("/proc").glob("[0-9]*")):
-        assert time.monotonic() < limit, "a trial outlived its sweep"
-        time.sleep(0.1)
-
-
-def _command_line(entry: Path) -> str:
-    try:
-        return (entry / "cmdline").read_text()
-    except OSError:
-        return ""  # it has just ended
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 75)], ids=["SIGKILL", "SIGTERM"])
 def test_the_next_call_goes_on_where_a_sweep_was_ended(folder, number, code):
     (folder / "sweep.toml").write_text(SWEEP + "[axes]\nrun.seed = [1, 2]\n")
@@ -107,7 +93,7 @@ def test_the_next_call_goes_on_where_a_sweep_was_ended(folder, number, code):
     process.send_signal(number)
     _, said = process.communicate(timeout=LIMIT_S)
     assert process.returncode == code, said
-    _wait_until_ranks_are_gone(folder, limit)
+    jobs.until(lambda: not jobs.running(f"{folder}/results.h5.trial-"), "end of the trials after that of their sweep")
     assert list(_recorded(folder).values()) == ["ok"], "the trial under way is not recorded"
     done = hpcdist(*line(folder))
     assert done.returncode == 0, done.stderr

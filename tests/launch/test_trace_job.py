@@ -2,13 +2,13 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness import jobs
+from harness.jobs import hpcdist
 from harness.trainings import recipe_keys
 from hpcdist.telemetry.metrics import side_tables, step_metrics
 from hpcdist.telemetry.trace import summary
@@ -25,14 +25,9 @@ JOBS = {
 pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi")]
 
 
-def hpcdist(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return jobs.run([sys.executable, "-m", "hpcdist", *map(str, arguments)])
-
-
 def train(ranks: int, out: Path, text: Path, settings: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     found = {**SMALL, "data.path": text, **settings}
-    values = [part for key, value in found.items() for part in ("--set", f"{key}={value}")]
-    return hpcdist("run", "-n", ranks, "train", "--out", out, *values)
+    return hpcdist("run", "-n", ranks, "train", "--out", out, *jobs.settings(found))
 
 
 def check_nests(events: list[dict[str, Any]]) -> None:

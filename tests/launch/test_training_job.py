@@ -140,34 +140,15 @@ def test_killed_runs_resume_to_the_same_bits(text, tmp_path, layout, rng):
     whole = summary(train(ranks, text, "--out", tmp_path / "whole", *settings, steps=steps))
     process = _start(text, tmp_path / "killed", *settings, steps=steps, ranks=ranks)
     reached = every * int(rng.integers(2, 12))
-    _wait_for(lambda: _newest_step(tmp_path / "killed") >= reached, process)
+    _wait_for(lambda: jobs.newest(tmp_path / "killed") >= reached, process)
     os.killpg(process.pid, signal.SIGKILL)  # the launcher dies at once; its ranks must not outlive it for long
     process.communicate(timeout=LIMIT_S)
-    _wait_until_ranks_are_gone(tmp_path / "killed")
+    jobs.until(lambda: not jobs.running(tmp_path / "killed"), "end of the ranks after that of their launcher")
     resumed = summary(train(ranks, text, "--out", tmp_path / "killed", "--resume", "auto", *settings, steps=steps))
     assert resumed["val_loss"] == whole["val_loss"]
     # Of the file: a start that finds all steps made, since the kill came late, has no loss of its own.
     losses = [step_metrics.read(tmp_path / name / "metrics.h5").steps["loss"] for name in ("whole", "killed")]
     np.testing.assert_array_equal(*losses)
-
-
-def _newest_step(run_dir: Path) -> int:
-    names = [path.name.removeprefix("step-") for path in (run_dir / "checkpoints").glob("step-*")]
-    return max((int(name) for name in names if name.isdigit()), default=0)
-
-
-def _wait_until_ranks_are_gone(run_dir: Path) -> None:
-    limit = time.monotonic() + LIMIT_S
-    while any(str(run_dir) in _command_line(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
-        assert time.monotonic() < limit, "a rank outlived its launcher"
-        time.sleep(0.1)
-
-
-def _command_line(entry: Path) -> str:
-    try:
-        return (entry / "cmdline").read_text()
-    except OSError:
-        return ""  # it has just ended
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
@@ -180,7 +161,7 @@ def test_asked_to_stop_a_run_saves_and_resumes(text, tmp_path, number, code):
     assert process.returncode == code, errors
     steps = [int(path.name.removeprefix("step-")) for path in (out / "checkpoints").glob("step-*")]
     assert len(steps) == 1 and 0 < steps[0] < ENDLESS
-    _wait_until_ranks_are_gone(out)
+    jobs.until(lambda: not jobs.running(out), "end of the ranks after that of their launcher")
     found = hpcdist("evaluate", out, "--json")
     assert found.returncode == 0 and json.loads(found.stdout.splitlines()[-1])["steps"] == steps[0], found.stderr
 
@@ -205,7 +186,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(text, tmp_path):
     _wait_for((tmp_path / "run" / "metrics.h5").exists, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=LIMIT_S)
-    _wait_until_ranks_are_gone(tmp_path / "run")
+    jobs.until(lambda: not jobs.running(tmp_path / "run"), "end of the ranks after that of their launcher")
     found = summary(train(2, text, "--out", tmp_path / "run", "--resume", "auto", *settings))
     assert found["steps"] == 2000
 

@@ -1,23 +1,16 @@
 """A whole job on a machine without a scheduler: submitted, stopped, started again by itself, and cancelled."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from harness import jobs
-from harness.jobs import until
+from harness.jobs import hpcdist, until
 from hpcdist.batch import ledger
 from hpcdist.batch.schedulers import local
 from hpcdist.batch.schedulers.base import SchedulerState
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def hpcdist(*words: str) -> subprocess.CompletedProcess[str]:
-    return jobs.run([sys.executable, "-P", "-m", "hpcdist", *words])
 
 
 def test_a_job_goes_on_by_itself_until_it_is_cancelled(tmp_path, monkeypatch):
