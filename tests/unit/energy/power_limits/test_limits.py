@@ -218,40 +218,35 @@ with nvml.NvmlDriver() as driver:
     assert set_limits(place[0]) == {"GPU-00": (300_000, 0, 0), "GPU-01": (300_000, 0, 0)} and not left(place[0])
 
 
-def test_a_signal_while_limits_are_put_back_waits(program, place):
-    source = """
-with nvml.NvmlDriver() as driver:
-    knobs = power(driver, 0, 1)
-    first = knobs[1].put
-    def slow(value):
+PUTS_BACK = """
         if value == 300000:
             os.kill(os.getpid(), signal.SIGTERM)  # in the middle: GPU-00 is still to come
-        first(value)
-    knobs[1].put = slow
-    with apply.limited([(knob, 200.0) for knob in knobs], FOLDER):
-        tell("inside")
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
-"""
-    assert program([gpu(0), gpu(1)], source, -signal.SIGTERM) == "inside"
-    assert {row[0] for row in set_limits(place[0]).values()} == {300_000} and not left(place[0])
-
-
-def test_a_signal_while_limits_are_set_waits_too(program, place):
-    source = """
-with nvml.NvmlDriver() as driver:
-    knobs = power(driver, 0, 1)
-    first = knobs[0].put
-    def interrupted(value):
+        first(value)"""
+SETS = """
         first(value)
         if value == 200000:
-            os.kill(os.getpid(), signal.SIGTERM)  # set, and nobody has noted it yet
-    knobs[0].put = interrupted
+            os.kill(os.getpid(), signal.SIGTERM)  # set, and nobody has noted it yet"""
+
+
+@cases(
+    "number, put, ending, last",
+    (1, PUTS_BACK, "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", "inside"),
+    (0, SETS, "pass", "outside"),
+    ids=["put back", "set"],
+)
+def test_a_signal_while_limits_are_changed_waits(number, put, ending, last, program, place):
+    source = f"""
+with nvml.NvmlDriver() as driver:
+    knobs = power(driver, 0, 1)
+    first = knobs[{number}].put
+    def interrupted(value):{put}
+    knobs[{number}].put = interrupted
     tell("outside")
     with apply.limited([(knob, 200.0) for knob in knobs], FOLDER):
         tell("inside")
+        {ending}
 """
-    assert program([gpu(0), gpu(1)], source, -signal.SIGTERM) == "outside"
+    assert program([gpu(0), gpu(1)], source, -signal.SIGTERM) == last
     assert {row[0] for row in set_limits(place[0]).values()} == {300_000} and not left(place[0])
 
 
