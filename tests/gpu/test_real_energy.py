@@ -3,7 +3,6 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,7 +18,7 @@ APART = 0.05
 
 
 @pytest.fixture
-def driver() -> Iterator[nvml.NvmlDriver]:
+def driver():
     """The real driver; a container may have a GPU and not its library for measuring."""
     try:
         opened = nvml.NvmlDriver()
@@ -50,7 +49,7 @@ def test_counter_and_integrated_power_agree_over_a_minute(cupy, driver):
         time.sleep(EVERY_S / 10)
     assert not counted.explain() and not integrated.explain()
     assert None not in (first_mj, then_mj, energy_mj, power_mj)
-    by_counter_j, by_power_j = (energy_mj - first_mj) / 1e3, (power_mj - then_mj) / 1e3  # type: ignore[operator]
+    by_counter_j, by_power_j = (energy_mj - first_mj) / 1e3, (power_mj - then_mj) / 1e3
     print(f"{counter.about.model}: {by_counter_j:.1f} J counted, {by_power_j:.1f} J of its {sensor.field} power")
     assert by_counter_j > WATCHED_S, "a GPU at work draws more than a watt"
     assert by_power_j == pytest.approx(by_counter_j, rel=APART)

@@ -35,7 +35,7 @@ LAYOUTS = {
 }
 
 
-def hpcdist(*words: str) -> str:
+def hpcdist(*words):
     """Run hpcdist and return what it printed on stdout."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = jobs.hpcdist(*words, env=environment)

@@ -1,7 +1,5 @@
 """The kernels on a real GPU: the tests of the unit suite, which run them on the host, once more."""
 
-from types import ModuleType
-
 import pytest
 from unit.models.layers.test_gpu_attention import (
     test_against_the_formula,
@@ -39,6 +37,6 @@ __all__ = [
 
 
 @pytest.fixture
-def gpu(cupy: ModuleType) -> ModuleType:
+def gpu(cupy):
     """Where the unit suite has the double, the real thing."""
     return cupy

@@ -1,7 +1,5 @@
 """Trainings and collectives on a real GPU, which all ranks (threads) share, against the CPU."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,6 @@ from harness.trainings import LAYOUTS, STEPS, TRAININGS, Trained, assembled, che
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.training.run.saving import CheckpointSaver
 from stubs import late_messages
@@ -21,11 +18,11 @@ NOISE = ("qkv.bias",)  # the true gradient of the keys' bias is zero: under Adam
 
 
 @pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
+def text(tmp_path, rng):
     return {"data.path": write_text(tmp_path / "text.txt", rng)}
 
 
-def on_gpu(comm: Communicator, pointers: bool) -> None:
+def on_gpu(comm, pointers):
     """Give this rank the GPU of its local rank, as the start of a job does."""
     device.choose(comm.rank)
     if pointers:
@@ -107,7 +104,7 @@ def test_a_run_goes_on_from_its_checkpoint(text, tmp_path):
     assert assembled_on_cpu({**settings, "run.device": "cpu"}, path) == STEPS
 
 
-def assembled_on_cpu(settings: dict[str, object], path: Path) -> int:
+def assembled_on_cpu(settings, path):
     return run_threads(1, lambda comm: assembled(comm, settings, path).first_step)[0]
 
 

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import h5py
@@ -46,7 +45,7 @@ pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi")]
 
 
 @pytest.fixture
-def table(tmp_path: Path, rng: np.random.Generator) -> Path:
+def table(tmp_path, rng):
     path = tmp_path / "table.h5"
     with h5py.File(path, "w") as file:
         file["x"] = rng.standard_normal((ROWS, FEATURES))
@@ -55,13 +54,13 @@ def table(tmp_path: Path, rng: np.random.Generator) -> Path:
     return path
 
 
-def line(ranks: int, data: Path, out: Path, *keys: str, options: tuple[str, ...] = ()) -> list[str]:
+def line(ranks, data, out, *keys, options=()):
     settings = [word for key in (*TABLE, f"data.path={data}", *keys) for word in ("--set", key)]
     run = [sys.executable, "-m", "hpcdist", "run", "-n", str(ranks), *options]
     return [*run, "train", "--json", "--out", str(out), "--resume", "auto", *settings]
 
 
-def ends(command: list[str], code: int = 0, environment: Mapping[str, str] = os.environ) -> str:
+def ends(command, code=0, environment=os.environ):
     """Run ``command``, hold its exit code to be ``code``, and return what it wrote."""
     done = jobs.run(command, env=environment)
     output = done.stdout + done.stderr
@@ -70,7 +69,7 @@ def ends(command: list[str], code: int = 0, environment: Mapping[str, str] = os.
     return output
 
 
-def tensors(out: Path, step: int) -> dict[str, np.ndarray]:
+def tensors(out, step):
     """The parameters of the checkpoint of ``step``."""
     file = out / f"step-{step}.safetensors"
     ends([sys.executable, "-m", "hpcdist", "checkpoint", "export", str(out / f"checkpoints/step-{step}"), str(file)])
@@ -78,7 +77,7 @@ def tensors(out: Path, step: int) -> dict[str, np.ndarray]:
 
 
 @contextlib.contextmanager
-def job(command: list[str], log: Path, **environment: str) -> Iterator["subprocess.Popen[bytes]"]:
+def job(command, log, **environment):
     """Start ``command``; kill what is left of it at the end. Everything of a job has its run directory's name."""
     with log.open("wb") as stream:
         process = subprocess.Popen(
@@ -94,7 +93,7 @@ def job(command: list[str], log: Path, **environment: str) -> Iterator["subproce
         process.wait(timeout=LIMIT_S)
 
 
-def processes(out: Path, *, ranks: bool = False) -> list[int]:
+def processes(out, *, ranks=False):
     """The living processes of the job in ``out``, or its ranks alone, in the order of their ids."""
     pids = []
     for entry in Path("/proc").iterdir():
@@ -109,7 +108,7 @@ def processes(out: Path, *, ranks: bool = False) -> list[int]:
 # -- what is computed
 
 
-def reference_step(weights: list[np.ndarray], biases: list[np.ndarray], x: np.ndarray, y: np.ndarray) -> float:
+def reference_step(weights, biases, x, y):
     """Take one step of gradient descent in place; return the mean cross entropy before it."""
     inputs = [x]
     for layer, (weight, bias) in enumerate(zip(weights, biases, strict=True)):

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi")]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, rng: np.random.Generator) -> Path:
+def folder(tmp_path, rng):
     """A directory with a recipe and three GPUs, which draw 600 W and may draw 700."""
     (tmp_path / "text.txt").write_bytes(rng.integers(97, 105, 20_000).astype(np.uint8).tobytes())
     (tmp_path / "r.toml").write_text(RECIPE)
@@ -40,7 +39,7 @@ def folder(tmp_path: Path, rng: np.random.Generator) -> Path:
 
 
 @pytest.fixture
-def environment(folder: Path, nvml_stub: Path) -> dict[str, str]:
+def environment(folder, nvml_stub):
     """The trials hold the last two GPUs, named in another order."""
     path = os.pathsep.join(filter(None, [str(nvml_stub), os.environ.get("LD_LIBRARY_PATH", "")]))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
@@ -48,15 +47,15 @@ def environment(folder: Path, nvml_stub: Path) -> dict[str, str]:
     return kept | added | {"CUDA_VISIBLE_DEVICES": "2,1"}
 
 
-def line(folder: Path, *arguments: str) -> list[str]:
+def line(folder, *arguments):
     return [sys.executable, "-m", "hpcdist", "bench", "power", *arguments, "-o", str(folder / "power.h5")]
 
 
-def hpcdist(folder: Path, environment: dict[str, str], *arguments: str) -> "subprocess.CompletedProcess[str]":
+def hpcdist(folder, environment, *arguments):
     return jobs.run(line(folder, *arguments), env=environment, cwd=folder, timeout=LIMIT_S)
 
 
-def in_force(folder: Path) -> dict[str, int]:
+def in_force(folder):
     """Return the power limits that were set, in W, by UUID."""
     path = folder / "gpus.set"
     rows = [row.split() for row in path.read_text().splitlines()] if path.exists() else []

@@ -22,13 +22,13 @@ Mapped = Callable[[Path, CoreBinding], list[set[int]] | None]
 pytestmark = pytest.mark.timeout(120)
 
 
-def job(processors: int) -> dict[str, str]:
+def job(processors):
     """The variables of a job that has the whole of a node."""
     return {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_JOB_CPUS_PER_NODE": str(processors)}
 
 
 @pytest.fixture
-def topology(mpi: mpirun.Launcher, tmp_path: Path) -> Callable[[int, int, int], Path]:
+def topology(mpi, tmp_path):
     """``topology(sockets, cores of each, threads of each)`` -> a file for Open MPI, by the hwloc that it brings."""
     if mpi.vendor != mpirun.OPEN_MPI or not mpi.version.startswith("5."):
         pytest.skip("the options with which it only maps are those of Open MPI 5")
@@ -37,7 +37,7 @@ def topology(mpi: mpirun.Launcher, tmp_path: Path) -> Callable[[int, int, int], 
         pytest.skip("this Open MPI brings no hwloc")
     hwloc = ctypes.CDLL(str(libraries[0]))
 
-    def write(sockets: int, cores: int, threads: int) -> Path:
+    def write(sockets, cores, threads):
         made, path = ctypes.c_void_p(), tmp_path / "topology.xml"
         assert hwloc.hwloc_topology_init(ctypes.byref(made)) == 0
         text = f"pack:{sockets} numa:1 core:{cores} pu:{threads}"
@@ -51,10 +51,10 @@ def topology(mpi: mpirun.Launcher, tmp_path: Path) -> Callable[[int, int, int], 
 
 
 @pytest.fixture
-def mapped(mpi: mpirun.Launcher, tmp_path: Path) -> Mapped:
+def mapped(mpi, tmp_path):
     """``mapped(topology, bound)`` -> the cores of each rank of a node, None where mpirun ends with an error."""
 
-    def run(topology: Path, bound: CoreBinding) -> list[set[int]] | None:
+    def run(topology, bound):
         each = bound.ranks_per_node
         only = ["--prtemca", "hwloc_use_topo_file", str(topology), "--rtos", "donotlaunch", "--display", "map-devel"]
         line = [str(mpi.path), *only, "--host", f"localhost:{each}", "-n", str(each)]

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from hpcdist.telemetry.provenance import OWNER_VARIABLES
 from hpcdist.telemetry.sinks.stream import RunInfo
 
 pytest.importorskip("prometheus_client", reason="it shows the figures: pip install 'hpcdist[prometheus]'")
-from stubs.backfilled_prometheus import Server, backfilled, openmetrics
+from stubs.backfilled_prometheus import backfilled, openmetrics
 
 FOLDER = job.folder(job.MONITORING)
 DASHBOARD = json.loads((FOLDER / "hpcdist.json").read_text())
@@ -49,7 +48,7 @@ pytestmark = [
 ]
 
 
-def figures(number: int, at: float, began: float, rng: np.random.Generator) -> dict[str, float]:
+def figures(number, at, began, rng):
     """Every figure of the catalogue with every label, at one moment of a run that goes on."""
     found = {}
     for name, quantity in QUANTITIES.items():
@@ -62,7 +61,7 @@ def figures(number: int, at: float, began: float, rng: np.random.Generator) -> d
 
 
 @pytest.fixture(scope="module")
-def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, float, float]]:
+def prometheus(tmp_path_factory):
     """One that has scraped a run until now, and from when to when."""
     folder, rng = tmp_path_factory.mktemp("prometheus"), np.random.default_rng()
     end = time.time()
@@ -74,7 +73,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serve
         yield server, began, end
 
 
-def of_the_run(expression: str) -> str:
+def of_the_run(expression):
     for name, value in (("$jobid", "4711"), ("$run", "some run"), ("$__rate_interval", "1m")):
         expression = expression.replace(name, value)
     return expression

@@ -3,12 +3,11 @@
 import textwrap
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from hpcdist.comm.record.flight_recorder import read, start_ticks
-from hpcdist.telemetry.hang import Finding, analyse, load
+from hpcdist.telemetry.hang import analyse, load
 
 PROGRAM = """
 import os, signal, sys, threading, time
@@ -40,23 +39,23 @@ Die = Callable[..., object]
 
 
 @pytest.fixture
-def die(launch: Callable[..., object], tmp_path: Path) -> Die:
+def die(launch, tmp_path):
     """Run ranks through ``body``; returns how the job ended. The run directory is tmp_path/run."""
 
-    def run(n: int, body: str, deadline_s: float = 60, **extra: str) -> object:
+    def run(n, body, deadline_s=60, **extra):
         source = PROGRAM.format(body=textwrap.indent(textwrap.dedent(body).strip("\n"), "    "))
         return launch(n, source, str(tmp_path / "run"), str(deadline_s), **extra)
 
     return run
 
 
-def line_of(tmp_path: Path, text: str) -> str:
+def line_of(tmp_path, text):
     """Return "program.py:<line>" of the line of the program that contains ``text``."""
     lines = (tmp_path / "program.py").read_text().splitlines()
     return f"program.py:{next(number for number, line in enumerate(lines, 1) if text in line)} "
 
 
-def cause(tmp_path: Path) -> Finding:
+def cause(tmp_path):
     report = analyse(load(tmp_path / "run"))
     assert report.findings, report
     print(report)

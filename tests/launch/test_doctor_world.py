@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -12,7 +11,7 @@ from harness import jobs
 EXPECTED = {"world", "thread level", "placement", "MPI library", "launcher match"}
 
 
-def report_of(output: str) -> dict[str, dict[str, str]]:
+def report_of(output):
     report = next(json.loads(line) for line in output.splitlines() if line.startswith('{"ok"'))
     return {check["name"]: check for check in report["checks"]}
 
@@ -27,7 +26,7 @@ def test_under_a_launcher_rank_0_reports_for_all(mpiexec):
     assert "rank 0:" in checks["placement"]["found"] and "rank 1:" in checks["placement"]["found"]
 
 
-def apart(rank: str, *options: str) -> "subprocess.CompletedProcess[str]":
+def apart(rank, *options):
     """Run a rank of three that finds itself alone, as under the mpirun of another MPI."""
     environment = {**os.environ, "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": rank}
     return jobs.run([sys.executable, "-P", "-m", "hpcdist", "doctor", "--json", *options], env=environment)

@@ -4,8 +4,6 @@ import math
 import os
 import shutil
 import sys
-from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -26,7 +24,7 @@ pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
 @pytest.fixture
-def driver(tmp_path: Path, nvml_stub: Path) -> dict[str, str]:
+def driver(tmp_path, nvml_stub):
     """An environment with three GPUs, of which the job holds the first two, named in another order."""
     gpus = tmp_path / "gpus"
     rows = [f"{uuid} 0:{n}:0 H200 0 power:{round(watts * 1e3)}:10\n" for n, (uuid, watts) in enumerate(WATTS.items())]
@@ -35,7 +33,7 @@ def driver(tmp_path: Path, nvml_stub: Path) -> dict[str, str]:
     return {"LD_LIBRARY_PATH": path, "NVML_STUB": str(gpus), "CUDA_VISIBLE_DEVICES": "1,0"}
 
 
-def train(text: Path, out: Path, environment: dict[str, str], *arguments: str, **settings: object) -> dict[str, Any]:
+def train(text, out, environment, *arguments, **settings):
     chosen = {**SMALL, "data.path": text} | {name.replace("__", "."): value for name, value in settings.items()}
     command = [sys.executable, "-m", "hpcdist", "run", "-n", "2", "train", "--out", str(out), "--json", *arguments]
     for name, value in chosen.items():

@@ -1,8 +1,6 @@
 """Looking at a run as a user does: on any number of ranks, without its data, and told once what is wrong."""
 
 import json
-import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -16,11 +14,11 @@ SETTINGS = recipe_keys("layers=1 hidden=32 heads=2 data.context=16 steps=8 globa
 pytestmark = pytest.mark.timeout(5 * LIMIT_S)
 
 
-def settings(data: Path) -> list[str]:
+def settings(data):
     return jobs.settings({**SETTINGS, "data.path": data})
 
 
-def told(done: "subprocess.CompletedProcess[str]", words: str) -> int:
+def told(done, words):
     return (done.stdout + (done.stderr or "")).count(words)
 
 

@@ -6,7 +6,6 @@ Needs root and the right to make network namespaces.
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,13 +52,13 @@ session.leave(0)
 """
 
 
-def namespaces(prefix: str) -> list[str]:
+def namespaces(prefix):
     listed = jobs.run(["ip", "netns", "list"], check=True).stdout
     return [line.split()[0] for line in listed.splitlines() if line.startswith(prefix)]
 
 
 @pytest.fixture
-def hosts() -> Iterator[object]:
+def hosts():
     """Two hosts with a link each; afterwards they are gone, whatever happened."""
     made = cluster.Hosts(2)
     try:

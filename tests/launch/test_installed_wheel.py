@@ -3,7 +3,6 @@
 import configparser
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -23,7 +22,7 @@ pytestmark = [
 ]
 
 
-def run(*arguments: str, folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+def run(*arguments, folder, **environment):
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = jobs.run([sys.executable, *arguments], env=kept | environment, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -31,7 +30,7 @@ def run(*arguments: str, folder: Path, **environment: str) -> "subprocess.Comple
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     """A copy of this clone, so that nothing is left in the clone."""
     setuptools = pytest.importorskip("setuptools")
     if int(setuptools.__version__.split(".")[0]) < 71:
@@ -48,7 +47,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(source, tmp_path_factory):
     out = tmp_path_factory.mktemp("wheel")
     run("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(out), str(source), folder=out)
     (built,) = out.glob("hpcdist-*.whl")
@@ -65,7 +64,7 @@ def test_the_wheel_has_every_module_and_nothing_else(wheel):
     assert resources() <= names
 
 
-def resources() -> set[str]:
+def resources():
     """The files of slurm/ and modulefiles/ under their names in a wheel."""
     places = {"slurm": "hpcdist/batch/slurm", "modulefiles": "hpcdist/batch/modulefiles"}
     return {

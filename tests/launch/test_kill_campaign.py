@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(60 * KILLS + 600)
 class Job:
     """One start of the run in ``out``; all of its processes have that name in their command lines."""
 
-    def __init__(self, text: Path, out: Path, steps: int, *keys: str) -> None:
+    def __init__(self, text, out, steps, *keys):
         self.out, self.log = out, out.with_suffix(".log")
         command = [sys.executable, "-m", "hpcdist", "run", "-n", "2", "train", "--out", str(out), "--resume", "auto"]
         for key in (*SETTINGS, f"data.path={text}", f"run.steps={steps}", *keys):
@@ -48,7 +48,7 @@ class Job:
                 [*command, "--json"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
 
-    def pids(self, *, ranks: bool = False) -> list[int]:
+    def pids(self, *, ranks=False):
         """The processes of the job that live, or its ranks alone."""
         found = []
         for entry in Path("/proc").iterdir():
@@ -61,7 +61,7 @@ class Job:
                 found.append(int(entry.name))
         return found
 
-    def until(self, step: int) -> bool:
+    def until(self, step):
         """Wait for the checkpoint of ``step`` or a later one; whether there is one."""
         limit = time.monotonic() + LIMIT_S
         while jobs.newest(self.out) < step:
@@ -71,7 +71,7 @@ class Job:
             time.sleep(0.002)
         return True
 
-    def kill(self, *, whole: bool, which: int) -> None:
+    def kill(self, *, whole, which):
         """Kill one rank, or all processes at once; return when nothing is left of the job."""
         ranks = sorted(self.pids(ranks=True))
         # Where no rank is there yet, the launcher dies.
@@ -91,7 +91,7 @@ class Job:
 def test_a_killed_job_leaves_a_checkpoint_that_loads(tmp_path, rng):
     text, out = tmp_path / "text.txt", tmp_path / "killed-run"
     text.write_text(" ".join(rng.choice(["abba", "cede", "face", "hebe"], 3000)))
-    counts: collections.Counter[str] = collections.Counter()
+    counts = collections.Counter()
     began, reached = time.monotonic(), 0
     for kill in range(KILLS):
         beside, writers, whole = kill % 2 == 1, ("rank", "node")[kill // 2 % 2], bool(rng.random() < 0.5)
@@ -128,7 +128,7 @@ def test_a_killed_job_leaves_a_checkpoint_that_loads(tmp_path, rng):
         assert end(text, out, last) == end(text, tmp_path / "whole-run", last)
 
 
-def end(text: Path, out: Path, steps: int) -> tuple[float, float]:
+def end(text, out, steps):
     """Train the run in ``out`` up to ``steps``; return its losses."""
     job = Job(text, out, steps)
     assert job.process.wait(timeout=LIMIT_S + steps * 0.05) == 0, job.log.read_text()

@@ -35,7 +35,7 @@ module unload "$1" || exit; state after
 """
 
 
-def tools() -> dict[str, str | None]:
+def tools():
     """The command of each module system; None where it is not installed."""
     lmod = [os.environ.get("LMOD_CMD", ""), *LMOD]
     candidates = [os.environ.get("MODULES_CMD"), "/usr/lib/x86_64-linux-gnu/modulecmd.tcl", shutil.which("modulecmd")]
@@ -54,15 +54,15 @@ class Shell:
     folder: Path
 
     @property
-    def is_lmod(self) -> bool:
+    def is_lmod(self):
         return self.tool.startswith("lmod")
 
     @property
-    def hostile(self) -> str:
+    def hostile(self):
         """A value; Lmod reads a Tcl file as Latin-1."""
         return HOSTILE if self.tool.endswith("without lua") else HOSTILE + " é €"
 
-    def run(self, script: str, modulefiles: Path, *arguments: str, **environment: str):
+    def run(self, script, modulefiles, *arguments, **environment):
         if self.tool.endswith("without lua"):  # so that Lmod reads the Tcl file
             for path in modulefiles.glob("*/*.lua"):
                 path.unlink()
@@ -73,22 +73,22 @@ class Shell:
             cwd=self.folder,
         )
 
-    def does(self, script: str, modulefiles: Path, *arguments: str, **environment: str) -> str:
+    def does(self, script, modulefiles, *arguments, **environment):
         done = self.run(script, modulefiles, *arguments, **environment)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def environment(self, name: str) -> dict[str, str]:
+    def environment(self, name):
         lines = (self.folder / name).read_text().split("\0")
         return dict(line.split("=", 1) for line in lines if line and not line.startswith((*_THEIRS, "BASH_FUNC_")))
 
-    def changes(self, name: str) -> dict[str, str | None]:
+    def changes(self, name):
         """What differs between the states ``before`` and ``name``."""
         before, after = self.environment("before"), self.environment(name)
         names = before.keys() | after.keys()
         return {name: after.get(name) for name in names if before.get(name) != after.get(name)}
 
-    def assert_nothing_is_left(self) -> None:
+    def assert_nothing_is_left(self):
         assert self.changes("after") == {}
         before, after = ((self.folder / f"{name}.shell").read_text() for name in ("before", "after"))
         assert after == before, "aliases, functions or completions differ"
@@ -97,7 +97,7 @@ class Shell:
 
 
 @pytest.fixture(params=["environment-modules", "lmod", "lmod without lua"])
-def shell(request, tmp_path) -> Shell:
+def shell(request, tmp_path):
     tool = request.param.split()[0]
     program = tools()[tool]
     if program is None:
@@ -107,7 +107,7 @@ def shell(request, tmp_path) -> Shell:
     return Shell(request.param, program, folder)
 
 
-def lay(modulefiles: Path) -> Path:
+def lay(modulefiles):
     """Copy the modulefiles, and the file that tells the package, to where an installation has them."""
     shutil.copytree(job.folder(job.MODULEFILES), modulefiles)
     home = modulefiles.parents[2] if modulefiles.parent.name == "batch" else modulefiles.parent
@@ -115,13 +115,13 @@ def lay(modulefiles: Path) -> Path:
     return modulefiles
 
 
-def package(home: Path, version: str = hpcdist.__version__) -> None:
+def package(home, version=hpcdist.__version__):
     (home / "hpcdist").mkdir(parents=True, exist_ok=True)
     (home / "hpcdist" / "__init__.py").write_text(f'__version__ = "{version}"\n')
     shutil.copytree(ALONE, home / "hpcdist" / "libexec", dirs_exist_ok=True)
 
 
-def command(path: Path) -> None:
+def command(path):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'#!/bin/sh\nPYTHONPATH={CLONE} exec {sys.executable} -P -m hpcdist "$@"\n')
     path.chmod(0o755)
@@ -236,7 +236,7 @@ def test_commands_of_the_same_name_stay_what_they_were(shell, tmp_path, whole):
 
 
 @pytest.fixture
-def site(shell, tmp_path) -> Path:
+def site(shell, tmp_path):
     """A folder of modules: generated ones of two versions, and an MPI."""
     modulefiles = tmp_path / "modules"
     for version in ("1.0", "2.0"):

@@ -6,11 +6,8 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from hpcdist.telemetry.config import TelemetryConfig
@@ -28,14 +25,14 @@ LIMIT_S = 60
 
 
 @pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_proxy(monkeypatch):
     """Nothing here leaves the machine."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
 
 
 @contextmanager
-def serving(program: str, folder: Path, *arguments: str) -> Iterator[str]:
+def serving(program, folder, *arguments):
     """Start ``program`` and yield its address."""
     if shutil.which(program) is None:
         pytest.skip(f"there is no {program}: apt-get install {program}")
@@ -61,7 +58,7 @@ def serving(program: str, folder: Path, *arguments: str) -> Iterator[str]:
         process.wait()
 
 
-def metrics(address: str) -> dict[tuple[object, ...], tuple[float, str]]:
+def metrics(address):
     """Return value and meaning of each series that the address shows, by its name and its labels."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
         families = [*text_string_to_metric_families(answer.read().decode())]
@@ -72,7 +69,7 @@ def metrics(address: str) -> dict[tuple[object, ...], tuple[float, str]]:
     }
 
 
-def everything(rng: np.random.Generator, step: int) -> RunEvent:
+def everything(rng, step):
     """Return an event with every figure of the catalogue, under two labels where it has one."""
     values = {}
     for name, quantity in QUANTITIES.items():
@@ -81,14 +78,14 @@ def everything(rng: np.random.Generator, step: int) -> RunEvent:
     return RunEvent("step", step, values)
 
 
-def series(key: str, **labels: str) -> tuple[object, ...]:
+def series(key, **labels):
     """Return what `metrics` calls a figure of the run."""
     name, label = quantities.split(key)
     own = {} if label is None else {QUANTITIES[name].label: label}
     return (f"hpcdist_{name}", *sorted({"jobid": "42", "run": "a-run", **own, **labels}.items()))
 
 
-def run_in(folder: Path) -> RunInfo:
+def run_in(folder):
     return RunInfo("a-run", folder, "42", 2, 1, "allreduce")
 
 
@@ -132,5 +129,5 @@ def test_a_pushgateway_shows_the_group_until_the_run_has_ended_well(tmp_path, rn
             time.sleep(0.05)
 
 
-def holds(found: dict[tuple[object, ...], tuple[float, str]], values: dict[tuple[object, ...], float]) -> bool:
+def holds(found, values):
     return all(key in found and math.isclose(found[key][0], value) for key, value in values.items())

@@ -12,10 +12,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,13 +31,13 @@ pytestmark = pytest.mark.timeout(3 * LIMIT_S)
 
 
 @pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_proxy(monkeypatch):
     """Nothing here leaves the machine."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
 
 
-def line(text: Path, out: Path, *settings: str, steps: int) -> list[str]:
+def line(text, out, *settings, steps):
     given = [*SETTINGS, f"data.path={text}", f"run.steps={steps}", *settings]
     keys = [word for key in given for word in ("--set", key)]
     return [sys.executable, "-m", "hpcdist", "run", "-n", "2", "train", "--out", str(out), "--resume", "auto", *keys]
@@ -49,7 +46,7 @@ def line(text: Path, out: Path, *settings: str, steps: int) -> list[str]:
 class Job:
     """A training on two ranks that goes on until it is told to stop."""
 
-    def __init__(self, text: Path, out: Path, *settings: str) -> None:
+    def __init__(self, text, out, *settings):
         self.out, self.errors = out, out.with_suffix(f".{time.monotonic_ns()}.err")
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
@@ -60,7 +57,7 @@ class Job:
                 start_new_session=True,
             )
 
-    def wait_for(self, condition: Callable[[], Any]) -> Any:
+    def wait_for(self, condition):
         """Return the first answer of ``condition`` that is something."""
         end = time.monotonic() + LIMIT_S
         while not (found := condition()):
@@ -69,12 +66,12 @@ class Job:
             time.sleep(0.05)
         return found
 
-    def stop(self) -> None:
+    def stop(self):
         """Ask for a checkpoint and the end, and get both."""
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(LIMIT_S) == 75, self.errors.read_text()
 
-    def kill(self) -> None:
+    def kill(self):
         """Kill the launcher, and wait until its ranks, which do not outlive it for long, are gone too."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -83,7 +80,7 @@ class Job:
 
 
 @contextmanager
-def job(text: Path, out: Path, *settings: str) -> Iterator[Job]:
+def job(text, out, *settings):
     started = Job(text, out, *settings)
     try:
         yield started
@@ -94,7 +91,7 @@ def job(text: Path, out: Path, *settings: str) -> Iterator[Job]:
 class Prometheus:
     """The real one, which scrapes every second what a file of targets names."""
 
-    def __init__(self, folder: Path, targets: Path) -> None:
+    def __init__(self, folder, targets):
         with socket.create_server(("127.0.0.1", 0)) as server:
             self.address = f"127.0.0.1:{server.getsockname()[1]}"
         folder.mkdir()
@@ -110,7 +107,7 @@ class Prometheus:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(["prometheus", *arguments], stdout=log, stderr=log, start_new_session=True)
 
-    def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
+    def query(self, expression):
         """Return labels and value of each series; none while Prometheus is not ready."""
         assert self.process.poll() is None, self.log.read_text()
         url = f"http://{self.address}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
@@ -121,12 +118,12 @@ class Prometheus:
             return []
         return [(row["metric"], float(row["value"][1])) for row in found["data"]["result"]]
 
-    def stop(self) -> None:
+    def stop(self):
         self.process.kill()
         self.process.wait()
 
 
-def steps_in(path: Path) -> float:
+def steps_in(path):
     """Return the number of steps that a file of metrics tells of; 0 where it tells none yet."""
     if not path.exists():
         return 0.0

@@ -58,23 +58,23 @@ print(f"rank {training.rank} ends at {training.done}")
 """
 
 
-def examples() -> tuple[str, str]:
+def examples():
     """Return the plain script and its twin, as the README has them."""
     section = README.read_text().split("## Your own model\n")[1].split("\n## ")[0]
     plain, own = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     return plain, own
 
 
-def losses(text: str) -> list[float]:
+def losses(text):
     return [float(found) for found in re.findall(r"^step \d+: loss ([\d.]+)$", text, re.MULTILINE)]
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, torch.Tensor]]:
+def expected(tmp_path_factory):
     """The losses of the plain script, and what it saves."""
     folder = tmp_path_factory.mktemp("plain")
     before = os.getcwd()
-    printed: list[str] = []
+    printed = []
     os.chdir(folder)
     try:
         exec(compile(examples()[0], "train_plain.py", "exec"), {"print": lambda *texts: printed.extend(texts)})
@@ -166,7 +166,7 @@ def test_masks_groups_and_a_sampler_in_a_pipeline_of_shards(mpiexec, tmp_path):
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     done = mpiexec(4, ["train.py"], cwd=tmp_path, env={"PYTHONPATH": path})
     assert done.returncode == 0, done.stdout
-    scope: dict = {}
+    scope = {}
     exec(compile(SEVERAL, "train_plain.py", "exec"), scope)
     model, dataset, optimizer = scope["model"], scope["dataset"], scope["optimizer"]
     expected = []

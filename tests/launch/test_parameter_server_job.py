@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +22,7 @@ SERVED = recipe_keys(
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
-def start(ranks: int, out: Path, text: Path, *arguments: str, **keys: object) -> subprocess.Popen[str]:
+def start(ranks, out, text, *arguments, **keys):
     values = SERVED | {"data.path": text} | {name.replace("__", "."): value for name, value in keys.items()}
     settings = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
     command = [sys.executable, "-m", "hpcdist", "run", "-n", str(ranks), "train", "--out", str(out), "--json"]
@@ -38,11 +36,10 @@ def start(ranks: int, out: Path, text: Path, *arguments: str, **keys: object) ->
     )
 
 
-def summary(process: subprocess.Popen[str]) -> dict[str, Any]:
+def summary(process):
     stdout, stderr = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, stderr
-    found: dict[str, Any] = json.loads(stdout.splitlines()[-1])
-    return found
+    return json.loads(stdout.splitlines()[-1])
 
 
 def test_it_learns_counts_its_bytes_and_keeps_what_it_evaluated(text, tmp_path):

@@ -27,7 +27,7 @@ def test_rank_suite(mpiexec, size):
     assert " passed" in done.stdout
 
 
-def suite(folder: Path, body: str) -> list[str]:
+def suite(folder, body):
     """Make a rank suite of one module in ``folder``; return the arguments that run it."""
     ranks = folder / "ranks"
     ranks.mkdir()

@@ -5,9 +5,7 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -30,12 +28,12 @@ RECIPE = (
 
 
 @contextmanager
-def proxy() -> Iterator[tuple[int, list[bytes]]]:
+def proxy():
     """Yield the port of a proxy that answers nobody, and what it was asked for: no byte leaves this machine."""
-    asked: list[bytes] = []
+    asked = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def serve() -> None:
+        def serve():
             while True:
                 try:
                     client, _ = server.accept()
@@ -57,7 +55,7 @@ def proxy() -> Iterator[tuple[int, list[bytes]]]:
     thread.join(10)
 
 
-def opened(page: Path, profile: Path) -> tuple[str, list[bytes], str]:
+def opened(page, profile):
     """Open ``page``; return its elements as the browser has them, what it asked the network for, and complaints."""
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:

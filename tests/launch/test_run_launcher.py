@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +91,7 @@ while True:
 """
 
 
-def survivors(mark: str) -> list[str]:
+def survivors(mark):
     """The processes, of anybody's children, that carry the mark of this test in their environment."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -108,7 +107,7 @@ def survivors(mark: str) -> list[str]:
 class Job:
     """A process that carries a mark, with its output in a file."""
 
-    def __init__(self, arguments: list[str], folder: Path) -> None:
+    def __init__(self, arguments, folder):
         self.mark, self.folder, self.path = uuid.uuid4().hex, folder, folder / "output"
         with self.path.open("w") as output:
             self.process = subprocess.Popen(
@@ -121,20 +120,20 @@ class Job:
                 start_new_session=True,
             )
 
-    def send(self, number: signal.Signals) -> None:
+    def send(self, number):
         self.process.send_signal(number)
 
-    def end(self, limit_s: float = LIMIT_S) -> int:
+    def end(self, limit_s=LIMIT_S):
         """The exit code, after which nothing of the job may be left."""
         code = self.process.wait(limit_s)
         assert survivors(self.mark) == [], self.output
         return code
 
     @property
-    def output(self) -> str:
+    def output(self):
         return self.path.read_text()
 
-    def clean_up(self) -> None:
+    def clean_up(self):
         self.process.kill()
         self.process.wait()
         for line in survivors(self.mark):
@@ -142,12 +141,12 @@ class Job:
 
 
 @pytest.fixture
-def start(tmp_path: Path, mpi: mpirun.Launcher) -> Iterator[Callable[..., Job]]:
+def start(tmp_path, mpi):
     """``start(behaviour, grace=60)``: two ranks under a supervisor; returns when both are there."""
     (tmp_path / "rank.py").write_text(RANK)
-    jobs: list[Job] = []
+    jobs = []
 
-    def begin(behaviour: str, grace: float = 60.0, wait: bool = True) -> Job:
+    def begin(behaviour, grace=60.0, wait=True):
         jobs.append(Job(["-P", "-c", DRIVER, behaviour, str(tmp_path), str(grace)], tmp_path))
         if wait:
             until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "ranks")
@@ -292,7 +291,7 @@ with supervisor.signals_held() as mask:
 """
 
 
-def launcher_that(folder: Path, commands: str, kind: str, *settings: str) -> int:
+def launcher_that(folder, commands, kind, *settings):
     """The exit code of a job whose launcher, of ``kind``, is a shell with these ``commands``."""
     line = [sys.executable, "-P", "-c", SHELL, str(folder), commands, kind, *settings]
     return subprocess.run(line, timeout=LIMIT_S, check=False).returncode
@@ -364,7 +363,7 @@ def test_what_srun_passes_to_ranks_elsewhere(number, passed, tmp_path):
 
 
 @pytest.fixture
-def ulfm(mpi: mpirun.Launcher) -> None:
+def ulfm(mpi):
     try:
         mpirun.ulfm_options(mpi)
     except MissingCapabilityError as error:
@@ -415,12 +414,12 @@ SMALL = ["model.layers=1", "model.hidden=32", "model.heads=2", "data.context=32"
 
 
 @pytest.fixture
-def training(tmp_path: Path, mpi: mpirun.Launcher) -> Iterator[Callable[..., Job]]:
+def training(tmp_path, mpi):
     """``training(steps)``: `hpcdist run -n 2 train` on a small text."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 500)
-    jobs: list[Job] = []
+    jobs = []
 
-    def begin(*settings: str, options: Sequence[str] = ()) -> Job:
+    def begin(*settings, options=()):
         chosen = [part for setting in (*SMALL, *settings) for part in ("--set", setting)]
         jobs.append(Job([*RUN, *options, *TRAIN, *chosen], tmp_path))
         return jobs[-1]
@@ -442,7 +441,7 @@ def test_ctrl_c_under_hpcdist_run(training, tmp_path):
     assert len(losses) > 2 and np.isfinite(losses).all()
 
 
-def ranks_of(job: Job) -> list[int]:
+def ranks_of(job):
     """The process ids of its two ranks."""
     found = [line for line in survivors(job.mark) if f"{sys.executable}\\x00-P\\x00-m\\x00hpcdist\\x00train" in line]
     direct = [line for line in found if not any(name in line for name in ("mpirun", "prterun", "hydra"))]

@@ -2,7 +2,6 @@
 
 import configparser
 import os
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -20,7 +19,7 @@ MODULE = "def main():\n    print('a stand-in of hpcdist')\n"
 pytestmark = pytest.mark.timeout(600)
 
 
-def make_wheel(folder: Path, name: str, version: str, module: str = "", entry: str = "", metadata: str = "") -> Path:
+def make_wheel(folder, name, version, module="", entry="", metadata=""):
     info = f"{name}-{version}.dist-info"
     files = {
         f"{name}.py": module,
@@ -37,7 +36,7 @@ def make_wheel(folder: Path, name: str, version: str, module: str = "", entry: s
 
 
 @pytest.fixture
-def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def house(tmp_path, monkeypatch):
     """A wheelhouse of two small wheels."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
@@ -47,7 +46,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return wheelhouse.collect(wheelhouse.WheelhouseOrder(output=tmp_path / "house", wheel=own)).folder
 
 
-def install(house: Path, venv: Path, **added: str) -> "subprocess.CompletedProcess[str]":
+def install(house, venv, **added):
     """Run the script as on a node whose settings of pip point nowhere."""
     hidden = ("PIP_NO_INDEX", "PIP_FIND_LINKS", "PYTHONPATH", "MPICC")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}

@@ -10,7 +10,6 @@ import re
 import shutil
 import sys
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,7 @@ from hpcdist.batch.sites import search
 from hpcdist.comm.launch import mpirun
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.telemetry import report
-from stubs.slurm_cluster import STEPS, Cluster, Jobs
+from stubs.slurm_cluster import STEPS, Jobs
 
 ENDLESS = 10**6
 EVIL = "$(touch x) `touch y` \"two\" 'one' \\ # ; & | é"
@@ -35,12 +34,12 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+def jobs(cluster, tmp_path_factory):
     return Jobs(cluster, tmp_path_factory.mktemp("jobs"))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def endless(jobs: Jobs) -> str:
+def endless(jobs):
     """A job whose walltime passes while the other tests run."""
     # Slurm looks every 30 s, and signals when less than 15 s more than that are left. Of one minute, the shortest that
     # there is, a start on a loaded machine has used up so much before its first step that nothing new is saved.
@@ -158,7 +157,7 @@ def test_a_node_has_copies_of_environment_and_data(cluster, tmp_path, sbcast):
 
 
 @pytest.fixture(scope="module")
-def machines(cluster: Cluster) -> Iterator[None]:
+def machines(cluster):
     """The partitions and features that the profiles of machines name, while this cluster plays them.
 
     Not their QOS, which are entries of an accounting database: without one, Slurm takes any.
@@ -167,7 +166,7 @@ def machines(cluster: Cluster) -> Iterator[None]:
     partitions = sorted({each.partition for each in schedulers if each.partition and each.kind == "slurm"})
     features = ",".join(sorted({each.constraint for each in schedulers if each.constraint}))
 
-    def update(*words: str) -> None:
+    def update(*words):
         done = cluster.run("scontrol", *words)
         assert done.returncode == 0, done.stderr
 

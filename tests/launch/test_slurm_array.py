@@ -6,9 +6,7 @@ root.
 
 import json
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +14,6 @@ from hpcdist.bench.collectives import results as collectives_results
 from hpcdist.bench.sweep import results
 from hpcdist.comm.launch import mpirun
 from hpcdist.telemetry import report
-from stubs.slurm_cluster import Cluster
 
 LAUNCHED = {mpirun.OPEN_MPI: ("openmpi", "pmix"), mpirun.MPICH: ("mpich", "pmi2")}
 # UCX has addresses that are longer than a message of Slurm's PMI-2.
@@ -64,7 +61,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster, mpi: mpirun.Launcher) -> Path:
+def folder(tmp_path_factory, cluster, mpi):
     if mpi.vendor not in LAUNCHED:
         pytest.skip(f"how {mpi.vendor} is started by srun is not known here")
     pmi = LAUNCHED[mpi.vendor][1]
@@ -80,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster, mpi: mpir
     return place
 
 
-def submit(cluster: Cluster, folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+def submit(cluster, folder, *arguments):
     options = ["--site", "site.toml", "--nodes=1", "--ranks-per-node=2", "--no-check", "--time=10"]
     line = [sys.executable, "-P", "-m", "hpcdist", "submit", *arguments, *options]
     done = cluster.run(*line, cwd=folder)
@@ -88,12 +85,12 @@ def submit(cluster: Cluster, folder: Path, *arguments: str) -> "subprocess.Compl
     return done
 
 
-def states(cluster: Cluster, number: str) -> list[str]:
+def states(cluster, number):
     """Return the states of a job and of all of its tasks or components."""
     return re.findall(r"JobState=(\S+)", cluster.run("scontrol", "show", "job", number).stdout)
 
 
-def wait_for_end(cluster: Cluster, number: str, *logs: Path) -> None:
+def wait_for_end(cluster, number, *logs):
     """Wait until a job is over, with all of its tasks or components; the ``logs`` are shown with a failure."""
     going = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"}
     try:
@@ -103,7 +100,7 @@ def wait_for_end(cluster: Cluster, number: str, *logs: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def begun(cluster: Cluster, folder: Path) -> dict[str, list[str]]:
+def begun(cluster, folder):
     """The numbers of all jobs, which run beside one another."""
     arguments = {
         "servers": ("recipe.toml", "--server-nodes=1", "--out=served"),

@@ -14,7 +14,6 @@ import pytest
 
 import hpcdist
 from hpcdist.comm.launch import core_binding, mpirun
-from stubs.slurm_cluster import Cluster
 
 RANKS = 2
 CPUS = len(os.sched_getaffinity(0)) // RANKS * RANKS
@@ -45,14 +44,14 @@ export PYTHONPATH={home}
 
 
 @pytest.fixture
-def job(roomy: Cluster, tmp_path: Path, mpi: mpirun.Launcher):
+def job(roomy, tmp_path, mpi):
     """``job(arguments of hpcdist run)`` -> processors and threads of each rank, and what the job has said."""
     if mpi.vendor not in (mpirun.OPEN_MPI, mpirun.MPICH):
         pytest.skip(f"{mpi.vendor} is not told how to bind")
     (tmp_path / "program.py").write_text(PROGRAM)
     home = Path(hpcdist.__file__).parents[1]
 
-    def run(arguments: str) -> tuple[list[set[int]], list[str], str]:
+    def run(arguments):
         text = SCRIPT.format(ranks=RANKS, each=EACH, home=home, python=sys.executable, arguments=arguments)
         (tmp_path / "job.sh").write_text(text)
         done = roomy.run("sbatch", "--wait", "--parsable", "job.sh", cwd=tmp_path)

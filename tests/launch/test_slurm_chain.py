@@ -12,7 +12,7 @@ import pytest
 from hpcdist.batch import ledger
 from hpcdist.batch.sites import search
 from hpcdist.telemetry import report
-from stubs.slurm_cluster import STEPS, Cluster, Jobs
+from stubs.slurm_cluster import STEPS, Jobs
 
 ENDLESS = 10**6
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+def jobs(cluster, tmp_path_factory):
     return Jobs(cluster, tmp_path_factory.mktemp("chains"))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from harness.jobs import SITES, begun, newest, same_bits
 from hpcdist.comm.launch import mpirun
-from stubs.slurm_cluster import Cluster, Jobs
+from stubs.slurm_cluster import Jobs
 
 STEPS = 120
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def launchers(fragile: Cluster, mpi: mpirun.Launcher) -> dict[str, str]:
+def launchers(fragile, mpi):
     """The launchers that can be used here, and the text of a site for each."""
     tried = fragile.run("srun", "--mpi=pmix", "--ntasks=1", "true")
     if mpi.vendor == mpirun.OPEN_MPI and "can not load PMIx library" in tried.stderr:
@@ -65,10 +65,10 @@ def test_jobs_go_on_when_their_nodes_crash(fragile, launchers, tmp_path):
         assert same_bits(tmp_path / "whole", tmp_path / name)
 
 
-def starts(jobs: Jobs, name: str, number: str, count: int) -> None:
+def starts(jobs, name, number, count):
     """Wait for the start of a job that is so many; a job that has ended before fails at once."""
 
-    def has_begun() -> bool:
+    def has_begun():
         if len(begun(jobs.folder / name)) >= count:  # that start may have ended well meanwhile
             return True
         state = jobs.cluster.job(number)["JobState"]

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("chain")
     (place / "text.txt").write_text("".join(f"{number} is {number * number % 97}, " for number in range(1500)))
     (place / "recipe.toml").write_text(

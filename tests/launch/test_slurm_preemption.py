@@ -10,7 +10,7 @@ import pytest
 
 from harness.jobs import SITES, begun, newest, same_bits
 from hpcdist.comm.launch import mpirun
-from stubs.slurm_cluster import Cluster, Jobs
+from stubs.slurm_cluster import Jobs
 
 STEPS = 100
 HYDRA = "based_on = 'slurm-mpich'\n[launcher]\nkind = 'mpirun'\npmi = ''\n"
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def jobs(preempting: Cluster, mpi: mpirun.Launcher, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+def jobs(preempting, mpi, tmp_path_factory):
     found = Jobs(preempting, tmp_path_factory.mktemp("jobs"))
     for name, site in (SITES.get(mpi.vendor, {}) | ({"mpirun": HYDRA} if mpi.vendor == mpirun.MPICH else {})).items():
         (found.folder / f"{name}.toml").write_text(site)

@@ -8,10 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from hpcdist.arrays.backend import Array
 from hpcdist.comm.launch import mpirun
 from hpcdist.telemetry import report
-from stubs.slurm_cluster import Cluster, Jobs
+from stubs.slurm_cluster import Jobs
 
 ENDLESS = 10**6
 SRUN = 'based_on = "slurm-openmpi"\n[launcher]\nkind = "srun"\npmi = "pmix"\n'
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def jobs(spared: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+def jobs(spared, tmp_path_factory):
     configuration = spared.folder / "slurm.conf"
     # So long an srun that has lost a node waits for the end of its step.
     configuration.write_text(configuration.read_text() + "KillWait=5\n")
@@ -28,7 +27,7 @@ def jobs(spared: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     return Jobs(spared, tmp_path_factory.mktemp("jobs"))
 
 
-def sites(jobs: Jobs, mpi: mpirun.Launcher) -> dict[str, str]:
+def sites(jobs, mpi):
     """The profiles that start the MPI of this environment, by mpirun and by srun as far as Slurm can, with a name."""
     if mpi.vendor == mpirun.MPICH:
         return {"slurm-mpich": "by-srun"}
@@ -38,18 +37,18 @@ def sites(jobs: Jobs, mpi: mpirun.Launcher) -> dict[str, str]:
     return {"slurm-openmpi": "by-mpirun", "srun.toml": "by-srun"}
 
 
-def saved(jobs: Jobs, out: str) -> int:
+def saved(jobs, out):
     """The step of the newest checkpoint; 0 where there is none."""
     latest = jobs.folder / out / "checkpoints" / "latest"
     return int(latest.read_text().strip().removeprefix("step-")) if latest.exists() else 0
 
 
-def crash(jobs: Jobs, node: str, submitted: dict[str, str]) -> None:
+def crash(jobs, node, submitted):
     """Crash a ``node`` on which all jobs train, and wait until each has gone on without it, and saved."""
     starts = {out: jobs.log(number).count("resumed from") for out, number in submitted.items()}
     jobs.cluster.crash(node)
 
-    def gone_on(out: str, number: str) -> bool:
+    def gone_on(out, number):
         assert jobs.cluster.job(number)["JobState"] == "RUNNING"
         *_, last = jobs.log(number).split("resumed from")
         return jobs.log(number).count("resumed from") > starts[out] and f"step-{saved(jobs, out)} " not in last
@@ -58,7 +57,7 @@ def crash(jobs: Jobs, node: str, submitted: dict[str, str]) -> None:
         jobs.cluster.wait(lambda out=out, number=number: gone_on(out, number), f"training in {out} without {node}")
 
 
-def saves(jobs: Jobs, *outs: str) -> None:
+def saves(jobs, *outs):
     """Wait until one of the runs writes a checkpoint, which lasts for milliseconds."""
     until = time.monotonic() + 120
     while not any(path for out in outs for path in (jobs.folder / out / "checkpoints").glob("step-*.tmp")):
@@ -66,7 +65,7 @@ def saves(jobs: Jobs, *outs: str) -> None:
         time.sleep(0.0005)
 
 
-def revive(cluster: Cluster) -> None:
+def revive(cluster):
     """Start all nodes that have crashed."""
     for number in range(1, cluster.count + 1):
         if f"n{number}" not in cluster.nodes:
@@ -103,9 +102,9 @@ def test_a_middle_and_the_last_node_crash(jobs, mpi):
         assert np.array_equal(losses(jobs, out)[: steps[out]], expected[: steps[out]])
 
 
-def losses(jobs: Jobs, out: str) -> Array:
+def losses(jobs, out):
     """The losses of all steps that are saved, from the first one on."""
-    found: Array = report.report(jobs.folder / out).metrics.steps["loss"]
+    found = report.report(jobs.folder / out).metrics.steps["loss"]
     assert len(found) >= saved(jobs, out)
     return found
 

@@ -12,7 +12,6 @@ import pytest
 
 import hpcdist
 from hpcdist.comm.launch import mpirun
-from stubs.slurm_cluster import Cluster
 
 ENDLESS = 10**6
 PMI = {mpirun.OPEN_MPI: "pmix", mpirun.MPICH: "pmi2"}
@@ -70,7 +69,7 @@ run lost -n 2 --ranks-per-node 1 --restarts 2 train recipe.toml --out lost
 class Job:
     """A batch job of its own folder, with the launchers that it starts one after the other."""
 
-    def __init__(self, cluster: Cluster, folder: Path, pmi: str) -> None:
+    def __init__(self, cluster, folder, pmi):
         self.cluster, self.folder, self.pmi = cluster, folder, pmi
         self.number = ""
         (folder / "text.txt").write_text("".join(f"{number} is {number * number % 97}, " for number in range(1500)))
@@ -79,7 +78,7 @@ class Job:
             "[communication]\nalgorithm = 'hierarchical'\n[run]\nglobal_batch = 4\n[checkpoint]\nevery_steps = 20\n"
         )
 
-    def submit(self, starts: str, *options: str, steps: int = ENDLESS) -> None:
+    def submit(self, starts, *options, steps=ENDLESS):
         home = Path(hpcdist.__file__).parents[1]
         script = SCRIPT.format(home=home, python=sys.executable, pmi=self.pmi, steps=steps)
         (self.folder / "job.sh").write_text(script + starts)
@@ -88,20 +87,20 @@ class Job:
         self.number = done.stdout.strip()
 
     @property
-    def log(self) -> str:
+    def log(self):
         path = self.folder / "job.out"
         return path.read_text() if path.exists() else ""
 
-    def said(self, text: str, times: int = 1) -> None:
+    def said(self, text, times=1):
         try:
             self.cluster.wait(lambda: self.log.count(text) >= times, text)
         finally:
             print(self.log)  # shown with a failure
 
-    def signal(self, name: str) -> None:
+    def signal(self, name):
         assert self.cluster.run("scancel", f"--signal={name}", "--batch", self.number).returncode == 0
 
-    def code(self, start: str) -> int:
+    def code(self, start):
         self.said(f"{start} ended with ")
         found = re.search(rf"{start} ended with (\d+)\n", self.log)
         assert found
@@ -109,7 +108,7 @@ class Job:
 
 
 @pytest.fixture
-def job(cluster: Cluster, tmp_path: Path, mpi: mpirun.Launcher):
+def job(cluster, tmp_path, mpi):
     if mpi.vendor not in PMI:
         pytest.skip(f"how {mpi.vendor} is started by srun is not known here")
     pmi = PMI[mpi.vendor]

@@ -3,12 +3,10 @@
 Needs Debian's slurm-wlm and munge, root, and namespaces (`unshare`).
 """
 
-from pathlib import Path
-
 import pytest
 
 from hpcdist.batch.sites import search
-from stubs.slurm_cluster import Cluster, Jobs
+from stubs.slurm_cluster import Jobs
 
 LOCAL = "dev/shm/copies"  # each node has its own
 NODES = ("n1", "n2")
@@ -18,14 +16,14 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture
-def jobs(fragile: Cluster, tmp_path: Path) -> Jobs:
+def jobs(fragile, tmp_path):
     base = search.load_selected(None, fragile.environment).name
     found = Jobs(fragile, tmp_path)
     (tmp_path / "site.toml").write_text(f"based_on = '{base}'\n[storage]\nnode_local = '/{LOCAL}'\n")
     return found
 
 
-def copies(cluster: Cluster, node: str) -> list[Path]:
+def copies(cluster, node):
     return list((cluster.root(node) / LOCAL).rglob("*"))
 
 

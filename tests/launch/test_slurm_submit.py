@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from stubs.slurm_cluster import NODES, Cluster, Jobs
+from stubs.slurm_cluster import NODES, Jobs
 
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+def jobs(cluster, tmp_path_factory):
     return Jobs(cluster, tmp_path_factory.mktemp("submitted"))
 
 

@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,18 +26,18 @@ pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
 @pytest.fixture(autouse=True)
-def outlives(mpi: mpirun.Launcher) -> None:
+def outlives(mpi):
     if mpi.vendor != mpirun.OPEN_MPI or not mpi.version.startswith("5"):
         pytest.skip(f"{mpi.vendor} {mpi.version} does not go on when a rank dies")
 
 
-def line(ranks: int, text: Path, out: Path, *options: str, keys: list[str]) -> list[str]:
+def line(ranks, text, out, *options, keys):
     settings = [word for key in [*SMALL, f"data.path={text}", *keys] for word in ("--set", key)]
     run = [sys.executable, "-m", "hpcdist", "run", "-n", str(ranks), *options]
     return [*run, "train", "--json", "--out", str(out), "--resume", "auto", *settings]
 
 
-def train(ranks: int, text: Path, out: Path, *options: str, keys: list[str]) -> tuple[dict[str, Any], np.ndarray]:
+def train(ranks, text, out, *options, keys):
     """Return the summary and the losses of a job that ends well."""
     done = jobs.run(line(ranks, text, out, *options, keys=keys))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -121,7 +119,7 @@ def test_ranks_come_in_at_a_step_boundary(text, tmp_path):
     assert not (out / "grow").exists()
 
 
-def _world(out: Path) -> int:
+def _world(out):
     try:
         return int(step_metrics.read(out / "metrics.h5").steps["world"][-1])
     except (OSError, IndexError):

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,19 +29,19 @@ pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi")]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, rng: np.random.Generator) -> Path:
+def folder(tmp_path, rng):
     """A directory with a text of random words."""
     words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
     (tmp_path / "text.txt").write_text(" ".join(rng.choice(words, 2000)))
     return tmp_path
 
 
-def line(folder: Path, *arguments: str) -> list[str]:
+def line(folder, *arguments):
     names = [str(folder / "sweep.toml"), "-o", str(folder / "results.h5")]
     return [sys.executable, "-m", "hpcdist", "bench", "sweep", *names, *arguments]
 
 
-def hpcdist(*command: str) -> "subprocess.CompletedProcess[str]":
+def hpcdist(*command):
     return jobs.run(command)
 
 
@@ -75,7 +74,7 @@ def test_a_failed_trial_is_recorded_and_can_be_tried_again(folder):
     assert rows[0]["train_loss"] == pytest.approx(rows[1]["train_loss"], rel=1e-6), "the same data under another name"
 
 
-def _recorded(folder: Path) -> dict[tuple[str, int], str]:
+def _recorded(folder):
     try:
         return results.statuses(folder / "results.h5")
     except StorageError:

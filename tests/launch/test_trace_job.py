@@ -1,9 +1,6 @@
 """Traces of real jobs: they nest, causes come before effects, steps are those of the metrics, who held up is named."""
 
 import json
-import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,14 +22,14 @@ JOBS = {
 pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi")]
 
 
-def train(ranks: int, out: Path, text: Path, settings: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+def train(ranks, out, text, settings):
     found = {**SMALL, "data.path": text, **settings}
     return hpcdist("run", "-n", ranks, "train", "--out", out, *jobs.settings(found))
 
 
-def check_nests(events: list[dict[str, Any]]) -> None:
+def check_nests(events):
     """On each thread a bar lies within another, or beside it."""
-    stacks: dict[int, list[int]] = {}
+    stacks = {}
     for event in events:
         if event["ph"] == "X":
             begin, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
@@ -68,7 +65,7 @@ def test_a_job(name, tmp_path, text):
     assert {(one.offset_ns, one.rtt_ns) for one in measured[0].readings} == {(0, 0)}
 
 
-def check_meetings(found: summary.Trace) -> None:
+def check_meetings(found):
     meetings = found.timeline.matches.meetings
     assert meetings
     for meeting in meetings:
@@ -77,7 +74,7 @@ def check_meetings(found: summary.Trace) -> None:
         assert all(call.end_ns >= last.begin_ns for call in meeting.calls if meeting.root is None)
 
 
-def check_messages(found: summary.Trace) -> None:
+def check_messages(found):
     for message in found.timeline.matches.messages:
         send, receive = message.send, message.receive
         assert (send.comm, send.tag, send.dtype) == (receive.comm, receive.tag, receive.dtype)
@@ -86,7 +83,7 @@ def check_messages(found: summary.Trace) -> None:
             assert send.count == receive.count
 
 
-def check_steps(found: summary.Trace, kept: step_metrics.MetricsData) -> None:
+def check_steps(found, kept):
     """The operations of a step take exactly what its row says of the phases, and lie within the step."""
     assert kept.steps["step"].tolist() == list(found.timeline.steps)
     for rank, line in found.timeline.lines.items():
@@ -107,7 +104,7 @@ def check_steps(found: summary.Trace, kept: step_metrics.MetricsData) -> None:
         assert all(before[1] <= after[0] for before, after in zip(boundaries, boundaries[1:], strict=False))
 
 
-def check_path(found: summary.Trace) -> None:
+def check_path(found):
     assert [path.step for path in found.paths] == list(found.timeline.steps)
     for path in found.paths:
         links = path.links

@@ -6,8 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,17 +23,17 @@ SMALL = ["--set", "model.layers=1", "--set", "model.hidden=32", "--set", "model.
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
-def hpcdist(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def hpcdist(*arguments, **environment):
     return jobs.run([sys.executable, "-m", "hpcdist", *map(str, arguments)], env=os.environ | environment)
 
 
-def train(ranks: int, text: Path, *arguments: object, steps: int = 12) -> subprocess.CompletedProcess[str]:
+def train(ranks, text, *arguments, steps=12):
     launcher = ["run", "-n", ranks] if ranks else []
     settings = ["--set", f"data.path={text}", "--set", f"run.steps={steps}", "--set", "run.global_batch=6"]
     return hpcdist(*launcher, "train", *SMALL, *settings, "--json", *arguments)
 
 
-def summary(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+def summary(done):
     return figures(done)
 
 
@@ -73,7 +71,7 @@ def test_without_a_launcher_it_trains_alone_and_agrees(text, tmp_path):
     assert together["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-5)
 
 
-def _wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
+def _wait_for(condition, process):
     limit = time.monotonic() + LIMIT_S
     while not condition():
         assert process.poll() is None, process.communicate()[1]
@@ -81,7 +79,7 @@ def _wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
-def _has_rows(path: Path) -> bool:
+def _has_rows(path):
     try:
         with files.open_read(path) as metrics:
             return len(metrics["steps/loss"]) > 0
@@ -89,9 +87,7 @@ def _has_rows(path: Path) -> bool:
         return False  # not made yet, or just being written
 
 
-def _start(
-    text: Path, out: Path, *arguments: str, every: int = 10, steps: int = 2000, ranks: int = 2
-) -> subprocess.Popen[str]:
+def _start(text, out, *arguments, every=10, steps=2000, ranks=2):
     command = [sys.executable, "-m", "hpcdist", "run", "-n", str(ranks), "train", *SMALL, "--out", str(out), "--json"]
     for setting in (f"data.path={text}", f"run.steps={steps}", "run.global_batch=6", f"checkpoint.every_steps={every}"):
         command += ["--set", setting]

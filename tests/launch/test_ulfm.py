@@ -1,7 +1,6 @@
 """Ranks that are killed at random while others go on: Open MPI with ``--with-ft ulfm``, real processes, real deaths."""
 
 import os
-from collections.abc import Callable
 
 import pytest
 
@@ -98,7 +97,7 @@ session.leave(7)
 
 
 @pytest.fixture
-def survives(mpi: mpirun.Launcher, launch: Callable) -> Callable:
+def survives(mpi, launch):
     """Return what starts a program under fault tolerance; skips where this MPI has none."""
     try:
         options = mpirun.ulfm_options(mpi)[:-3]  # the fixture has those for more ranks than cores already

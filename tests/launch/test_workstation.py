@@ -46,7 +46,7 @@ def test_a_job_goes_on_by_itself_until_it_is_cancelled(tmp_path, monkeypatch):
     until(lambda: not [pid for pid in os.listdir("/proc") if pid.isdecimal() and runs_for(int(pid), job)], log=log)
 
 
-def runs_for(pid: int, job: str) -> bool:
+def runs_for(pid, job):
     """Whether the process belongs to the session of the job, and has not ended."""
     try:
         return os.getsid(pid) == local._pid_and_start(job)[0] and local._stat(pid)[0] not in "ZX"

@@ -1,7 +1,5 @@
 """Models of JAX over real messages: what plain JAX and optax compute on one process."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.reference
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "zero3", "pipeline"])
 def test_rank_jax(comm, rng, strategy):
     """Three steps: losses to 1e-5, params to 1e-4 of the largest, in float32."""
-    keys: dict[str, Any] = {"parallel.strategy": strategy, "parallel.microbatches": 2}
+    keys = {"parallel.strategy": strategy, "parallel.microbatches": 2}
     if strategy == "pipeline":
         keys |= {"parallel.strategy": "allreduce", "parallel.pipeline": comm.size, "parallel.microbatches": 4}
     functions, params = models.mlp(rng, depth=3)

@@ -1,19 +1,16 @@
 """The checked mode and the scale over real messages: all ranks fail where their calls differ, and go on afterwards."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 from hpcdist import collectives
 from hpcdist.arrays.dtypes import FLOATS
 from hpcdist.collectives import ALLREDUCE, SHARDED
-from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import BufferHandoverError, CommunicationError
 
 
 @pytest.fixture
-def checking(comm: Communicator) -> Iterator[Communicator]:
+def checking(comm):
     """A communicator in checked mode, of this test alone."""
     own = comm.dup("checked")
     own.checked = True

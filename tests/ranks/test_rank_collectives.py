@@ -6,7 +6,6 @@ Each algorithm gets all floats and a third of the integers; HPCDIST_TEST_LAYOUTS
 import functools
 import hashlib
 import os
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from hpcdist import collectives
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, is_16bit_float
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import ALL_TO_ALL, ALLREDUCE, BROADCAST
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.errors import BufferHandoverError, UsageError
 
@@ -23,13 +21,13 @@ COUNTS = (0, 1, 3, 1000, 100_003)
 NUMPY = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
-def agree(comm: Communicator, buffer: np.ndarray) -> None:
+def agree(comm, buffer):
     """Fail unless all ranks hold the same bits."""
     digests = comm.allgather_object(hashlib.sha256(buffer.tobytes()).hexdigest())
     assert len(set(digests)) == 1, f"ranks hold different bits: {digests}"
 
 
-def exact_cases() -> Iterator[tuple[str, str]]:
+def exact_cases():
     """Yield (algorithm, name of a dtype)."""
     every = 1 if os.environ.get("HPCDIST_TEST_LAYOUTS") == "all" else 3
     for number, algorithm in enumerate(ALLREDUCE):

@@ -50,7 +50,7 @@ def test_rank_native_collectives(comm, count):
     assert (sent == size - 1).all() and not received.any()
 
 
-def _blocks(each: int, size: int) -> list:
+def _blocks(each, size):
     from hpcdist.arrays.ranges import Range
 
     return [Range(q * each, (q + 1) * each) for q in range(size)]

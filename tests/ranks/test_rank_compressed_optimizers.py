@@ -4,25 +4,23 @@ import numpy as np
 import pytest
 
 from harness.compressed.optimizers import padded, seat_of, step
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.dgc import DgcExchange
-from hpcdist.strategies.compressed.exchange import LocalGradients
 from hpcdist.strategies.compressed.onebit import OneBitExchange
 
 STEPS = 5
 
 
-def made(comm: Communicator, name: str) -> LocalGradients:
+def made(comm, name):
     if name == "dgc":
         keys = {"name": "sgd", "learning_rate": 0.1, "clip_norm": 3.0}
         return DgcExchange(seat_of(comm, keys), CompressionConfig(density=0.1, warmup_steps=4))
     return OneBitExchange(seat_of(comm, {"name": "adamw", "learning_rate": 0.01}), CompressionConfig(warmup_steps=2))
 
 
-def run(comm: Communicator, name: str) -> list[bytes]:
+def run(comm, name):
     """The parameters and the state of this rank after some steps, and how the last of them ended."""
     rng, exchange = np.random.default_rng(3), made(comm, name)
     given = np.array([[padded(rng.standard_normal) for _ in range(comm.size)] for _ in range(STEPS)])

@@ -20,7 +20,7 @@ from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 6
-STRATEGIES: dict[str, dict[str, object]] = {
+STRATEGIES = {
     "ring": {"parallel.strategy": "gossip"},
     "one_peer, adapt first": recipe_keys(
         "strategy=gossip decentralised.graph=one_peer decentralised.order=adapt_first"

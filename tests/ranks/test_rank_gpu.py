@@ -1,7 +1,6 @@
 """Trainings with run.device = "gpu" over MPI, on the double of cupy: device buffers are staged, and nothing is lost."""
 
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from harness.trainings import LAYOUTS, Trained, check_same
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device
-from hpcdist.comm.communicator import Communicator
 from stubs.gpu import cupy_double
 
 # All kinds of messages of device buffers; tests/unit/training/build/test_gpu.py has every architecture, on threads.
@@ -19,7 +17,7 @@ CHOSEN = {"allreduce": True, "zero3": True, "1f1b": False, "a server": False, "s
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def gpu(monkeypatch):
     made = cupy_double.module()
     monkeypatch.setattr(device, "cupy", lambda: made)
     cupy_double.LOG.clear()
@@ -27,7 +25,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def text(comm: Communicator, tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
+def text(comm, tmp_path, rng):
     """A text that all ranks see."""
     path = Path(comm.broadcast_object(str(tmp_path / "text.txt")))
     if comm.rank == 0:

@@ -7,7 +7,7 @@ from harness.inputs import KINDS, STEPS, keys_of, write_data
 from harness.trainings import alone, difference, losses, trainer_of
 from hpcdist.training.run.loop import mean_validation_loss
 
-WAYS: dict[str, dict[str, object]] = {
+WAYS = {
     "replicas": {},
     "zero1": {"parallel.strategy": "zero1"},
     "zero2": {"parallel.strategy": "zero2"},

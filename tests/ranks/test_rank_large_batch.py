@@ -4,20 +4,17 @@ import numpy as np
 import pytest
 
 from harness.trainings import recipe_keys, results, trainer_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import solo
-from hpcdist.strategies.schedule.executor import StepResult
-from hpcdist.training.build.trainer import Trainer
 
 STEPS = 5
-KEYS: dict[str, object] = {"run.batch_warmup": [16, 8, 48, 16]} | recipe_keys(
+KEYS = {"run.batch_warmup": [16, 8, 48, 16]} | recipe_keys(
     f"layers=1 hidden=16 heads=2 data.context=8 precision.mode=float64 steps={STEPS} global_batch=24 "
     "optimizer.name=lamb optimizer.trust_ratio_max=10.0 optimizer.normalize_gradient=true optimizer.base_batch=8 "
     "optimizer.scaling=sqrt optimizer.warmup_samples=30"
 )
 
 
-def _trained(comm: Communicator, keys: dict[str, object]) -> tuple[Trainer, list[StepResult]]:
+def _trained(comm, keys):
     trainer = trainer_of(comm, keys)
     return trainer, results(trainer, STEPS)
 

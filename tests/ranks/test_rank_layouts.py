@@ -4,7 +4,6 @@ A part of the products runs by default, and fewer steps of them; HPCDIST_TEST_LA
 """
 
 import os
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 STRATEGIES = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")
 ALL = os.environ.get("HPCDIST_TEST_LAYOUTS") == "all"
 STEPS = 20 if ALL else 8
-KEYS: dict[str, object] = recipe_keys(
+KEYS = recipe_keys(
     f"layers=6 hidden=24 heads=4 dropout=0.1 data.context=12 steps={STEPS} global_batch=8 "
     "validation_samples=20 optimizer.warmup_steps=3 optimizer.clip_norm=0.7 microbatches=4"
 )
@@ -26,7 +25,7 @@ KEYS: dict[str, object] = recipe_keys(
 Cell = tuple[tuple[int, int, int], str, str, str]
 
 
-def cells() -> Iterator[Cell]:
+def cells():
     """Yield (layout, schedule, strategy, precision)."""
     for layout in LAYOUTS:
         for schedule in SCHEDULES if layout[1] > 1 else ("sequential",):
@@ -37,7 +36,7 @@ def cells() -> Iterator[Cell]:
                         yield layout, schedule, strategy, mode
 
 
-def usual(layout: tuple[int, int, int], schedule: str, number: int) -> bool:
+def usual(layout, schedule, number):
     """Whether a cell is one of those that always run: every schedule on every layout, every strategy on some."""
     data, pipeline, tensor = layout
     if pipeline == 1:
@@ -48,7 +47,7 @@ def usual(layout: tuple[int, int, int], schedule: str, number: int) -> bool:
     return number == 3 * ((place + pipeline // 2 + tensor) % 2)
 
 
-def name(cell: Cell) -> str:
+def name(cell):
     return "-".join(["x".join(map(str, cell[0])), *cell[1:]])
 
 

@@ -1,16 +1,13 @@
 """16-bit working copies over real messages: sharded training has the bits of allreduce, skips and resumes included."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 
 from harness.trainings import small, state_bits
 from hpcdist.strategies.core.replica_check import check_replicas
-from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.training.build.trainer import Trainer
+from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training.run.saving import CheckpointSaver
 
 SAMPLES, STEPS, BAD = 12, 8, (3, 4)
@@ -20,7 +17,7 @@ SAMPLES, STEPS, BAD = 12, 8, (3, 4)
 _trainer = partial(small, **{"run.steps": 40, "run.global_batch": SAMPLES, "optimizer.clip_norm": 0})
 
 
-def _train(trainer: Trainer, last: int = STEPS) -> list[tuple[float, bool, float]]:
+def _train(trainer, last=STEPS):
     """Loss, whether it was skipped, and the scale of each step; on the last rank two gradients overflow."""
     found, healthy = [], trainer.model.loss.backward
     with trainer.batches(last) as batches:
@@ -30,9 +27,9 @@ def _train(trainer: Trainer, last: int = STEPS) -> list[tuple[float, bool, float
                 and trainer.comm.rank == trainer.comm.size - 1
                 and trainer.recipe.precision.mode == "float16"
             ):
-                trainer.model.loss.backward = lambda scale, *rest: healthy(1e9 * scale, *rest)  # type: ignore[method-assign]
+                trainer.model.loss.backward = lambda scale, *rest: healthy(1e9 * scale, *rest)
             done = trainer.executor.run(trainer.operations, trainer.cut(batch), SAMPLES, step, np.zeros(2))
-            trainer.model.loss.backward = healthy  # type: ignore[method-assign]
+            trainer.model.loss.backward = healthy
             found.append((done.loss, done.skipped, done.loss_scale))
             if trainer.exchange.replicas_identical:
                 check_replicas(trainer.data_axis, trainer.exchange.parameters, step)
@@ -41,7 +38,7 @@ def _train(trainer: Trainer, last: int = STEPS) -> list[tuple[float, bool, float
 
 @pytest.mark.parametrize("mode", ["bfloat16", "float16"])
 def test_rank_sharded_working_copies_have_the_bits_of_allreduce(comm, folder, mode):
-    keys: dict[str, Any] = {"precision.mode": mode, "communication.algorithm": "all_to_all"}
+    keys = {"precision.mode": mode, "communication.algorithm": "all_to_all"}
     if mode == "float16":
         keys |= {"precision.hysteresis": 1, "precision.growth_interval": 3}
     reference = _trainer(comm, folder, keys)
@@ -85,7 +82,7 @@ def test_rank_overlapped_sums_of_16_bits_have_the_same_bits(comm, folder):
 
 
 def test_rank_servers_of_working_copies_have_the_bits_of_allreduce(comm, folder):
-    keys: dict[str, Any] = {"precision.mode": "bfloat16"}
+    keys = {"precision.mode": "bfloat16"}
     reference = _trainer(comm, folder, keys | {"communication.algorithm": "all_to_all"})
     expected, state = _train(reference, 3), state_bits(reference)
     served = {"parallel.strategy": "parameter_server", "parameter_server.placement": "colocated"}
@@ -95,11 +92,11 @@ def test_rank_servers_of_working_copies_have_the_bits_of_allreduce(comm, folder)
     trainer.close()
 
 
-def _overflow_once(trainer: Trainer) -> Callable[[], None]:
+def _overflow_once(trainer):
     """Make one number of the next gradients that this rank sums infinite; return what makes sure that there was one."""
     exchange, healthy = trainer.exchange, trainer.exchange.handlers
 
-    def reduce(op: Operation) -> None:
+    def reduce(op):
         exchange.handlers = healthy
         assert op.range is not None
         (_, touched), *_ = trainer.model.layout.within(op.range)
@@ -116,7 +113,7 @@ def _overflow_once(trainer: Trainer) -> Callable[[], None]:
 def test_rank_an_overflow_in_one_stage_of_one_rank_leaves_no_trace(comm, folder, strategy):
     """In a pipeline of two or three stages with a tied tensor, on a tensor axis; of the last rank, and of the first."""
     stages = next((count for count in (2, 3) if comm.size % count == 0), 1)
-    shapes: list[dict[str, object]] = [{"parallel.pipeline": stages, "model.tied": "true"}]
+    shapes = [{"parallel.pipeline": stages, "model.tied": "true"}]
     shapes += [{"parallel.tensor": 2}] if comm.size % 2 == 0 else []
     for shape in shapes:
         keys = {"precision.mode": "float16", "precision.loss_scale": 256, "parallel.microbatches": 2, **shape}

@@ -1,20 +1,16 @@
 """Nonblocking collectives over real MPI: the bits of the blocking ones, alone and in training."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from harness.trainings import dotted, losses, recipe_keys, small
 from hpcdist import collectives
 from hpcdist.collectives.nonblocking import engines
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import BUCKET_BYTES
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import CommunicationError, MissingCapabilityError
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.training.build.trainer import Trainer
 
 KINDS = sorted(engines.KINDS)
 HALVES = [("poll", "ring"), *(("thread", name) for name in sorted(collectives.SHARDED))]
@@ -22,7 +18,7 @@ PAIRS = [("poll", "ring"), *(("thread", name) for name in sorted(collectives.ALL
 COUNTS = (0, 1, 7, 5000, 200_000)  # the last one travels in several lanes, by the protocol for large messages
 
 
-def begun(comm: Communicator, kind: str) -> engines.ProgressEngine:
+def begun(comm, kind):
     """Return the progress of ``kind``; where the library has no threads, see that it is refused, and skip."""
     if kind == "thread" and not comm.supports("thread_multiple"):
         with pytest.raises(MissingCapabilityError, match="MPI_THREAD_MULTIPLE"):
@@ -117,7 +113,7 @@ def test_rank_polled_ring_sends_what_the_ring_sends(comm):
 KEYS = recipe_keys("layers=2 hidden=32 data.context=16 steps=6 global_batch=9 bucket_bytes=16384")
 
 
-def _trained(comm: Communicator, folder: Path, **keys: object) -> tuple[list[float], bytes, Trainer]:
+def _trained(comm, folder, **keys):
     trainer = small(comm, folder, KEYS | dotted(keys))
     found = losses(trainer, 6)
     trainer.close()

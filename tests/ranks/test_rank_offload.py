@@ -1,18 +1,14 @@
 """Ranks with their states in files make the same run, bit by bit, as with their states in memory."""
 
-from pathlib import Path
-
 import pytest
 
 from harness.trainings import losses, recipe_keys, small
-from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
-from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
 # name -> (its keys, what goes to files)
-CASES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
+CASES = {
     "zero1": ({"parallel.strategy": "zero1"}, ("optimizer",)),
     "zero1, shared": (recipe_keys("strategy=zero1 zero.shared_parameters=true"), ("optimizer",)),
     "zero2": ({"parallel.strategy": "zero2"}, ("optimizer",)),
@@ -27,16 +23,16 @@ KEYS = recipe_keys(
 )
 
 
-def _trainer(comm: Communicator, folder: Path, keys: dict[str, object], resume: Path | None = None) -> Trainer:
+def _trainer(comm, folder, keys, resume=None):
     parts = 1 if comm.size == 1 else 2  # one rank in memory adds them up in another order
     return small(comm, folder, {"parallel.microbatches": parts, **keys}, resume, **KEYS)
 
 
-def _away(folder: Path, what: tuple[str, ...]) -> dict[str, object]:
+def _away(folder, what):
     return {f"zero.offload_{name}": "file" for name in what} | {"zero.offload_directory": folder}
 
 
-def _state(trainer: Trainer) -> dict[str, bytes]:
+def _state(trainer):
     return {f"{piece.name} {piece.flat.start}": piece.array.copy().tobytes() for piece in trainer.exchange.pieces()}
 
 

@@ -1,23 +1,20 @@
 """A parameter server over real ranks: in lock-step it is one process, without it learns, stops and is restored."""
 
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from harness.trainings import TOLERANCE, dotted, losses, losses_and_norms, recipe_keys, session_of, small
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
 from hpcdist.telemetry.metrics import step_metrics
-from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.observe.instrumentation import ConsoleProgress
 from hpcdist.training.run.async_loop import AsyncTrainingLoop
-from hpcdist.training.run.loop import RunOutcome, mean_validation_loss
+from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 from hpcdist.training.run.stop_requests import StopRequests
 
@@ -27,15 +24,15 @@ KEYS = recipe_keys(
 )
 
 
-def _trainer(comm: Communicator, folder: Path, resume: Path | None = None, **keys: object) -> Trainer:
+def _trainer(comm, folder, resume=None, **keys):
     return small(comm, folder, KEYS | dotted(keys), resume)
 
 
-def _losses(trainer: Trainer, last: int = STEPS) -> list[float]:
+def _losses(trainer, last=STEPS):
     return losses(trainer, last)
 
 
-def _served(comm: Communicator, folder: Path, servers: int, placement: str, **keys: object) -> Trainer:
+def _served(comm, folder, servers, placement, **keys):
     return _trainer(
         comm,
         folder,
@@ -46,12 +43,12 @@ def _served(comm: Communicator, folder: Path, servers: int, placement: str, **ke
     )
 
 
-def _places(size: int) -> list[tuple[int, str]]:
+def _places(size):
     dedicated = [(servers, "dedicated") for servers in range(1, size)]
     return dedicated + [(servers, "colocated") for servers in range(1, size + 1)]
 
 
-def _extremes(size: int) -> list[tuple[int, str]]:
+def _extremes(size):
     return [(size, "colocated"), *([(size // 2, "dedicated")] if size > 1 else [])]
 
 
@@ -188,13 +185,13 @@ def test_rank_impossible_places_are_refused_on_all_ranks(comm, folder):
 class Free:
     """Workers of a trainer under asp, each at its own speed; they meet as the loop of a job does."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer):
         assert isinstance(trainer.exchange, AsynchronousExchange)
         self.trainer, self.exchange = trainer, trainer.exchange
         self.operations = self.exchange.attended(trainer.operations)
-        self.losses: list[float] = []
+        self.losses = []
 
-    def run(self, last: int) -> None:
+    def run(self, last):
         self.exchange.part()
         if self.exchange.works:
             with self.trainer.batches(last) as batches:
@@ -233,7 +230,7 @@ def test_rank_asp_learns_and_restores_its_bits(comm, folder):
         assert resumed.exchange.clocks == [STEPS + 5] * workers
 
 
-def _loop(comm: Communicator, out: Path, trainer: Trainer) -> RunOutcome:
+def _loop(comm, out, trainer):
     """Run a training as a job does."""
     energy, progress = EnergyRecorder(comm, trainer.recipe, None), ConsoleProgress(STEPS, 0, 1e9, shown=False)
     return AsyncTrainingLoop(session_of(comm), trainer, out, progress, {}, StopRequests(), energy).run()

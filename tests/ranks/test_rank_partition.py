@@ -9,7 +9,7 @@ from harness.trainings import alone, losses, recipe_keys, trainer_of
 from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 4
-KEYS: dict[str, object] = recipe_keys(
+KEYS = recipe_keys(
     f"layers=6 hidden=24 heads=4 data.context=12 precision.mode=float64 steps={STEPS} global_batch=8 microbatches=4"
 )
 

@@ -1,26 +1,23 @@
 """Choosing over real MPI: all ranks choose alike, and a choice gives the bits of the algorithm that it names."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from hpcdist import collectives
 from hpcdist.collectives.node import shared_memory
 from hpcdist.collectives.tuning import autotune
-from hpcdist.comm.communicator import Communicator
 
 MAX_BYTES = 16384
 FLOAT = np.dtype(np.float32)
 
 
 @pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
+def cache(monkeypatch, folder):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     return folder / "cache" / "hpcdist" / "tuning"
 
 
-def _wanted(comm: Communicator, kind: str) -> autotune.TuningRequest:
+def _wanted(comm, kind):
     return autotune.TuningRequest(
         max_bytes=MAX_BYTES,
         dtype=FLOAT,
@@ -31,7 +28,7 @@ def _wanted(comm: Communicator, kind: str) -> autotune.TuningRequest:
     )
 
 
-def _selected(comm: Communicator, kind: str) -> autotune.Tuning:
+def _selected(comm, kind):
     found = autotune.select(comm, comm, _wanted(comm, kind), "the MPI library of this test")
     collectives.release(comm)
     return found

@@ -8,11 +8,10 @@ import pytest
 
 from harness.inputs import write_text
 from harness.trainings import assembled, losses, recipe_keys
-from hpcdist.comm.communicator import Communicator
 from hpcdist.training.data import SampleShares
 
 STEPS = 6
-LAYOUTS: dict[str, dict[str, object]] = {
+LAYOUTS = {
     "zero3 over nodes": recipe_keys("algorithm=hierarchical strategy=zero3"),
     "servers over nodes": recipe_keys(
         "algorithm=hierarchical strategy=parameter_server parameter_server.placement=colocated"
@@ -20,7 +19,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
 }
 
 
-def _text(comm: Communicator, tmp_path: Path) -> str:
+def _text(comm, tmp_path):
     path = comm.broadcast_object(str(tmp_path / "text.txt"))
     if comm.rank == 0:
         write_text(Path(path), np.random.default_rng(7))
@@ -28,7 +27,7 @@ def _text(comm: Communicator, tmp_path: Path) -> str:
     return path
 
 
-def _losses(comm: Communicator, settings: dict[str, object], *, uneven: bool) -> list[float]:
+def _losses(comm, settings, *, uneven):
     trainer = assembled(comm, settings)
     if uneven:
         trainer = replace(trainer, shares=SampleShares(trainer.recipe.run.global_batch, trainer.data_axis.size))

@@ -6,7 +6,7 @@ from harness.steady import steps_of
 
 ALLOWED = 160 << 10  # bytes: numpy's buffers of 32 KiB, views, lists, floats, requests
 LEFT = 16 << 10
-CASES: dict[str, dict[str, object]] = {
+CASES = {
     "allreduce": {"parallel.strategy": "allreduce"},
     "zero2": {"parallel.strategy": "zero2", "parallel.microbatches": 2},
     "zero3, recompute": {"parallel.strategy": "zero3", "parallel.recompute": "true"},
@@ -19,7 +19,7 @@ RUNS += [("zero3, bfloat16", "ring"), ("pipeline", "ring")]
 
 @pytest.mark.parametrize(("case", "algorithm"), RUNS)
 def test_rank_a_step_allocates_nothing(comm, folder, case, algorithm):
-    keys: dict[str, object] = {
+    keys = {
         "model.layers": 2,
         "model.hidden": 128,
         "model.heads": 2,

@@ -1,25 +1,12 @@
 """Every architecture and layout is the same run as one process: losses, weights, bytes, checkpoints."""
 
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from harness.marks import cases
-from harness.trainings import (
-    SMALL,
-    TOLERANCE,
-    Reference,
-    alone,
-    blamed,
-    difference,
-    losses,
-    recipe_keys,
-    small,
-    state_bits,
-)
-from hpcdist.comm.communicator import Communicator
+from harness.trainings import SMALL, TOLERANCE, alone, blamed, difference, losses, recipe_keys, small, state_bits
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError
@@ -58,11 +45,11 @@ KEYS = recipe_keys(
 _trainer = partial(small, **KEYS)
 
 
-def _alone(folder: Path, keys: dict[str, object], steps: int = STEPS) -> Reference:
+def _alone(folder, keys, steps=STEPS):
     return alone({**SMALL, **KEYS, "data.path": folder / "text.txt", **keys}, steps)
 
 
-def _keys(name: str, comm: Communicator) -> dict[str, object]:
+def _keys(name, comm):
     keys, sizes = LAYOUTS[name]
     if comm.size not in sizes:
         pytest.skip(f"{name} is for {sizes} ranks")

@@ -7,15 +7,13 @@ from harness.trainings import alone, difference, losses, recipe_keys, trainer_of
 from hpcdist.training.run.loop import mean_validation_loss
 
 STEPS = 8
-KEYS: dict[str, object] = {
-    "optimizer.groups": "['*bias*: weight_decay=0.3 rate_factor=0.5', '2.*: rate_factor=2.0']"
-} | recipe_keys(
+KEYS = {"optimizer.groups": "['*bias*: weight_decay=0.3 rate_factor=0.5', '2.*: rate_factor=2.0']"} | recipe_keys(
     f"layers=2 hidden=24 heads=4 vocabulary=257 data.context=12 steps={STEPS} global_batch=6 "
     "validation_samples=20 optimizer.warmup_steps=3 optimizer.clip_norm=0.7 precision.mode=float64"
 )
-BY_ROWS: dict[str, object] = {"parallel.sequence_parallel": "true"}
+BY_ROWS = {"parallel.sequence_parallel": "true"}
 # (data, pipeline, tensor) -> keys
-CASES: dict[tuple[int, int, int], list[dict[str, object]]] = {
+CASES = {
     (1, 1, 2): [{}, {"communication.algorithm": "node_shared"}, BY_ROWS | {"communication.algorithm": "ring"}],
     (1, 1, 3): [BY_ROWS | {"communication.algorithm": "node_shared", "model.heads": 6}],
     (2, 1, 2): [BY_ROWS | {"parallel.strategy": "zero2", "model.tied": "true"}],

@@ -1,15 +1,11 @@
 """The same recipe on any number of ranks is the same run: losses, weights, and resumption from a checkpoint."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from harness.trainings import TOLERANCE, dotted, losses, small
 from hpcdist import collectives
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import solo
-from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -17,11 +13,11 @@ STEPS = 50
 KEYS = {"model.hidden": 32, "data.context": 16, "run.steps": STEPS, "run.global_batch": 7, "optimizer.warmup_steps": 5}
 
 
-def _trainer(comm: Communicator, folder: Path, resume: Path | None = None, **keys: object) -> Trainer:
+def _trainer(comm, folder, resume=None, **keys):
     return small(comm, folder, KEYS | dotted(keys), resume)
 
 
-def _losses(trainer: Trainer, last: int = STEPS) -> list[float]:
+def _losses(trainer, last=STEPS):
     return losses(trainer, last)
 
 

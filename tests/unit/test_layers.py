@@ -3,7 +3,6 @@
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -67,11 +66,11 @@ MODULE_LINES = 450
 FUNCTION_LINES = 60
 SMALL_LINES = 60
 # Modules under SMALL_LINES with a single importer, and why each stands alone.
-SMALL: dict[str, str] = {}
+SMALL = {}
 
 # Words that name no subject; of a function "Do the same" is an imperative.
 RELATIVE = {"What", "Which", "Whose", "How", "Where", "Why", "When", "Who", "Are", "Do", "Is"}
-IMPERATIVE: dict[type, set[str]] = {ast.FunctionDef: {"Do"}, ast.AsyncFunctionDef: {"Do"}}
+IMPERATIVE = {ast.FunctionDef: {"Do"}, ast.AsyncFunctionDef: {"Do"}}
 
 
 class Tree:
@@ -81,28 +80,28 @@ class Tree:
         root: The folder of the package; its name is the package's.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root = root
         # An installed package holds slurm/ too, in batch/slurm: its recipes for Spack are data, not modules.
         data = root / "batch" / "slurm"
         self.paths = sorted(path for path in root.rglob("*.py") if not path.is_relative_to(data))
 
-    def name_of(self, path: Path) -> str:
+    def name_of(self, path):
         """Return the dotted name of the module in a file."""
         parts = [self.root.name, *path.relative_to(self.root).with_suffix("").parts]
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     @cached_property
-    def trees(self) -> dict[Path, ast.Module]:
+    def trees(self):
         """The syntax tree of each file."""
         return {path: ast.parse(path.read_text()) for path in self.paths}
 
     @cached_property
-    def modules(self) -> dict[str, Path]:
+    def modules(self):
         """The file of each module, packages included, by dotted name."""
         return {self.name_of(path): path for path in self.paths}
 
-    def imports(self, path: Path) -> Iterator[tuple[int, str]]:
+    def imports(self, path):
         """Yield (line, name) of every import in a file: also those in functions, for type checkers, and by string."""
         package = self.name_of(path) if path.name == "__init__.py" else self.name_of(path).rpartition(".")[0]
         for node in ast.walk(self.trees[path]):
@@ -122,15 +121,15 @@ class Tree:
                 yield node.lineno, str(node.args[0].value)
 
     @cached_property
-    def graph(self) -> dict[str, set[str]]:
+    def graph(self):
         """The modules of the package that each module imports."""
-        graph: dict[str, set[str]] = {}
+        graph = {}
         for name, path in self.modules.items():
             targets = {self.module_of(imported) for _, imported in self.imports(path)}
             graph[name] = {target for target in targets if target is not None} - {name}
         return graph
 
-    def module_of(self, imported: str) -> str | None:
+    def module_of(self, imported):
         """Return the module that an imported name is, or is in; None outside of the package."""
         while imported not in self.modules:
             imported, dot, _ = imported.rpartition(".")
@@ -138,13 +137,13 @@ class Tree:
                 return None
         return imported
 
-    def package_of(self, module: str) -> str | None:
+    def package_of(self, module):
         """Return the sub-package with a floor that a module belongs to; None for one outside, or the top itself."""
         parts = module.split(".")
         return parts[1] if parts[0] == self.root.name and len(parts) > 1 and parts[1] in FLOORS else None
 
 
-def upward_imports(tree: Tree) -> Iterator[str]:
+def upward_imports(tree):
     """Yield the imports that go to a higher floor, or to another package on the same one."""
     for path in tree.paths:
         own = tree.package_of(tree.name_of(path))
@@ -157,7 +156,7 @@ def upward_imports(tree: Tree) -> Iterator[str]:
                 yield f"{path}:{line} imports {module}"
 
 
-def foreign_imports(tree: Tree) -> Iterator[str]:
+def foreign_imports(tree):
     """Yield the imports of foreign libraries outside of their door."""
     for path in tree.paths:
         own = tree.name_of(path)
@@ -167,14 +166,14 @@ def foreign_imports(tree: Tree) -> Iterator[str]:
                 yield f"{path}:{line} imports {module}: only {door} may"
 
 
-def circles(tree: Tree) -> Iterator[str]:
+def circles(tree):
     """Yield the strongly connected components of the import graph with more than one module (Tarjan, 1972)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    result: list[str] = []
+    index = {}
+    low = {}
+    stack = []
+    result = []
 
-    def visit(module: str) -> None:
+    def visit(module):
         index[module] = low[module] = len(index)
         stack.append(module)
         for target in sorted(tree.graph[module]):
@@ -195,7 +194,7 @@ def circles(tree: Tree) -> Iterator[str]:
     yield from sorted(result)
 
 
-def large_folders(tree: Tree) -> Iterator[str]:
+def large_folders(tree):
     """Yield the folders with more entries than one takes in at a glance."""
     for folder in sorted({path.parent for path in tree.paths} - {tree.root}):  # the root has a package for each floor
         entries = [
@@ -207,7 +206,7 @@ def large_folders(tree: Tree) -> Iterator[str]:
             yield f"{folder}: {len(entries)} entries"
 
 
-def large_modules(tree: Tree) -> Iterator[str]:
+def large_modules(tree):
     """Yield the modules with too many lines."""
     for path in tree.paths:
         lines = path.read_text().count("\n")
@@ -215,7 +214,7 @@ def large_modules(tree: Tree) -> Iterator[str]:
             yield f"{path}: {lines} lines; what are its two subjects?"
 
 
-def large_functions(tree: Tree) -> Iterator[str]:
+def large_functions(tree):
     """Yield the functions with too many lines."""
     for path in tree.paths:
         for node in ast.walk(tree.trees[path]):
@@ -225,9 +224,9 @@ def large_functions(tree: Tree) -> Iterator[str]:
                     yield f"{path}:{node.lineno}: {node.name} has {lines} lines"
 
 
-def small_modules(tree: Tree) -> Iterator[str]:
+def small_modules(tree):
     """Yield the small modules with a single importer that SMALL gives no reason for, and reasons without a module."""
-    importers: dict[str, set[str]] = defaultdict(set)
+    importers = defaultdict(set)
     for module, targets in tree.graph.items():
         for target in targets:
             importers[target].add(module)
@@ -245,9 +244,9 @@ def small_modules(tree: Tree) -> Iterator[str]:
             yield f"{module}: in SMALL, and no small module with a single importer"
 
 
-def shared_class_names(tree: Tree) -> Iterator[str]:
+def shared_class_names(tree):
     """Yield the names of public classes that two modules define."""
-    places: dict[str, list[str]] = defaultdict(list)
+    places = defaultdict(list)
     for path in tree.paths:
         for node in tree.trees[path].body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
@@ -257,7 +256,7 @@ def shared_class_names(tree: Tree) -> Iterator[str]:
             yield f"class {name}: in {', '.join(modules)}"
 
 
-def poor_docstrings(tree: Tree) -> Iterator[str]:
+def poor_docstrings(tree):
     """Yield the docstrings of modules, classes and functions without a headline, or with a relative word first."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for path in tree.paths:
@@ -271,7 +270,7 @@ def poor_docstrings(tree: Tree) -> Iterator[str]:
                 yield f"{path}:{getattr(node, 'lineno', 1)}: begins with a relative word: {headline}"
 
 
-def exchange_checks(tree: Tree) -> Iterator[str]:
+def exchange_checks(tree):
     """Yield the `isinstance` on exchanges outside of strategies: they are asked by the methods of their protocol."""
     for path in tree.paths:
         if tree.package_of(tree.name_of(path)) == "strategies":
@@ -303,7 +302,7 @@ def test_the_tree_keeps_the_rule(rule):
     assert list(rule(TREE)) == []
 
 
-PLANTED: dict[str, tuple[Mapping[str, str], list[str]]] = {
+PLANTED = {
     "upward_imports": (
         {
             "arrays/wrong.py": '"""."""\nfrom typing import TYPE_CHECKING\nfrom ..comm import start\n'
@@ -398,7 +397,7 @@ def test_every_package_has_a_floor():
     assert packages - {"__init__", "__main__"} == set(FLOORS), "give the new package a floor in the design, then here"
 
 
-def loaded_after(statement: str, watched: tuple[str, ...]) -> list[str]:
+def loaded_after(statement, watched):
     """Return which of ``watched`` a fresh interpreter has loaded after ``statement``."""
     code = f"import sys\n{statement}\nprint(*[name for name in {watched!r} if name in sys.modules])"
     done = jobs.python(code)

@@ -1,8 +1,6 @@
 """Models of JAX: gradients, what is copied and kept, bad input, and training beside plain JAX and optax."""
 
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +14,10 @@ from harness import jax_models as models
 from harness.marks import cases
 from hpcdist.adapters.jax import model as adapter
 from hpcdist.adapters.jax import parameters
-from hpcdist.arrays.backend import Array
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, DataError, MissingCapabilityError, UsageError
-from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Draw
 
@@ -29,7 +25,7 @@ pytestmark = pytest.mark.reference
 
 
 @pytest.fixture
-def x64() -> Iterator[None]:
+def x64():
     """64 bits in JAX, for this test."""
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", True)
@@ -40,27 +36,27 @@ def x64() -> Iterator[None]:
 class Bound:
     """A model with parameters and gradients of its own, in memory that begins at a multiple of ``align`` bytes."""
 
-    def __init__(self, model: Model, offset: int = 0) -> None:
+    def __init__(self, model, offset=0):
         self.model, self.arena = model, Arena(Ledger())
         self._offset = offset
         self.store, self.gradient = (FlatStore(model.layout, model.dtype, allocate=self._allocate) for _ in range(2))
         model.initialise(self.store, 0)
         self.parameters, self.gradients = model.bind(self.store), model.bind_gradients(self.gradient)
 
-    def _allocate(self, size: int, dtype: np.dtype) -> Array:
+    def _allocate(self, size, dtype):
         memory = np.zeros(size * dtype.itemsize + 128, np.uint8)
         start = -memory.ctypes.data % 64 + self._offset
         return memory[start : start + size * dtype.itemsize].view(dtype)
 
-    def forward(self, x: Array, targets: Array, draw: Draw | None = None, microbatch: int = 0) -> float:
+    def forward(self, x, targets, draw=None, microbatch=0):
         y = self.model.forward(self.parameters, x, self.arena, microbatch, draw)
         saved = self.arena.saved(self.model.stages[-1].layer, microbatch)
         return float(self.model.loss.forward(y, targets, self.model.operations, saved))
 
-    def backward(self, scale: float, microbatch: int = 0) -> None:
+    def backward(self, scale, microbatch=0):
         self.model.backward(self.parameters, self.gradients, scale, self.arena, microbatch)
 
-    def compute(self, x: Array, targets: Array, draw: Draw | None = None) -> tuple[float, dict[str, np.ndarray]]:
+    def compute(self, x, targets, draw=None):
         """Mean loss and its gradients by name."""
         for stage in self.gradients:
             stage.begin_step()
@@ -70,15 +66,15 @@ class Bound:
         return loss, {segment.key: self.gradient.view(segment.key).copy() for segment in self.model.layout.segments}
 
 
-def difference(found: Any, expected: Any) -> float:
+def difference(found, expected):
     """The largest difference of two pytrees, in the largest value of the second."""
     pairs = zip(jax.tree_util.tree_leaves(found), jax.tree_util.tree_leaves(expected), strict=True)
     apart = [(np.abs(np.asarray(a) - np.asarray(b)).max(), np.abs(np.asarray(b)).max()) for a, b in pairs]
     return max(one for one, _ in apart) / max(size for _, size in apart)
 
 
-def expected(functions: Any, params: Any, x: Array, targets: Array, loss: Any) -> tuple[float, Any]:
-    def whole(params: Any) -> Any:
+def expected(functions, params, x, targets, loss):
+    def whole(params):
         return loss(models.composed(functions, params, x), targets).mean()
 
     value, gradient = jax.value_and_grad(whole)(params)
@@ -96,7 +92,7 @@ def test_gradients_of_a_transformer_are_those_of_jax(rng, x64):
     assert difference(model.trees(gradients), leaves) < 1e-13
 
 
-def mean_of_squares(y: Any, targets: Any) -> Any:
+def mean_of_squares(y, targets):
     return models.squares(y, targets).mean()
 
 
@@ -225,7 +221,7 @@ def test_names_decay_and_initial_values(rng):
 def test_stages_without_params_join_their_neighbour(rng):
     functions = [lambda p, x: 2 * x, lambda p, x: x @ p, lambda p, x: jnp.tanh(x), lambda p, x: x @ p["w"]]
     matrices = [rng.standard_normal((3, 3)).astype(np.float32) for _ in range(2)]
-    params: list[Any] = [(), matrices[0], None, {"w": matrices[1]}]
+    params = [(), matrices[0], None, {"w": matrices[1]}]
     x, targets = (rng.standard_normal((4, 3)).astype(np.float32) for _ in range(2))
     model = adapter.wrap(functions, params, lambda y, t: ((y - t) ** 2).mean(), example=(x, targets))
     assert [segment.key for segment in model.layout.segments] == ["0.value", "1.w"]
@@ -235,20 +231,20 @@ def test_stages_without_params_join_their_neighbour(rng):
     assert trees[0] == () and trees[2] is None and trees[1] is matrices[0]
 
 
-def tied_gpt(rng: np.random.Generator, dtype: str = "float32") -> tuple[list[Any], list[Any], Any]:
+def tied_gpt(rng, dtype="float32"):
     """Functions, params without the tied leaf, and the twin's loss of those."""
     functions, params = models.gpt(rng, dtype=dtype)
     functions[-1] = models.tied_head
     params[-1] = {"norm": params[-1]["norm"]}
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         last = {**params[-1], "table": params[0]["table"]}
         return models.mean_loss(models.composed(functions, [*params[:-1], last], batch[0]), batch[1])
 
     return functions, params, loss
 
 
-def wrapped_tied(functions: list[Any], params: list[Any], example: Any) -> Model:
+def wrapped_tied(functions, params, example):
     own = [*params[:-1], {**params[-1], "table": params[0]["table"]}]
     return adapter.wrap(functions, own, models.token_losses, example=example, tied={"3.table": "0.table"})
 
@@ -265,7 +261,7 @@ def test_tied_tensors_have_one_gradient(rng, x64):
     assert difference(found, wanted) < 1e-13
 
 
-def dropping(params: Any, x: Any, keys: Any) -> Any:
+def dropping(params, x, keys):
     y = jnp.tanh(x @ params)
     if keys is None:
         return y
@@ -365,7 +361,7 @@ ROW = np.zeros((2, 3), np.float32)
 MATRIX = np.eye(3, dtype=np.float32)
 
 
-def product(p: Any, x: Any) -> Any:
+def product(p, x):
     return x @ p["w"]
 
 
@@ -475,7 +471,7 @@ def test_threads_share_a_model(rng):
     functions, params = models.mlp(rng)
     x, targets = models.rows(rng, 3)
     model = adapter.wrap(functions, params, models.squares, example=(x[:1], targets[:1]))
-    found: list[float] = []
+    found = []
     threads = [threading.Thread(target=lambda: found.append(Bound(model).compute(x, targets)[0])) for _ in range(3)]
     for thread in threads:
         thread.start()

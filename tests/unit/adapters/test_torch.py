@@ -21,7 +21,6 @@ from hpcdist.adapters.torch.model import load, wrap
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError
-from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Draw
 from hpcdist.training.data import microbatches as microbatches_of
@@ -30,7 +29,7 @@ from hpcdist.training.data import microbatches as microbatches_of
 class Bench:
     """A wrapped model, with stores that hold all of it."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model):
         self.model, self.arena = model, Arena()
         self.values, self.sums = FlatStore(model.layout, model.dtype), FlatStore(model.layout, model.dtype)
         model.initialise(self.values, 0)

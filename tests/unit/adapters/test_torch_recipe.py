@@ -25,7 +25,7 @@ from hpcdist.adapters.torch import model as torch_model
 from hpcdist.adapters.torch.model import DEFAULTS, recipe_of, wrap
 
 
-def modules() -> nn.Sequential:
+def modules():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 5), nn.Linear(5, 2)).double()
 
@@ -60,7 +60,7 @@ MADE = {
 }
 
 
-def config_of(keys) -> OptimizerConfig:
+def config_of(keys):
     values = {key.removeprefix("optimizer."): value for key, value in keys.items()}
     return OptimizerConfig(**values | {"groups": tuple(values["groups"])})
 

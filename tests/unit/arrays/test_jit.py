@@ -10,18 +10,18 @@ from hpcdist.errors import MissingCapabilityError
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def temporary(tmp_path, monkeypatch):
     monkeypatch.setattr(jit.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(jit, "_prepared", None)
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     return tmp_path / f"hpcdist-numba-{os.getuid()}" / jit._digest_of_sources()
 
 
-def read_only(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
+def read_only(monkeypatch, *folders):
     """Let no file be made in ``folders``, also by root."""
     make = jit.tempfile.TemporaryFile
 
-    def refuse(**options: Path) -> object:
+    def refuse(**options):
         if any(folder in (options["dir"], *options["dir"].parents) for folder in folders):
             raise OSError(30, os.strerror(30))
         return make(**options)

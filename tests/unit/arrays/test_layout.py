@@ -9,7 +9,7 @@ from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 
 
-def example() -> Layout:
+def example():
     return Layout.of(
         [
             TensorSpec(0, "tokens", (5, 7)),

@@ -1,8 +1,6 @@
 """The harness of the studies: it alternates, tells ratios with intervals, writes, and sees a regression."""
 
-from argparse import Namespace
 from types import ModuleType
-from typing import Any
 
 import h5py
 import numpy as np
@@ -11,15 +9,14 @@ import pytest
 from benchmarks import __main__ as studies
 from benchmarks import harness
 from benchmarks.harness import Results
-from hpcdist.comm.start import Session
 from hpcdist.errors import STORAGE
 
 
-def study(slow: float = 1.0, **more: Any) -> ModuleType:
+def study(slow=1.0, **more):
     """Return a study of two contenders, the second of which takes twice as long, ``slow`` times."""
     module = ModuleType("study", "A study of a test.\n\nMore of it.")
 
-    def measure(options: Namespace, session: Session) -> Results:
+    def measure(options, session):
         times = np.array([[1.0, 2.0, 1.5], [2.0, 4.0, 3.0]])[:, : options.rounds]
         times[1] *= slow
         return Results({"time_s": times}, {"time_s": "contenders, rounds"}, {"contenders": "base;other"})
@@ -29,8 +26,8 @@ def study(slow: float = 1.0, **more: Any) -> ModuleType:
 
 
 def test_contenders_alternate_in_new_orders_and_the_first_rounds_do_not_count():
-    calls: list[str] = []
-    begun: list[int] = []
+    calls = []
+    begun = []
 
     def call(name):
         calls.append(name)

@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ from hpcdist.training.run import saving
 GIB = 1 << 30
 
 
-def tool(folder: Path, name: str, body: str) -> None:
+def tool(folder, name, body):
     """Put an executable into ``folder`` that notes its arguments in ``calls``."""
     (folder / name).write_text(f'#!/bin/sh\necho "{name} $*" >> "{folder}/calls"\n{body}\n')
     (folder / name).chmod(0o755)

@@ -1,6 +1,5 @@
 """The command line on a login node: instant, without MPI, and with exit codes that scripts can branch on."""
 
-import subprocess
 import sys
 
 import click
@@ -15,7 +14,7 @@ from hpcdist.cli import main
 HEAVY = ("mpi4py", "numba", "llvmlite", "h5py", "cupy", "matplotlib", "numpy", "msgspec", "torch")
 
 
-def hpcdist(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def hpcdist(*arguments):
     return jobs.hpcdist(*arguments)
 
 

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -39,10 +38,10 @@ class StartedError(Exception):
 
 
 @pytest.fixture
-def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_launcher(monkeypatch, tmp_path):
     """A launcher that is known, and must not be started."""
 
-    def starts(self: launchers.MpirunStarter) -> None:
+    def starts(self):
         raise StartedError
 
     monkeypatch.setattr(mpirun, "find", lambda environment: mpirun.Launcher(tmp_path, mpirun.OPEN_MPI, "5.0.8"))

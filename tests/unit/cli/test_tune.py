@@ -2,9 +2,7 @@
 
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +14,7 @@ KEY = {"kind": "allreduce", "ranks": 2, "mpi_library": "an MPI", "settings": {},
 TUNED = Tuning("native<=64,ring", (TuningRow(64, {"ring": 1e-6}, {"native": 1e-6, "ring": 2e-6}, "native"),), None, 0.5)
 
 
-def tune(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def tune(home, *arguments):
     env = {**os.environ, "XDG_CACHE_HOME": str(home)}
     return jobs.run([sys.executable, "-m", "hpcdist", "tune", *arguments], env=env)
 

@@ -7,7 +7,6 @@ from hpcdist import collectives
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS
 from hpcdist.collectives import ALLREDUCE, ON_GPUS
 from hpcdist.collectives.dispatch import SUM_16_BITS
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import ALGORITHMS
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import BufferHandoverError, HpcdistError, UsageError
@@ -17,8 +16,8 @@ COUNTS = (0, 1, 3, 33, 500)
 NUMPY = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
-def reduced_on(size: int, algorithm: str, inputs: list[np.ndarray], op: str = "sum") -> list[np.ndarray]:
-    def body(comm: Communicator) -> np.ndarray:
+def reduced_on(size, algorithm, inputs, op="sum"):
+    def body(comm):
         buffer = inputs[comm.rank].copy()
         collectives.allreduce(comm, buffer, algorithm, op)
         return buffer

@@ -10,16 +10,15 @@ from hpcdist import collectives
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import ALLREDUCE, SHARDED
 from hpcdist.comm import checks
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, UsageError
 
 
-def failures(size: int, call) -> list[str]:
+def failures(size, call):
     """Return what the call on each rank raised; every rank must have raised a CommunicationError."""
 
-    def body(comm: Communicator) -> str:
+    def body(comm):
         comm.checked = True
         with pytest.raises(CommunicationError, match="came to one collective with different calls") as caught:
             call(comm)
@@ -28,7 +27,7 @@ def failures(size: int, call) -> list[str]:
     return run_threads(size, body)
 
 
-def different(comm: Communicator, usual, odd):
+def different(comm, usual, odd):
     return odd if comm.rank == 1 else usual
 
 
@@ -41,7 +40,7 @@ def test_different_sizes_are_found_on_every_rank_whatever_the_algorithm(algorith
     assert "same calls in the same order" in texts[0]
 
 
-def all_to_all(comm: Communicator, algorithm: str, block: int = 2, dtype: type = np.float64, extra: int = 0) -> None:
+def all_to_all(comm, algorithm, block=2, dtype=np.float64, extra=0):
     rows = [Range(block * rank, block * (rank + 1)) for rank in range(comm.size + extra)]
     buffers = [np.ones(block * len(rows), dtype) for _ in range(2)]
     collectives.all_to_all(comm, *buffers, rows, rows, algorithm)

@@ -10,11 +10,11 @@ HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 PATTERNS = np.arange(1 << 16, dtype=np.uint16)
 
 
-def bits(array: np.ndarray) -> np.ndarray:
+def bits(array):
     return array.view(np.uint16 if array.itemsize == 2 else np.uint32)
 
 
-def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
+def assert_same(found, expected):
     """The same bits; where a NaN is expected, one of its sign."""
     wide, nan = found.astype(np.float32), np.isnan(expected.astype(np.float32))
     assert np.array_equal(bits(found)[~nan], bits(expected)[~nan])

@@ -48,7 +48,7 @@ def test_16_bit_sums_are_those_of_float64_to_one_ulp_and_mostly_exact(algorithm,
             assert (np.abs(ordered(buffer) - ordered(exact)) <= 1).all()
 
 
-def ordered(halves: np.ndarray) -> np.ndarray:
+def ordered(halves):
     """Return integers in the order of the numbers, one apart where these are neighbours."""
     bits = halves.view(np.int16).astype(np.int64)
     return np.where(bits < 0, -(bits & 0x7FFF), bits)

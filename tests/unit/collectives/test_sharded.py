@@ -18,14 +18,14 @@ COUNTS = (0, 1, 5, 33, 1001)
 NUMPY = {"sum": np.add, "max": np.maximum}
 
 
-def assert_tiled(shares: list[Range], size: int, itemsize: int) -> None:
+def assert_tiled(shares, size, itemsize):
     ordered = sorted(shares)
     assert ordered[0].start == 0 and ordered[-1].stop == size
     assert all(a.stop == b.start for a, b in zip(ordered, ordered[1:], strict=False))
     assert all(part.start * itemsize % ALIGN_BYTES == 0 for part in shares if part)
 
 
-def nodes_for(algorithm: str, ranks_per_node: int | None) -> int | None:
+def nodes_for(algorithm, ranks_per_node):
     """Return how many ranks to declare a node: shared memory needs them all on one."""
     return None if algorithm == "node_shared" else ranks_per_node
 
@@ -170,18 +170,18 @@ def test_hierarchical_sends_one_part_in_m_between_nodes(nodes, per_node):
 class _ByName:
     """Adds up the bytes that each communicator sends, and keeps the names of the operations."""
 
-    def __init__(self) -> None:
-        self.sent: dict[str, int] = {}
-        self.begun: list[str] = []
+    def __init__(self):
+        self.sent = {}
+        self.begun = []
         self.open = 0
 
-    def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
+    def begin(self, comm, op, dtype, count, sent_bytes, peer, tag):
         self.sent[comm] = self.sent.get(comm, 0) + sent_bytes
         self.begun.append(f"{comm} {op} {count}")
         self.open += 1
         return NULL_SINK.begin(comm, op, dtype, count, sent_bytes, peer, tag)
 
-    def end(self, token: int) -> None:
+    def end(self, token):
         self.open -= 1
 
 

@@ -1,7 +1,6 @@
 """Device buffers at the hand-over: produced, staged through pinned memory, or passed on; never copied by accident."""
 
 import gc
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hpcdist.comm.handover import COLLECTIVES, MESSAGES, OPERATIONS, Handover
 from stubs.gpu import cuda_double
 
 
-def on_device(gpu: ModuleType, values: np.ndarray) -> backend.Array:
+def on_device(gpu, values):
     """Return ``values`` on the device, as the result of a kernel that may still run."""
     array = backend.place(values, "gpu")
     array += values.dtype.type(1)
@@ -21,13 +20,13 @@ def on_device(gpu: ModuleType, values: np.ndarray) -> backend.Array:
     return array
 
 
-def empty_the_pool() -> None:
+def empty_the_pool():
     """Take all blocks out of it, also those that garbage of earlier tests would give back in the middle of this one."""
     gc.collect()
     staging.release()
 
 
-def kinds(gpu: ModuleType) -> list[str]:
+def kinds(gpu):
     return [event.kind for event in gpu.LOG.events]
 
 

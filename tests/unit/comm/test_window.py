@@ -73,7 +73,7 @@ class BrokenMpi:
 
     class Win:
         @staticmethod
-        def Allocate(nbytes: int, unit: int, comm: object) -> object:
+        def Allocate(nbytes, unit, comm):
             raise BrokenMpi.Exception("MPI_ERR_WIN")
 
 

@@ -11,21 +11,21 @@ from hpcdist.errors import UsageError
 ROWS, COLUMNS = 40, 60
 
 
-def of_rank(rng: np.random.Generator, rank: int, rows: int = ROWS, columns: int = COLUMNS) -> np.ndarray:
+def of_rank(rng, rank, rows=ROWS, columns=COLUMNS):
     return (rng.standard_normal((rows, rank)) @ rng.standard_normal((rank, columns))).astype(np.float32)
 
 
-def with_spectrum(rng: np.random.Generator, values: np.ndarray) -> np.ndarray:
+def with_spectrum(rng, values):
     left, _ = np.linalg.qr(rng.standard_normal((ROWS, values.size)))
     right, _ = np.linalg.qr(rng.standard_normal((COLUMNS, values.size)))
     return ((left * values) @ right.T).astype(np.float32)
 
 
-def made(rank: int, seed: int = 7, rows: int = ROWS, columns: int = COLUMNS) -> PowerSgd:
+def made(rank, seed=7, rows=ROWS, columns=COLUMNS):
     return PowerSgd((rows, columns), rank, seed=seed, tensor=3)
 
 
-def exchanged(states: list[PowerSgd], matrices: list[np.ndarray]) -> np.ndarray:
+def exchanged(states, matrices):
     """A step of all ranks: both rounds averaged. Returns what the first rank takes for the mean matrix."""
     one = states[0]
     p = np.full((len(states), one.rows * one.rank), np.nan, np.float32)
@@ -44,7 +44,7 @@ def exchanged(states: list[PowerSgd], matrices: list[np.ndarray]) -> np.ndarray:
     return outs[0].reshape(matrices[0].shape)
 
 
-def distance(one: np.ndarray, other: np.ndarray) -> float:
+def distance(one, other):
     wide = other.astype(np.float64)
     return float(np.linalg.norm(one - wide) / np.linalg.norm(wide))
 

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import h5py
@@ -34,7 +33,7 @@ def plain(monkeypatch):
         pytest.skip("zstd is there already: a test before has imported hdf5plugin, or HDF5_PLUGIN_PATH has it")
 
 
-def write(path: Path, code: int, name: str = "tokens", array: np.ndarray = TOKENS) -> Path:
+def write(path, code, name="tokens", array=TOKENS):
     """Make a dataset with a filter that is not here; what lies in its chunk is what no filter has seen."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_chunk(array.shape)
@@ -113,7 +112,7 @@ def test_the_staged_copy_counts_where_it_is_and_no_file_needs_nothing(plain, tmp
         assert lacking(path=path) == []
 
 
-def run(folder: Path, *line: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+def run(folder, *line, **environment):
     """Run hpcdist on its own, where nothing has imported hdf5plugin; in ``hidden`` there is none to be found."""
     (folder / "hidden" / "hdf5plugin").mkdir(parents=True, exist_ok=True)
     (folder / "hidden" / "hdf5plugin" / "__init__.py").write_text("raise ModuleNotFoundError('no hdf5plugin')\n")

@@ -94,9 +94,9 @@ def test_defaults_are_the_tensors_of_before():
 
 def test_frozen_and_keyword_only():
     with pytest.raises(FrozenInstanceError):
-        ModelConfig().layers = 2  # type: ignore[misc]
+        ModelConfig().layers = 2
     with pytest.raises(TypeError):
-        ModelConfig("gpt")  # type: ignore[misc]
+        ModelConfig("gpt")
 
 
 def test_build_refuses_missing_inputs_and_other_precisions():

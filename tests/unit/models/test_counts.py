@@ -1,7 +1,5 @@
 """Closed forms of what a model has and does, against what it does: layouts, products counted, memory in the ledger."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -12,19 +10,18 @@ from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.counts import attention_pairs, counts
 from hpcdist.models.layers import linear
-from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.runtime.split_backward import with_recomputation
 
 BOUND = 0.1  # relative, of memory
-GPTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+GPTS = {
     "as it comes": ({}, {"context": 70}),
     "tied": ({"tied": True}, {"context": 64}),
     "rotary, rms, swiglu": ({"positions": "rotary", "norm": "rms", "activation": "swiglu"}, {"context": 33}),
     "grouped, no bias": ({"kv_heads": 2, "bias": False, "feed_forward": 96}, {"context": 40}),
     "encoder": ({"kind": "encoder"}, {"context": 50}),
 }
-OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+OTHERS = {
     "mlp": ({"kind": "mlp", "hidden": 48}, {"features": 20, "classes": 7}),
     "convnet": (
         {"kind": "convnet", "hidden": 8, "layers": 4, "activation": "relu"},
@@ -33,11 +30,11 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def config_of(keys: dict[str, Any]) -> ModelConfig:
+def config_of(keys):
     return ModelConfig(**({"layers": 3, "hidden": 64, "heads": 4, "vocabulary": 48} | keys))
 
 
-def data(config: ModelConfig, inputs: dict[str, Any], samples: int, rng: np.random.Generator) -> tuple[Any, Any]:
+def data(config, inputs, samples, rng):
     if "context" in inputs:
         x, targets = rng.integers(0, config.vocabulary, (2, samples, inputs["context"]))
         return x, targets
@@ -48,7 +45,7 @@ def data(config: ModelConfig, inputs: dict[str, Any], samples: int, rng: np.rand
 class Trained:
     """A model whose gradients were computed twice: a later step takes no more than the first."""
 
-    def __init__(self, model: Model, x: Any, targets: Any) -> None:
+    def __init__(self, model, x, targets):
         stores = [FlatStore(model.layout, model.dtype) for _ in range(2)]
         model.initialise(stores[0], 1)
         self.ledger = Ledger()
@@ -61,7 +58,7 @@ class Trained:
             model.backward(parameters, gradients, 1.0, arena)
 
     @property
-    def activation_bytes(self) -> int:
+    def activation_bytes(self):
         return self.ledger.peak["activations"]
 
 
@@ -81,7 +78,7 @@ def test_operations_are_those_of_the_products(name, rng, monkeypatch):
     keys, inputs = (GPTS | OTHERS)[name]
     config = config_of(keys)
     model, samples = models.build(config, **inputs), 2
-    made: list[int] = []
+    made = []
     multiply, inside = np.matmul, [False]
 
     def matmul(a, b, **given):
@@ -128,7 +125,7 @@ def test_a_step_is_about_six_operations_a_parameter_and_token():
     assert found.flops / 64 == pytest.approx(6 * matrices, rel=0.01)
 
 
-LARGE: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+LARGE = {
     "gpt": ({"layers": 4, "hidden": 256, "vocabulary": 256}, {"context": 256}, 4),
     "many layers": ({"layers": 12, "hidden": 64}, {"context": 128}, 8),
     "long": ({"layers": 3, "hidden": 128}, {"context": 1024}, 2),

@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,6 @@ from hpcdist import models
 from hpcdist.errors import ConfigurationError
 from hpcdist.models import factory
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.model import Model
 from hpcdist.training.recipe import recipe as recipes
 
 SOURCE = """
@@ -41,13 +39,13 @@ number = 3
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     path = tmp_path / "my_model.py"
     path.write_text(SOURCE)
     return path
 
 
-def build(factory: str, **inputs: int) -> Model:
+def build(factory, **inputs):
     return models.build(ModelConfig(kind="import", factory=factory), "float32", **inputs)
 
 

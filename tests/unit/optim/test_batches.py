@@ -18,13 +18,13 @@ from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.saving import CheckpointSaver
 
 WARMUP = (12, 4, 36, 8)  # 3 steps of 4, 3 of 8, then 12 each
-RUN: dict[str, object] = {"run.batch_warmup": list(WARMUP)} | recipe_keys(
+RUN = {"run.batch_warmup": list(WARMUP)} | recipe_keys(
     "layers=1 hidden=16 heads=2 data.context=8 precision.mode=float64 steps=9 global_batch=12 optimizer.name=lars "
     "optimizer.base_batch=12 optimizer.scaling=linear optimizer.warmup_samples=30 algorithm=ring"
 )
 
 
-def counted(batches: BatchSchedule, steps: int) -> list[int]:
+def counted(batches, steps):
     """The samples before each step, by taking one step after the other."""
     return [0, *itertools.accumulate(batches.size(step) for step in range(steps))]
 
@@ -86,7 +86,7 @@ def test_every_sample_comes_once_in_the_same_order_whatever_the_stages(ranks, wa
     assert np.array_equal(taken, expected)
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+LAYOUTS = {
     "allreduce": (3, {"parallel.microbatches": 2}),
     "delayed": (2, {"communication.delayed": "true", "communication.overlap": "thread"}),
     "zero3": (2, {"parallel.strategy": "zero3", "parallel.microbatches": 4}),

@@ -18,13 +18,13 @@ from hpcdist.optim.update import exact, kernels
 DTYPES = (np.float32, np.float64)
 
 
-def digits_of(values: np.ndarray) -> np.ndarray:
+def digits_of(values):
     digits = exact.zeros()
     exact.add_squares(values, digits)
     return digits
 
 
-def random(rng: np.random.Generator, dtype: type, size: int) -> np.ndarray:
+def random(rng, dtype, size):
     """Numbers of any size, subnormal ones and zeros among them; squares of float64 that neither under- nor overflow."""
     low, high = (-46, 38) if dtype == np.float32 else (-160, 153)
     values = rng.standard_normal(size) * 10.0 ** rng.uniform(low, high, size)

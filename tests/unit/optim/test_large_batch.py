@@ -1,16 +1,13 @@
 """Options of large batches in whole runs: the same weights under every exchange, and rates that follow the batch."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from harness.trainings import alone, difference, losses, recipe_keys, trainer_of
 from hpcdist.comm.threads.communicator import run_threads, solo
-from hpcdist.training.build.trainer import Trainer
 
 STEPS = 4
-SMALL: dict[str, object] = {
+SMALL = {
     "model.layers": 1,
     "model.hidden": 16,
     "model.heads": 2,
@@ -20,7 +17,7 @@ SMALL: dict[str, object] = {
     "run.global_batch": 10,
     "optimizer.warmup_samples": 25,  # two updates and a half
 }
-OPTIONS: dict[str, dict[str, object]] = {
+OPTIONS = {
     "lamb": {
         "optimizer.name": "lamb",
         "optimizer.normalize_gradient": "true",
@@ -36,7 +33,7 @@ OPTIONS: dict[str, dict[str, object]] = {
 }
 SERVER = {"parallel.strategy": "parameter_server"}
 # name -> (ranks, keys)
-LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+LAYOUTS = {
     "allreduce": (3, {"communication.algorithm": "ring"}),
     "zero1": (3, {"parallel.strategy": "zero1"}),
     "zero2": (2, {"parallel.strategy": "zero2", "parallel.microbatches": 2}),
@@ -66,7 +63,7 @@ def test_every_exchange_makes_the_same_steps(layout, options, shared_text):
     assert options == "lars" or plain != expected.losses
 
 
-def trained(shared_text: Path, **keys: object) -> tuple[Trainer, list[float]]:
+def trained(shared_text, **keys):
     trainer = trainer_of(
         solo(), {**SMALL, "data.path": shared_text, **{key.replace("__", "."): v for key, v in keys.items()}}
     )

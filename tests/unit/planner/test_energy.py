@@ -13,7 +13,7 @@ from hpcdist.planner.layout import ParallelLayout
 H100 = toml_file.read("h100-hgx")
 
 
-def timing(**terms: float) -> TimeEstimate:
+def timing(**terms):
     return TimeEstimate(terms=terms, hidden_s=0.0, bubble=0.0, bytes={}, algorithms={})
 
 

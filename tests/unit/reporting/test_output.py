@@ -1,7 +1,6 @@
 """Output that cannot be written: lost by a training, an error of a command whose product it is."""
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -24,7 +23,7 @@ sys.exit(outcome.code)
 """
 
 
-def shell(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def shell(command, *arguments):
     """Run ``command`` in bash, where $0 is this Python and $1 and so on are the ``arguments``."""
     return jobs.run(["bash", "-c", command, sys.executable, *arguments], env={**os.environ, "HPCDIST_TUNING": "off"})
 

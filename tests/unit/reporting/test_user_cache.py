@@ -3,9 +3,7 @@
 import json
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 import h5py
@@ -40,10 +38,10 @@ USED = {
 }
 TUNED_FOR = {"ranks": 2, "kind": "allreduce", "max_bytes": 4096, "software": {"hpcdist": "1"}}
 DOCUMENTED = (0, 1, 2, 74, 78)  # 1: `hpcdist hang` has found something
-VALUES: tuple[Any, ...] = (None, True, -1, 1e308, float("inf"), 10**30, "x", [], {}, [1], {"a": 1}, float("nan"))
+VALUES = (None, True, -1, 1e308, float("inf"), 10**30, "x", [], {}, [1], {"a": 1}, float("nan"))
 
 
-def metrics(run: Path, resume_step: int | None, *steps: int) -> None:
+def metrics(run, resume_step, *steps):
     with MetricsWriter(run / "metrics.h5", 2, resume_step) as writer:
         for step in steps:
             writer.append(step=step, loss=1.0, learning_rate=0.1, tokens=3, **{name: np.ones(2) for name in PER_RANK})
@@ -51,7 +49,7 @@ def metrics(run: Path, resume_step: int | None, *steps: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     run = tmp_path_factory.mktemp("whole") / "run"
     (run / "recorder").mkdir(parents=True)
     metrics(run, None, 1, 2, 3)
@@ -71,12 +69,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_folders(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def code_of(*arguments: object) -> int:
+def code_of(*arguments):
     try:
         value = group.main(args=list(map(str, arguments)), prog_name="hpcdist", standalone_mode=False)
     except (click.ClickException, HpcdistError) as error:
@@ -84,7 +82,7 @@ def code_of(*arguments: object) -> int:
     return value if isinstance(value, int) else 0
 
 
-def goes_on(run: Path) -> None:
+def goes_on(run):
     """Do with the side files of ``run`` what a start does that goes on."""
     starts = StartRecord(run)
     assert starts.mtbf_s >= 0
@@ -98,21 +96,21 @@ def goes_on(run: Path) -> None:
     assert code_of("report", run) == 0 and code_of("energy", "report", run) == 0
 
 
-def flipped(path: Path, random_of: random.Random) -> None:
+def flipped(path, random_of):
     data = bytearray(path.read_bytes())
     for _ in range(random_of.choice((1, 2, 64))):
         data[random_of.randrange(len(data))] ^= 1 << random_of.randrange(8)
     path.write_bytes(data[: random_of.randrange(len(data))] if random_of.random() < 0.1 else data)
 
 
-def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places(value, above=()):
     yield above
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in inner:
         yield from places(each, (*above, key))
 
 
-def forged(path: Path, random_of: random.Random) -> None:
+def forged(path, random_of):
     """Put a value of another type somewhere into a JSON file, or take one away."""
     lines = path.suffix == ".jsonl"
     whole = [json.loads(line) for line in path.read_text().splitlines()] if lines else json.loads(path.read_text())
@@ -130,10 +128,10 @@ def forged(path: Path, random_of: random.Random) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def forged_hdf5(path: Path, random_of: random.Random) -> None:
+def forged_hdf5(path, random_of):
     """Give an object of an HDF5 file another attribute, type, shape or place."""
     with h5py.File(path, "r+") as file:
-        names: list[str] = []
+        names = []
         file.visit(names.append)
         name = random_of.choice(names)
         odd = (h5py.Empty("f8"), np.arange(3), "x", -1, 1e300, np.zeros((2, 2)))
@@ -151,7 +149,7 @@ def forged_hdf5(path: Path, random_of: random.Random) -> None:
             file[name].resize(random_of.choice((0, 1, 1 << 20, 1 << 40)), axis=0)
 
 
-READERS: dict[str, tuple[tuple[str, ...], ...]] = {
+READERS = {
     "usage.json": (("report",), ("energy", "report", "--json")),
     "starts.json": (("report", "--json"), ("hang",)),
     "metrics.h5": (("report",), ("report", "--json"), ("energy", "report"), ("trace",)),

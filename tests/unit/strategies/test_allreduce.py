@@ -16,7 +16,7 @@ SAMPLES, STEPS = 7, 6  # 7 samples over 1..4 ranks are uneven nearly everywhere
 Run = partial(RankRun, make=AllreduceExchange, config=GPT, bucket_bytes=4096)
 
 
-def losses(size: int, data: np.ndarray, ranks_per_node: int | None = None, **keys: object) -> list[list[float]]:
+def losses(size, data, ranks_per_node=None, **keys):
     return run_threads(size, lambda comm: Run(comm, **keys).losses(data), ranks_per_node)
 
 

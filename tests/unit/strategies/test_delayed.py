@@ -12,7 +12,6 @@ from harness.rank_run import RankRun, gpt, text
 from harness.trainings import assembled, recipe_keys, refused
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError, ScheduleError
 from hpcdist.models.config import ModelConfig
@@ -40,26 +39,17 @@ MODEL = ModelConfig(layers=2, hidden=16, heads=2, tied=True)
 class Run(RankRun):
     """A run of a tiny gpt on one rank."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        overlap: str = "poll",
-        optimizer: OptimizerConfig = ADAMW,
-        *,
-        algorithm: str = "ring",
-        microbatches: int = 1,
-        pipeline: int = 1,
-    ):
+    def __init__(self, comm, overlap="poll", optimizer=ADAMW, *, algorithm="ring", microbatches=1, pipeline=1):
         keys = {"microbatches": microbatches, "pipeline": pipeline, "algorithm": algorithm, "overlap": overlap}
         keys |= {"config": MODEL, "optimizer": optimizer, "total_steps": STEPS, "bucket_bytes": 4096}
         super().__init__(comm, DelayedExchange, **keys)
 
-    def flush(self) -> bool:
+    def flush(self):
         left = self.exchange.finish()
         self.executor.copies.refresh()
         return left
 
-    def train(self, data: np.ndarray, flushes: tuple[int, ...] = ()) -> tuple[list[float], np.ndarray]:
+    def train(self, data, flushes=()):
         """Losses, and the weights of this rank's stages after the last step; flushed behind the steps ``flushes``."""
         losses = []
         for number, samples in enumerate(data, start=1):
@@ -73,13 +63,13 @@ class Run(RankRun):
 class Reference:
     """Gradients of the whole batch at any weights, by the model alone; updates are those of a subclass."""
 
-    def __init__(self, config: OptimizerConfig) -> None:
+    def __init__(self, config):
         self.config, self.model = config, gpt(MODEL, "float64")
         self.weights, self.gradient = (FlatStore(self.model.layout, self.model.dtype) for _ in range(2))
         self.model.initialise(self.weights, 3)
         self.arena, self.updates = Arena(), 0
 
-    def loss_and_gradient(self, samples: np.ndarray) -> tuple[float, np.ndarray]:
+    def loss_and_gradient(self, samples):
         views, into = self.model.bind(self.weights), self.model.bind_gradients(self.gradient)
         for bound in into:
             bound.begin_step()
@@ -91,7 +81,7 @@ class Reference:
             bound.finish()
         return loss / samples[:, 1:].size, self.gradient.array.copy()
 
-    def train(self, data: np.ndarray, flushes: tuple[int, ...] = ()) -> tuple[list[float], np.ndarray]:
+    def train(self, data, flushes=()):
         """Apply the gradient of each step behind the gradient of the next, or at once where it is flushed."""
         losses, late = [], None
         for number, samples in enumerate(data, start=1):
@@ -105,19 +95,19 @@ class Reference:
                 late = None
         return losses, self.weights.array
 
-    def update(self, gradient: np.ndarray) -> None:
+    def update(self, gradient):
         self.updates += 1
         norm = np.sqrt(sum((gradient[each.range.slice] ** 2).sum() for each in self.model.layout.segments))
         self.apply(gradient, min(1.0, self.config.clip_norm / norm))
 
-    def apply(self, gradient: np.ndarray, scale: float) -> None:
+    def apply(self, gradient, scale):
         raise NotImplementedError
 
 
 class ByHand(Reference):
     """w <- w - eta (scale g + decay w), in numpy; eta is that of the step that made the gradient."""
 
-    def apply(self, gradient: np.ndarray, scale: float) -> None:
+    def apply(self, gradient, scale):
         assert self.config.name == "sgd" and self.config.momentum == 0
         rate = rates.learning_rate(self.config, self.updates, STEPS)
         for segment in self.model.layout.segments:
@@ -129,13 +119,13 @@ class ByHand(Reference):
 class ByTheOptimizer(Reference):
     """The optimizer on one rank, which is given the late gradient."""
 
-    def __init__(self, config: OptimizerConfig) -> None:
+    def __init__(self, config):
         super().__init__(config)
         whole = Range(0, self.model.layout.size)
         dtype = np.dtype(self.model.dtype)
         self.optimizer = optimizers.build(config, self.model.layout, whole, dtype, total_steps=STEPS)
 
-    def apply(self, gradient: np.ndarray, scale: float) -> None:
+    def apply(self, gradient, scale):
         whole = Range(0, self.model.layout.size)
         store = FlatStore(self.model.layout, self.model.dtype)
         store.array[...] = gradient
@@ -145,7 +135,7 @@ class ByTheOptimizer(Reference):
         self.optimizer.apply(whole, self.weights, store, None, norms)
 
 
-def distance(found: np.ndarray, right: np.ndarray) -> float:
+def distance(found, right):
     return float(np.linalg.norm(found - right) / np.linalg.norm(right))
 
 
@@ -175,7 +165,7 @@ def test_any_optimizer_is_that_of_one_rank(config, flushes, rng):
     losses, weights = ByTheOptimizer(config).train(data, flushes)
 
     def body(comm, **keys):
-        with Run(comm, "thread", config, **keys) as run:  # type: ignore[arg-type]
+        with Run(comm, "thread", config, **keys) as run:
             return run.train(data, flushes)
 
     for found, own in run_threads(3, body):

@@ -12,7 +12,7 @@ from harness.marks import cases
 from hpcdist.cli.runs.hang import command
 from hpcdist.comm.record.flight_recorder import RankNote, RankRecord, RecordedEvent, Recorder
 from hpcdist.errors import StorageError, UsageError
-from hpcdist.telemetry.hang import Finding, HangReport, analyse, load
+from hpcdist.telemetry.hang import Finding, analyse, load
 
 NS = 1_000_000_000
 ELSEWHERE = "a host that is not this one"
@@ -30,16 +30,7 @@ class Story:
     notes: dict[str, RankNote] = field(default_factory=dict)
     events: list[RecordedEvent] = field(default_factory=list)
 
-    def does(
-        self,
-        op: str,
-        start_s: float,
-        end_s: float | None = None,
-        line: int = 1,
-        count: int = 4,
-        peer: int = -1,
-        comm: str = "world",
-    ) -> "Story":
+    def does(self, op, start_s, end_s=None, line=1, count=4, peer=-1, comm="world"):
         kind = RecordedEvent(comm, op, "float32", count, 0, peer, 0, 0, "", 0, 0, None).collective
         sequence = 1 + sum(event.comm == comm and event.collective == kind for event in self.events)
         self.events.append(
@@ -50,15 +41,15 @@ class Story:
         )  # fmt: skip
         return self
 
-    def notes_(self, kind: str, at_s: float, text: str = "") -> "Story":
+    def notes_(self, kind, at_s, text=""):
         self.notes[kind] = RankNote(int(at_s * NS), text)
         return self
 
-    def beats(self, at_s: float, next_s: float = 1.0) -> "Story":
+    def beats(self, at_s, next_s=1.0):
         self.beat_s, self.next_beat_s = at_s, next_s
         return self
 
-    def record(self) -> RankRecord:
+    def record(self):
         host = os.uname().nodename if self.pid else ELSEWHERE
         ticks = 1 if self.pid else 0
         return RankRecord(
@@ -67,11 +58,11 @@ class Story:
         )  # fmt: skip
 
 
-def told(*stories: Story, now_s: float = 1000.0) -> HangReport:
+def told(*stories, now_s=1000.0):
     return analyse([story.record() for story in stories], now_ns=int(now_s * NS))
 
 
-def first(report: HangReport) -> tuple[str, tuple[int, ...], str]:
+def first(report):
     finding = report.findings[0]
     print(report)
     return finding.kind, finding.ranks, finding.event.site if finding.event is not None else ""
@@ -260,13 +251,13 @@ def test_process_that_is_gone_while_the_others_run(monkeypatch):
 # --- files and the command ------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, rank: int, world: int = 2) -> Recorder:
+def write(folder, rank, world=2):
     folder.mkdir(exist_ok=True)
     return Recorder(folder / f"rank-{rank:05d}.rec", rank, world)
 
 
 @pytest.fixture
-def hung(tmp_path: Path) -> Path:
+def hung(tmp_path):
     """A run in which rank 1 makes a barrier where rank 0 makes an allreduce."""
     recorders = [write(tmp_path / "recorder", rank) for rank in range(2)]
     recorders[0].begin("world", "allreduce", "float32", 10, -1, -1, 0)

@@ -3,10 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from itertools import combinations
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,10 +28,10 @@ _TOKEN = re.compile(
 _GROUPING = {"by", "without", "on", "ignoring", "group_left", "group_right"}
 
 
-def used(expression: str) -> Iterator[tuple[str, set[str], str]]:
+def used(expression):
     """Yield (metric, labels in its selector, the function that is called on it) of a PromQL expression."""
     tokens = list(_TOKEN.finditer(expression))
-    called: list[str] = []
+    called = []
     index = 0
     while index < len(tokens):
         word, kind = tokens[index].group(), tokens[index].lastgroup
@@ -59,13 +56,13 @@ def used(expression: str) -> Iterator[tuple[str, set[str], str]]:
     assert not called, f"parentheses do not match: {expression}"
 
 
-def grouped_by(expression: str) -> set[str]:
+def grouped_by(expression):
     return {name.strip() for names in re.findall(r"\b(?:by|on)\s*\(([^)]*)\)", expression) for name in names.split(",")}
 
 
-def rules_of(path: Path) -> list[dict[str, str]]:
+def rules_of(path):
     """Return record or alert, and expression, of each rule: our files are plain enough to be read without a parser."""
-    found: list[dict[str, str]] = []
+    found = []
     lines = path.read_text().splitlines()
     for number, line in enumerate(lines):
         if begun := re.match(r" *- (record|alert): (\S+)$", line):
@@ -83,7 +80,7 @@ def rules_of(path: Path) -> list[dict[str, str]]:
 RECORDED = {rule["record"] for rule in rules_of(RULES)}
 
 
-def expressions() -> list[Any]:
+def expressions():
     panels = [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
     annotations = [(found["name"], found["expr"]) for found in DASHBOARD["annotations"]["list"] if "expr" in found]
     variables = [(found["name"], found["definition"]) for found in DASHBOARD["templating"]["list"]]
@@ -181,7 +178,7 @@ def test_panels_say_what_they_show_in_which_unit():
             assert override["matcher"]["options"] in legends(panel), f"{panel['title']}: {override}"
 
 
-def legends(panel: dict[str, Any]) -> set[str]:
+def legends(panel):
     known = {"phase": ("compute", "communication", "update", "data", "other")}
     found = set()
     for target in panel["targets"]:
@@ -239,7 +236,7 @@ def test_alerts_stand_on_known_rules_and_tell_what_to_do():
 
 
 @pytest.fixture
-def promtool() -> str:
+def promtool():
     found = shutil.which("promtool")
     if found is None:
         pytest.skip("there is no promtool: apt-get install prometheus")

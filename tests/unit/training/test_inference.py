@@ -7,7 +7,6 @@ import pytest
 
 from harness import trainings
 from harness.trainings import recipe_keys
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import CommunicationError, DataError, StorageError, UsageError
@@ -38,11 +37,11 @@ KEYS = recipe_keys(
 )
 
 
-def small_recipe(text: Path, keys: dict[str, object]) -> recipes.Recipe:
+def small_recipe(text, keys):
     return trainings.recipe_of({**trainings.SMALL, **KEYS, "data.path": text, **keys})
 
 
-def train(text: Path, layout: str = "one process", **keys: object) -> tuple[Path, float, dict[str, np.ndarray]]:
+def train(text, layout="one process", **keys):
     """Train a few steps; return the run directory, the validation loss and every tensor."""
     ranks, layout_keys = LAYOUTS[layout]
     recipe = small_recipe(text, layout_keys | keys)
@@ -50,7 +49,7 @@ def train(text: Path, layout: str = "one process", **keys: object) -> tuple[Path
     run.mkdir()
     (run / "recipe.toml").write_text(recipes.dump(recipe))
 
-    def body(comm: Communicator) -> tuple[float, list[tuple[str, np.ndarray]]]:
+    def body(comm):
         trainer = assemble(trainings.session_of(comm), recipe)
         trainings.results(trainer, STEPS)
         CheckpointSaver(trainer, run / "checkpoints").save(STEPS)
@@ -58,7 +57,7 @@ def train(text: Path, layout: str = "one process", **keys: object) -> tuple[Path
         return mean_validation_loss(trainer), [(piece.tensor, piece.flat, values) for piece, values in pieces]
 
     results = run_threads(ranks, body)
-    tensors: dict[str, np.ndarray] = {}
+    tensors = {}
     for tensor, flat, values in sorted((p for _, pieces in results for p in pieces), key=lambda p: (p[0], p[1])):
         tensors[tensor] = np.concatenate([tensors.get(tensor, values[:0]), values])
         assert tensors[tensor].size == flat.stop
@@ -90,7 +89,7 @@ def test_any_number_of_ranks_gets_the_parameters_of_any_layout(layout, text):
 def test_each_rank_reads_its_share_only(text, monkeypatch):
     run, _, tensors = train(text)
     recipe = recipes.load_stored(run / "recipe.toml")
-    read: dict[int, int] = {}
+    read = {}
     restore = inference.restore_together
 
     def body(comm):
@@ -142,7 +141,7 @@ def test_other_data_is_refused_on_every_rank(text):
     run_threads(3, body)
 
 
-def folders(run: Path) -> list[str]:
+def folders(run):
     return sorted(path.name for path in run.iterdir() if path.is_dir())
 
 

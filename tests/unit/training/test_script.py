@@ -26,15 +26,15 @@ CONFIG = ModelConfig(kind="mlp", layers=2, hidden=16)
 KEYS = {"run.steps": 6, "run.global_batch": 12, "optimizer.warmup_steps": 2, "run.sentinel_every_steps": 1}
 
 
-def _model(dtype: str = "float32", **more) -> Model:
+def _model(dtype="float32", **more):
     return Model(models.build(CONFIG, dtype, features=5, classes=3).stages, dtype, tokens_per_sample=1, **more)
 
 
-def _batches(rng: np.random.Generator, steps: int = 6) -> list[tuple[np.ndarray, np.ndarray]]:
+def _batches(rng, steps=6):
     return [(rng.standard_normal((12, 5)).astype(np.float32), rng.integers(0, 3, 12)) for _ in range(steps)]
 
 
-def _expected(batches) -> list[float]:
+def _expected(batches):
     """The losses by plain AdamW in float64, with the norm clipped to 1 and a cosine rate."""
     model = models.build(CONFIG, "float64", features=5, classes=3)
     store, gradient, arena = FlatStore(model.layout, model.dtype), FlatStore(model.layout, model.dtype), Arena()
@@ -186,7 +186,7 @@ def test_a_script_that_does_not_end_its_run_is_told(tmp_path, rng, capsys):
 
 
 def test_signals_go_back_to_the_script(tmp_path, rng):
-    seen: list[int] = []
+    seen = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
         with Training(_model(), KEYS | {"run.steps": 1}, out=tmp_path / "run") as training:

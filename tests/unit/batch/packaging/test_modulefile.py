@@ -39,7 +39,7 @@ if 1 {{
 """
 
 
-def install(prefix: Path, inside: str = "lib/python3.12/site-packages", version: str = "1.2") -> Path:
+def install(prefix, inside="lib/python3.12/site-packages", version="1.2"):
     package = prefix / inside / "hpcdist"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(f'"""Text."""\n\n__version__ = "{version}"\n')
@@ -65,11 +65,11 @@ def test_the_command_alone_does_not_find_itself(tmp_path, there):
     assert there or "no command hpcdist in" in done.stderr
 
 
-def invoke(*arguments: object):
+def invoke(*arguments):
     return CliRunner().invoke(site_modulefile, [str(each) for each in arguments])
 
 
-def words_of(program: str, script: str, folder: Path) -> list[str]:
+def words_of(program, script, folder):
     found = shutil.which(program)
     if found is None:
         pytest.skip(f"{program} is not installed")
@@ -152,7 +152,7 @@ def test_the_whole_environment_is_shown_where_that_is_asked_for(tmp_path, kind, 
 class TestTheCommandAlone:
     """hpcdist/libexec/hpcdist, which is what a modulefile shows."""
 
-    def run(self, path: Path, code: int = 0) -> str:
+    def run(self, path, code=0):
         done = jobs.run([str(path), "run", "a b"], env=SHELL)
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr

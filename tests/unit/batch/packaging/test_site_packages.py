@@ -6,7 +6,6 @@ import re
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,18 +37,18 @@ INSIDE = {
 }
 
 
-def plain(name: str) -> str:
+def plain(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def bounds(text: str) -> dict[str, str]:
+def bounds(text):
     """Return project -> least version of lines like `click >= 8.1`."""
     lines = [line.split(";")[0].split("#")[0].strip() for line in text.strip().splitlines()]
     return {plain(name): least for name, _, least in (line.partition(" >= ") for line in lines if line)}
 
 
 @pytest.fixture(scope="module")
-def settings() -> configparser.ConfigParser:
+def settings():
     read = configparser.ConfigParser()
     if not read.read(CLONE / "setup.cfg"):
         pytest.skip("hpcdist is installed, there is no setup.cfg beside it")
@@ -57,13 +56,13 @@ def settings() -> configparser.ConfigParser:
 
 
 @pytest.fixture(scope="module")
-def required(settings: configparser.ConfigParser) -> dict[str, str]:
+def required(settings):
     found = bounds(settings["options"]["install_requires"])
     assert all(found.values()), "every requirement has a least version"
     return found
 
 
-def numbers(version: str) -> tuple[int, ...]:
+def numbers(version):
     return tuple(map(int, version.split(".")))
 
 
@@ -74,14 +73,14 @@ def test_doctor_looks_for_what_is_required(required):
 class Recorder:
     """Stands for the names of spack.package: it writes down what a package calls."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+    def __init__(self):
+        self.calls = []
 
-    def directive(self, name: str) -> Any:
+    def directive(self, name):
         return lambda *args, **options: self.calls.append((name, args, options))
 
 
-def spack_package(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Recorder]:
+def spack_package(name, monkeypatch):
     """Execute the package as Spack would; return its class, and what it declared."""
     recorder = Recorder()
     package = types.ModuleType("spack.package")
@@ -103,7 +102,7 @@ def spack_package(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Reco
     return getattr(loaded, "".join(part.title() for part in name.split("_"))), recorder
 
 
-def spack_bounds(recorder: Recorder, when: str | None) -> dict[str, str]:
+def spack_bounds(recorder, when):
     """Return project -> least version of the Python packages that are needed at run time under a condition."""
     found = {}
     for name, (spec, *_), options in recorder.calls:
@@ -144,9 +143,9 @@ def test_spack_has_the_msgspec_that_is_required(required, monkeypatch):
     assert (SPACK.parent / "repo.yaml").read_text().split() == ["repo:", "namespace:", "hpcdist", "api:", "v2.2"]
 
 
-def easyconfig(path: Path) -> dict[str, Any]:
+def easyconfig(path):
     """Return the parameters of an easyconfig, executed with the constants of EasyBuild."""
-    values: dict[str, Any] = {"SYSTEM": {"name": "system", "version": "system"}}
+    values = {"SYSTEM": {"name": "system", "version": "system"}}
     exec(compile(path.read_text(), path, "exec"), values)
     return values
 
@@ -184,7 +183,7 @@ def test_there_are_easyconfigs():
     assert len(EASYCONFIGS) == 2
 
 
-def sections(text: str) -> dict[str, str]:
+def sections(text):
     """Return the sections of a definition file; the header is ''."""
     found = {"": ""}
     current = ""
@@ -199,7 +198,7 @@ def sections(text: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def definition() -> dict[str, str]:
+def definition():
     return sections(DEFINITION.read_text())
 
 

@@ -24,7 +24,7 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 OLD = ("0.1.0", "0.2.0")
 
 
-def places() -> dict[str, list[str]]:
+def places():
     """Return the versions of hpcdist in each place that names one."""
     texts = {
         "changelog": (PACKAGE / "CHANGELOG.md", r"^## (\S+) \(\d{4}-\d\d-\d\d\)$"),
@@ -64,13 +64,13 @@ def test_the_changelog_is_in_order():
 
 
 @pytest.fixture(params=OLD)
-def old(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def old(request, tmp_path):
     with tarfile.open(GOLDEN / f"run-{request.param}.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     return tmp_path / f"run-{request.param}"
 
 
-def hpcdist_says(*arguments: object) -> str:
+def hpcdist_says(*arguments):
     done = jobs.run([sys.executable, "-P", "-m", "hpcdist", *map(str, arguments)])
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

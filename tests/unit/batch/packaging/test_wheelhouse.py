@@ -4,7 +4,6 @@ import hashlib
 import io
 import os
 import re
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -33,7 +32,7 @@ def build_wheel(folder, config_settings=None, metadata_directory=None):
 """
 
 
-def make_wheel(folder: Path, name: str, version: str, *metadata: str, tag: str = "py3-none-any") -> Path:
+def make_wheel(folder, name, version, *metadata, tag="py3-none-any"):
     """Write a wheel with one module and the given lines of metadata."""
     info = f"{name}-{version}.dist-info"
     files = {
@@ -49,7 +48,7 @@ def make_wheel(folder: Path, name: str, version: str, *metadata: str, tag: str =
     return path
 
 
-def make_source(folder: Path) -> None:
+def make_source(folder):
     """Write mpi4py-4.1.9.tar.gz, which pip can look at without building it."""
     project = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
     with tarfile.open(folder / "mpi4py-4.1.9.tar.gz", "w:gz") as archive:
@@ -60,7 +59,7 @@ def make_source(folder: Path) -> None:
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own(tmp_path, monkeypatch):
     """A wheel of hpcdist, and an index, the only one that pip sees, with what it needs."""
     index = tmp_path / "index"
     index.mkdir()
@@ -80,18 +79,18 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return make_wheel(tmp_path, "hpcdist", "0.1.0", "Requires-Python: >=3.11", *extras, *lines)
 
 
-def pinned(folder: Path) -> dict[str, list[str]]:
+def pinned(folder):
     """Return name==version -> hashes."""
     lines = (folder / "requirements.txt").read_text().splitlines()
     split = [line.split(" --hash=sha256:") for line in lines if not line.startswith("#")]
     return {words[0]: words[1:] for words in split}
 
 
-def sha256(path: Path) -> str:
+def sha256(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def install(folder: Path, target: Path) -> "subprocess.CompletedProcess[str]":
+def install(folder, target):
     """Run the line of the help."""
     line = f"install --no-index --find-links {folder} --require-hashes -r {folder}/requirements.txt --target {target}"
     kept = {name: value for name, value in os.environ.items() if name not in ("PIP_FIND_LINKS", "PYTHONPATH")}

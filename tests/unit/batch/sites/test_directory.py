@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,12 +16,12 @@ from hpcdist.training import run_directory
 from hpcdist.training.recipe import recipe as recipes
 
 
-def prepare(path: Path, *overrides: str, resume: str = "auto") -> run_directory.RunDirectory:
+def prepare(path, *overrides, resume="auto"):
     return run_directory.prepare_run_directory(solo(), recipes.load(None, overrides, {}).recipe, path, resume)
 
 
 @pytest.fixture
-def begun(tmp_path: Path) -> Path:
+def begun(tmp_path):
     """The directory of a run that has saved something."""
     path = tmp_path / "run"
     assert prepare(path, "run.steps=10").changed == ""

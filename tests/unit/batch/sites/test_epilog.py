@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ LIMIT_S = 60
 
 
 @pytest.fixture
-def node() -> Iterator[Path]:
+def node():
     """The folders of a node, which its users can reach: pytest's own are closed to them."""
     folder = Path(tempfile.mkdtemp(prefix="hpcdist-test-"))
     folder.chmod(0o755)
@@ -42,14 +41,14 @@ def node() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def of(uid: int, path: Path) -> Path:
+def of(uid, path):
     if IS_ROOT:
         for each in (path, *path.rglob("*")):
             os.chown(each, uid, uid, follow_symlinks=False)
     return path
 
 
-def start(folder: Path, name: str, job: str, uid: int = USER) -> Path:
+def start(folder, name, job, uid=USER):
     """A folder of `hpcdist run`, as it writes it."""
     made = folder / f"hpcdist-run-{name}"
     made.mkdir()
@@ -57,7 +56,7 @@ def start(folder: Path, name: str, job: str, uid: int = USER) -> Path:
     return of(uid, made)
 
 
-def copies(folder: Path, name: str, *jobs: str, uid: int = USER) -> Path:
+def copies(folder, name, *jobs, uid=USER):
     """A folder of copies, as a job script makes it."""
     made = folder / f"hpcdist-{uid}-{name}"
     (made / "environment" / "bin").mkdir(parents=True)
@@ -67,14 +66,14 @@ def copies(folder: Path, name: str, *jobs: str, uid: int = USER) -> Path:
     return of(uid, made)
 
 
-def segment(node: Path, name: str, uid: int = USER) -> Path:
+def segment(node, name, uid=USER):
     made = node / "shm" / name
     made.write_bytes(bytes(mmap.PAGESIZE))
     made.chmod(0o666)
     return of(uid, made)
 
 
-def begin(node: Path, **changed: str | None) -> "subprocess.Popen[str]":
+def begin(node, **changed):
     """Start the epilog of job 7 with what slurmd gives it, and the folders."""
     environment = {
         "SLURM_JOB_ID": "7",
@@ -89,13 +88,13 @@ def begin(node: Path, **changed: str | None) -> "subprocess.Popen[str]":
     return subprocess.Popen([EPILOG], env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def epilog(node: Path, **changed: str | None) -> None:
+def epilog(node, **changed):
     with begin(node, **changed) as process:
         said, _ = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, said) == (0, "")
 
 
-def gone(*paths: Path) -> bool:
+def gone(*paths):
     """Whether all are away, and what was renamed to be removed is, too: that may take a moment."""
     limit = time.monotonic() + LIMIT_S
     while [each for path in paths for each in path.parent.glob(".hpcdist-gone-*")]:

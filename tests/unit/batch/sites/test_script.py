@@ -83,7 +83,7 @@ JOBS = {
 }
 
 
-def text_of(name: str) -> str:
+def text_of(name):
     profile, job = JOBS[name]
     return submission.render(job, search.load(profile))
 
@@ -135,7 +135,7 @@ def test_control_characters_are_refused_in_directives(value):
         submission.render(dataclasses.replace(PLAIN, sbatch_args=(f"--comment={value}",)), GENERIC)
 
 
-def sbatch_words(line: str) -> list[str]:
+def sbatch_words(line):
     """Split like sbatch does (checked against Slurm itself in tests/launch/test_slurm.py)."""
     words, word, quote, characters = [], "", "", iter(line)
     for character in characters:
@@ -196,7 +196,7 @@ def stage(tmp_path):
     return start
 
 
-def words(path: Path) -> list[str]:
+def words(path):
     return path.read_text().split("\0")[:-1]
 
 

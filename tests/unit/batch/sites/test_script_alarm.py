@@ -156,7 +156,7 @@ def stage(tmp_path):
     return start
 
 
-def words(path: Path) -> list[str]:
+def words(path):
     return path.read_text().split("\0")[:-1]
 
 

@@ -30,7 +30,7 @@ SHIPPED = (*KINDS_OF_SITES, *MACHINES)
 def own(tmp_path):
     """``own(name, text)`` writes a profile of this user; ``own.environment`` finds it."""
 
-    def write(name: str, text: str) -> Path:
+    def write(name, text):
         path = tmp_path / "hpcdist" / "sites" / f"{name}.toml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

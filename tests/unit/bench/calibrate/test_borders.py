@@ -1,7 +1,5 @@
 """Where measured times jump over sizes, sizes between are measured until the jump is hemmed in."""
 
-from collections.abc import Callable, Mapping, Sequence
-
 import pytest
 
 from hpcdist.bench.calibrate import links as borders
@@ -10,21 +8,21 @@ from hpcdist.bench.calibrate.device import sizes
 OCTAVES = sizes(1 << 10, 1 << 20)
 
 
-def series(*times: Callable[[int], float]) -> tuple[Mapping[str, Mapping[int, float]], list[list[int]], Callable]:
+def series(*times):
     """Return series over `OCTAVES`, a list of the rounds that are measured, and what measures."""
-    rounds: list[list[int]] = []
+    rounds = []
 
-    def measure(nbytes: Sequence[int]) -> dict[str, dict[int, float]]:
+    def measure(nbytes):
         rounds.append(list(nbytes))
         return at(nbytes)
 
-    def at(nbytes: Sequence[int]) -> dict[str, dict[int, float]]:
+    def at(nbytes):
         return {str(number): {each: one(each) for each in nbytes} for number, one in enumerate(times)}
 
     return at(OCTAVES), rounds, measure
 
 
-def slope(nbytes: int) -> float:
+def slope(nbytes):
     return 1e-6 + 1e-10 * nbytes
 
 

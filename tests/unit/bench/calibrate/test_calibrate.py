@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -14,13 +13,11 @@ from hpcdist.bench.calibrate.device import OPERATIONS, BusySeconds, CalibrationR
 from hpcdist.bench.calibrate.run import LoadSample
 from hpcdist.bench.collectives import contenders
 from hpcdist.cli.plan import calibrate
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.planner.calibrate import cluster_fit
 from hpcdist.planner.cluster import toml_file
-from hpcdist.planner.cluster.hardware import Cluster
 
 TINY = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=17)
 APART = calibrate_run.APART
@@ -28,7 +25,7 @@ FEW = ((8, 8, 8), (16, 16, 16), (16, 32, 64), (64, 64, 64))
 
 
 @pytest.fixture(autouse=True)
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+def few(monkeypatch):
     """Little is multiplied and moved, and the machine counts as idle."""
     monkeypatch.setattr(device, "shapes", lambda on: FEW)
     monkeypatch.setattr(device, "MOVED", {"cpu": (1 << 10, 1 << 14), "gpu": (1 << 10, 1 << 14)})
@@ -38,13 +35,13 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate_run, "APART", 1e9)
 
 
-def wanted(**more: object) -> CalibrationRequest:
+def wanted(**more):
     models = tuple((TINY, context, (1, 2)) for context in (4, 8))
     values = {"models": models, "least_bytes": 1 << 10, "most_bytes": 1 << 16, "seconds": 0.2, **more}
-    return CalibrationRequest(**values)  # type: ignore[arg-type]
+    return CalibrationRequest(**values)
 
 
-def run(comm: Communicator, **more: object) -> calibrate_run.CalibrationPoints:
+def run(comm, **more):
     return calibrate_run.run(comm, wanted(**more), "a library", "a core", lambda text: None)
 
 
@@ -107,7 +104,7 @@ def test_two_ranks_measure_messages_and_collectives_of_all_sizes():
             assert all(one.seconds > 0 and one.ranks == 2 for one in own)
 
 
-def jumping(nbytes: int) -> float:
+def jumping(nbytes):
     """Seconds on this machine that never was: slow beyond 100,000 bytes."""
     return 1e-6 + 1e-11 * nbytes + (5e-6 if nbytes > 100_000 else 0.0)
 
@@ -138,7 +135,7 @@ def test_points_at_a_jump_of_one_algorithm_are_borders_of_that_one_alone(monkeyp
 
     monkeypatch.setattr(links._Operation, "_at", timed)
     monkeypatch.setattr(links.run, "take_memory", lambda comm, wanted, notes: notes.append("too small"))
-    said: list[str] = []
+    said = []
     measure = links._Operation(solo(), "all_gather", ("auto", "ring"), "a library", said.append)
     points = measure.points("node", (1 << 14, 1 << 19), 1.0)
     assert {one.algorithm for one in points if one.border} == {"auto"}
@@ -185,7 +182,7 @@ def test_points_become_a_cluster_and_a_file(tmp_path):
         assert len(file["collectives/nbytes"]) == len(found.collectives)
 
 
-def look(load: float, own: int = 2, cores: int = 2) -> tuple[LoadSample, ...]:
+def look(load, own=2, cores=2):
     return (LoadSample(load, own, cores),)
 
 
@@ -249,7 +246,7 @@ def test_ranks_of_a_machine_are_counted_together(monkeypatch):
 
 def test_a_busy_machine_is_warned_of_and_flagged_in_the_file(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 0.0, 0.0))
-    said: list[str] = []
+    said = []
     found = calibrate_run.run(solo(), wanted(), "a library", "a core", said.append)
     warnings = [line for line in said if line.startswith("warning")]
     assert len(warnings) == 2
@@ -266,7 +263,7 @@ def test_a_busy_machine_is_warned_of_and_flagged_in_the_file(monkeypatch, tmp_pa
     assert quiet.busy == ""
 
 
-def flags(path: Path) -> tuple[str, ...]:
+def flags(path):
     return toml_file.assumptions(toml_file.read(str(path)))
 
 
@@ -299,7 +296,7 @@ def test_a_cluster_that_cannot_be_written_leaves_its_points(tmp_path):
 def test_what_is_written_is_the_cluster_that_was_measured(tmp_path, capsys):
     path = tmp_path / "here.toml"
     calibrate.written(run(solo()), path, None, "workstation", "here", {})
-    found: Cluster = toml_file.read(str(path))
+    found = toml_file.read(str(path))
     assert (found.name, found.device.name) == ("here", "a core")
     assert [one.name for one in tmp_path.iterdir()] == ["here.toml"]
     assert "here, measured in" in capsys.readouterr().out

@@ -2,9 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,12 +22,12 @@ from hpcdist.training.recipe import recipe as recipes
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_of_this_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _no_settings_of_this_user(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "nothing"))
     monkeypatch.delenv("HPCDIST_SITE", raising=False)
 
 
-def expand(contenders: Mapping[str, Mapping[str, Any]], ranks: int = 4) -> tuple[list[SweepTrial], dict[str, str]]:
+def expand(contenders, ranks=4):
     scenarios = {request.CALM: {}, request.STRAGGLERS: request.stragglers((0,), 3.0, 0.125)}
     wanted = request.ExchangeRequest(ranks, {"run.steps": 5}, contenders, scenarios)
     return request.expand(wanted, SweepRecipes(Sweep(Path("bench data"), (ranks,), 1, {}, {}, (), ())))
@@ -48,7 +46,7 @@ def test_every_contender_takes_part_and_is_another_run():
     assert late.chaos.slow_ranks == (0,) and late.chaos.slow_probability == 0.125
 
 
-def _written(trial: SweepTrial) -> Any:
+def _written(trial):
     import tomllib
 
     from hpcdist.training.recipe import settings
@@ -96,15 +94,7 @@ def test_the_loss_at_a_moment_is_that_of_the_last_step_before_it():
     assert np.isnan(report.loss_at(times, losses, 1.0))
 
 
-def outcome(
-    step_s: float,
-    loss: float,
-    steps: int = 11,
-    sent: float = 1e6,
-    slow: float = 1.0,
-    dropped: int | None = None,
-    loaded: int | None = None,
-) -> TrialOutcome:
+def outcome(step_s, loss, steps=11, sent=1e6, slow=1.0, dropped=None, loaded=None):
     """A run on two workers and a server that has no steps."""
     times = np.column_stack([np.full(steps, step_s), np.full(steps, step_s * slow), np.full(steps, np.nan)])
     wide = {"step_s": times, "compute_s": times / 2, "communication_s": times / 4, "update_s": times / 8}
@@ -121,7 +111,7 @@ def outcome(
 
 
 @pytest.fixture
-def measured(tmp_path: Path) -> results.SweepResults:
+def measured(tmp_path):
     path = tmp_path / "results.h5"
     results.prepare(path, {})
     runs = {
@@ -195,7 +185,7 @@ def test_losses_are_drawn(measured, tmp_path):
         reports.plot(results.SweepResults({}, ()), tmp_path / "b.png")
 
 
-def invoke(*arguments: str) -> tuple[int, str]:
+def invoke(*arguments):
     done = CliRunner().invoke(command, ["data", *arguments], standalone_mode=False)
     if done.exception is not None:
         raise done.exception

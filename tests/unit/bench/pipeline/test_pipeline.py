@@ -10,12 +10,11 @@ from click.testing import CliRunner
 from hpcdist.bench.pipeline import report as reports
 from hpcdist.bench.pipeline import results, run
 from hpcdist.bench.pipeline.request import CONTENDERS, PipelineCase, PipelineRequest, PipelineShape, cases
-from hpcdist.bench.pipeline.results import MeasuredCase, PipelineResults
+from hpcdist.bench.pipeline.results import PipelineResults
 from hpcdist.bench.pipeline.run import PipelineSample, place_units
 from hpcdist.bench.pipeline.schedules import trace
 from hpcdist.cli.bench import pipeline, skeleton
 from hpcdist.cli.bench.group import command
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError, StorageError, UsageError
 from hpcdist.strategies.pipeline.costs import PassSeconds
@@ -29,7 +28,7 @@ TINY = PipelineShape(layers=4, hidden=8, context=8, samples=2)
 WANTED = PipelineRequest(("1f1b", "zb-h1", "zb-v"), (2, 3), ranks=2, chunks=2, shape=TINY, steps=3, warmup=1)
 
 
-def made(case: PipelineCase, costs: StepCosts, steps: int = 3, overhead_s: float = 0.0) -> MeasuredCase:
+def made(case, costs, steps=3, overhead_s=0.0):
     """Return what would be measured of a machine that does what the simulator says, and ``overhead_s`` at each SEND."""
     of = generated(case.schedule, case.ranks, case.microbatches, case.chunks)
     placement = of.place([range(unit, unit + 1) for unit in range(case.ranks * case.chunks)])
@@ -46,7 +45,7 @@ def made(case: PipelineCase, costs: StepCosts, steps: int = 3, overhead_s: float
     return run._measured(case, placement, run._Raw(lists, samples), ideal_s, costs.link.latency_s, one_clock=True)
 
 
-def case(schedule: str, microbatches: int = 4, chunks: int = 1) -> PipelineCase:
+def case(schedule, microbatches=4, chunks=1):
     return PipelineCase(schedule, microbatches, 2, chunks, TINY)
 
 
@@ -112,11 +111,11 @@ def test_stages_are_cut_by_what_their_schedule_computes():
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[MeasuredCase]:
+def measured():
     """Two ranks in one process; their times mean nothing."""
-    kept: list[MeasuredCase] = []
+    kept = []
 
-    def body(comm: Communicator) -> None:
+    def body(comm):
         run.run(comm, WANTED, [case("1f1b", 2).id], kept.extend, lambda line: None)
 
     run_threads(2, body)

@@ -5,7 +5,6 @@ import os
 import threading
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,15 +34,15 @@ TINY = StepShape(layers=2, hidden=16, heads=2, context=12, samples=3, vocabulary
 WANTED = StepRequest(TINY, (OURS, RECOMPUTING), ranks=1, steps=3, warmup=1, profiled=2, seed=5)
 
 
-def case(name: str, step_s: list[list[float]], loss: list[float], **more: Any) -> StepCase:
+def case(name, step_s, loss, **more):
     times = np.array(step_s)
     phases = np.full((*times.shape, len(PHASES)), np.nan)
     phases[:, :, 0], phases[:, :, 1] = times / 4, times / 2
-    given: dict[str, Any] = {"operation_s": {}, "activation_bytes": None, "activation_closed_bytes": None} | more
+    given = {"operation_s": {}, "activation_bytes": None, "activation_closed_bytes": None} | more
     return StepCase(name=name, step_s=times, cpu_s=times / 2, phase_s=phases, loss=np.array(loss), **given)
 
 
-def results(*cases: StepCase) -> StepResults:
+def results(*cases):
     about = {"ranks": 2, "threads": 1, "parameters": 1000, "forward_flops": 100, "backward_flops": 200, "blas": "mine"}
     rates = {"numpy": np.array([[50.0, 40.0], [45.0, 80.0]]), "torch": np.array([[30.0, 30.0], [30.0, 42.0]])}
     return StepResults(about, TINY, rates, cases, {"torch.compile": "no compiler"})
@@ -98,9 +97,9 @@ def test_batches_are_the_same_on_every_rank_and_can_be_learnt():
 
 
 @pytest.fixture(scope="module")
-def measured() -> StepResults:
+def measured():
     """Both built-in contenders on two ranks in one process; their times mean nothing."""
-    said: list[str] = []
+    said = []
 
     found = run_threads(2, lambda comm: run.run(comm, replace(WANTED, ranks=2), {"git_commit": "abc"}, said.append))
     assert found[1] is None and found[0] is not None and len(said) == 1

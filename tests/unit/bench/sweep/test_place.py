@@ -26,7 +26,7 @@ def test_what_rank_0_finds_is_raised_on_every_rank():
 
 
 class Leaving(Session):
-    def leave(self, code: int) -> None:
+    def leave(self, code):
         raise SystemExit(code)
 
 

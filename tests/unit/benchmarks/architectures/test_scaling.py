@@ -1,7 +1,6 @@
 """The study of architectures: where a curve stops and why, what it chooses from, and what it keeps."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ COUNTS = (8, 64, 1024)
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def found():
     cluster = toml_file.read("h100-hgx")
     return {one.name: scaling.study(one, cluster, COUNTS) for one in catalogue.SCENARIOS}
 
@@ -23,7 +22,7 @@ def found() -> dict[str, Any]:
 class Curve:
     """Points of made-up goodput."""
 
-    def __init__(self, goodputs: list[float]) -> None:
+    def __init__(self, goodputs):
         self.points = []
         for place, goodput in enumerate(goodputs):
             point = scaling.Point(8 << place, 1, None, "" if goodput else "batch", 0.0, {})
@@ -33,7 +32,7 @@ class Curve:
 class Fixed:
     """A point whose goodput is given; ten device-seconds of latency come with each place."""
 
-    def __init__(self, devices: int, samples: int, estimate: None, reason: str, *rest: object, goodput: float) -> None:
+    def __init__(self, devices, samples, estimate, reason, *rest, goodput):
         self.devices, self.samples, self.estimate, self.reason, self.goodput = (
             devices,
             samples,

@@ -2,7 +2,6 @@
 
 import math
 import os
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +16,11 @@ from hpcdist.errors import MISSING_CAPABILITY, UsageError
 RATES = (1e-3, 2e-3)
 
 
-def wanted(*names: str, seeds: int = 2) -> Any:
+def wanted(*names, seeds=2):
     return plan.Study(20, RATES, seeds, names)
 
 
-def ended(loss: float, sent: float = 100.0) -> Any:
+def ended(loss, sent=100.0):
     return results.Ended(loss, sent, sent / 20, 1.0, np.array([[10.0, 2.0, 2.1, sent / 2], [20.0, loss, 1.9, sent]]))
 
 

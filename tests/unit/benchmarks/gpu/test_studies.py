@@ -1,8 +1,6 @@
 """Studies of GPUs: they compare, measure and write on the double, and leave with 69 without a GPU."""
 
 from argparse import Namespace
-from pathlib import Path
-from types import ModuleType
 
 import h5py
 import numpy as np
@@ -11,9 +9,7 @@ import pytest
 from benchmarks import __main__ as studies
 from benchmarks import harness
 from benchmarks.gpu import collectives, eager, kernels, pipeline, step
-from benchmarks.harness import Results
 from hpcdist.arrays.gpu import device
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
@@ -23,13 +19,13 @@ from hpcdist.training.recipe import recipe as recipes
 SMALL = ["model.layers=1", "model.hidden=16", "model.heads=2", "data.context=8"]
 
 
-def small(folder: Path, *keys: str) -> list[str]:
+def small(folder, *keys):
     (folder / "text.txt").write_text("the quick brown fox " * 40)
     return [*SMALL, f"data.path={folder / 'text.txt'}", *keys]
 
 
-def on_threads(module: ModuleType, options: Namespace, ranks: int) -> Results:
-    def body(comm: Communicator) -> Results:
+def on_threads(module, options, ranks):
+    def body(comm):
         return module.measure(options, Session(comm, locate(comm, None), "threads", lambda code: None))
 
     return run_threads(ranks, body)[0]
@@ -85,7 +81,7 @@ def test_a_wrong_result_of_a_collective_is_refused(gpu, monkeypatch):
         on_threads(collectives, Namespace(bytes=[4096], repetitions=1), 2)
 
 
-def piped(tmp_path: Path, ranks: int = 2) -> Results:
+def piped(tmp_path, ranks=2):
     """Return what the study of pipelines measures on ``ranks`` threads."""
     keys = small(tmp_path, "run.global_batch=2", "parallel.microbatches=2")
     return on_threads(pipeline, Namespace(set=keys, steps=2), ranks)

@@ -4,10 +4,7 @@ import gzip
 import math
 import struct
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,19 +17,19 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.training.recipe.config import DataConfig
 
 
-def ended(samples: float, status: str = "reached", loss: float = 1.0) -> Any:
+def ended(samples, status="reached", loss=1.0):
     return search_for.Ended(status, samples, loss, 0.1, np.array([[0.0, 2.0, np.nan], [100.0, loss, np.nan]]))
 
 
-def line(**changes: Any) -> Any:
+def line(**changes):
     known = search_for.Line("task", "sgd", (8, 32, 128), "linear", 0.1, 10_000, 5, (0,), (1, 2))
     return replace(known, **changes)
 
 
-def answers(best: Callable[[int], float]) -> Callable[[Any], Any]:
+def answers(best):
     """Return trainings whose samples rise with the distance, in octaves, of their rate from ``best`` of the batch."""
 
-    def train(wanted: Any) -> Any:
+    def train(wanted):
         samples = 1000.0 * (1 + abs(math.log2(wanted.learning_rate / best(wanted.batch))))
         if samples > wanted.limit_samples:
             return ended(math.nan, "missed")
@@ -92,17 +89,17 @@ def test_of_several_seeds_the_median_counts():
 
     cells, made = run([line(batches=(8,), search_seeds=(0, 1, 2), seeds=(3,))], train, {})
     assert cells[0].learning_rate <= 0.1 and cells[0].searched.samples == 1100.0
-    seeds: dict[float, list[int]] = {}
+    seeds = {}
     for wanted in made:
         if wanted.role == "search":
             seeds.setdefault(wanted.learning_rate, []).append(wanted.seed)
     assert seeds[0.1] == [0, 1, 2] == seeds[0.2]  # decided by the third
 
 
-def run(lines: list[Any], train: Callable[[Any], Any], known: dict[Any, Any]) -> tuple[Any, list]:
-    made: list[Any] = []
+def run(lines, train, known):
+    made = []
 
-    def note(wanted: Any, found: Any) -> None:
+    def note(wanted, found):
         made.append(wanted)
         known[wanted] = found
 
@@ -211,7 +208,7 @@ def test_it_trains_with_our_optimizers_and_measures_the_noise(tmp_path):
     assert tasks.train(task, replace(replace(wanted, learning_rate=1e-6), limit_samples=64)).status == "missed"
 
 
-def cell(optimizer: str, batch: int, *samples: float) -> Any:
+def cell(optimizer, batch, *samples):
     checks = tuple(ended(each, "missed" if math.isnan(each) else "reached") for each in samples)
     return search_for.Cell("task", optimizer, batch, 0.1, checks[0], False, checks)
 
@@ -239,12 +236,12 @@ def test_the_bend_is_where_samples_have_doubled():
     assert math.isinf(report.bend(falling))
 
 
-def idx(values: np.ndarray) -> bytes:
+def idx(values):
     header = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
     return header + values.astype(np.uint8).tobytes()
 
 
-def mnist(folder: Path, *, train: int = 6, test: int = 2) -> tuple[np.ndarray, np.ndarray]:
+def mnist(folder, *, train=6, test=2):
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (train + test, 4, 5)), rng.integers(0, 10, train + test)
     for name, part in (("train", slice(train)), ("t10k", slice(train, None))):

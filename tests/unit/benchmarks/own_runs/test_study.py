@@ -1,11 +1,9 @@
 """Trainings beside their plans: what is told and written of made-up measurements, between hosts too, to the end."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import h5py
 import numpy as np
@@ -31,10 +29,10 @@ from hpcdist.planner.cluster import toml_file
 ONLY = "allreduce, ring"
 
 
-def points(hosts: int, ranks: int) -> CalibrationPoints:
+def points(hosts, ranks):
     """Return what a machine of 20 GFLOP/s, 10 GB/s, and links of 1 GB/s inside and 100 MB/s between hosts takes."""
 
-    def took(seconds: float) -> BusySeconds:
+    def took(seconds):
         return BusySeconds(seconds, seconds, 0.01)
 
     rates = {"node": 1e9} if ranks > 1 else {}
@@ -66,7 +64,7 @@ def points(hosts: int, ranks: int) -> CalibrationPoints:
     )  # fmt: skip
 
 
-def told(rows: Sequence[Any], off: float) -> list[dict[str, Any]]:
+def told(rows, off):
     """Return measurements: what the workstation's plan says, ``off`` by a share."""
     base = toml_file.read("workstation")
     found = []
@@ -82,10 +80,10 @@ def told(rows: Sequence[Any], off: float) -> list[dict[str, Any]]:
     return found
 
 
-def made(line: Sequence[str], hosts: int, ranks: int) -> None:
+def made(line, hosts, ranks):
     """Do what ranks do that are given the command ``line``, without ranks."""
 
-    def after(name: str) -> Path:
+    def after(name):
         return Path(line[list(line).index(name) + 1])
 
     if "calibrate" in line:
@@ -99,28 +97,28 @@ def made(line: Sequence[str], hosts: int, ranks: int) -> None:
 class Hosts:
     """Network namespaces that are none."""
 
-    def __init__(self, count: int, rate: str, burst: str) -> None:
+    def __init__(self, count, rate, burst):
         self.count = count
 
-    def __enter__(self) -> "Hosts":
+    def __enter__(self):
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         pass
 
-    def command(self, launcher: object, ranks: int, line: list[str], extra: list[str]) -> list[str]:
+    def command(self, launcher, ranks, line, extra):
         return [str(ranks), *line]
 
-    def environment(self, launcher: object) -> Mapping[str, str]:
+    def environment(self, launcher):
         return {}
 
-    def run(self, line: list[str], environment: Mapping[str, str], limit_s: float) -> Any:
+    def run(self, line, environment, limit_s):
         made(line, self.count, int(line[0]))
         return SimpleNamespace(returncode=0, stdout="")
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+def run(monkeypatch, tmp_path):
     """Return the study with made-up ranks and hosts, which returns its exit code."""
     monkeypatch.setattr(study, "launched", lambda ranks, program: made(program, 1, ranks))
     monkeypatch.setattr(between_hosts.network, "Hosts", Hosts)

@@ -1,12 +1,9 @@
 """Layouts that a published training used are among the first ten that a search finds for it."""
 
-from typing import Any
-
 import pytest
 
 from benchmarks.planner.tables import tables
 from hpcdist.planner.cluster import toml_file
-from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.transformer import describe
 from hpcdist.planner.plan import plan
 from hpcdist.planner.search.best_layouts import search
@@ -15,11 +12,11 @@ from hpcdist.planner.search.space import SearchSpec
 TABLE = "megatron_sc21_table1"  # arXiv:2104.04473, table 1
 
 
-def rows() -> list[Any]:
+def rows():
     return list(tables()[TABLE].rows)
 
 
-def grid(layout: ParallelLayout) -> tuple[int, int, int]:
+def grid(layout):
     return layout.data, layout.pipeline, layout.tensor
 
 

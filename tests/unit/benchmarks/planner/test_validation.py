@@ -3,7 +3,6 @@
 import math
 import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -26,12 +25,12 @@ CUT = (
 
 
 @pytest.fixture(scope="module")
-def known() -> dict[str, Any]:
+def known():
     return tables.tables()
 
 
 @pytest.fixture(scope="module")
-def found(known: dict[str, Any]) -> list[Any]:
+def found(known):
     return [one for table in known.values() for one in predictions.compared(table)]
 
 

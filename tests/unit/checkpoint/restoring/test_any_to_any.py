@@ -9,8 +9,6 @@ import os
 import sys
 import threading
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,16 +19,13 @@ from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.piece import Piece, runs, whole_box
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint.format import manifest
-from hpcdist.checkpoint.format.manifest import Manifest, StoredPiece
 from hpcdist.checkpoint.format.shard import BlockReader
 from hpcdist.checkpoint.listing import stored_tensors
 from hpcdist.checkpoint.restoring.restore import restore
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
 from hpcdist.training.build.state import restore_state
 from hpcdist.training.build.state_source import CheckpointSource
-from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.run.saving import CheckpointSaver
 
 EVERYTHING = os.environ.get("HPCDIST_TEST_RESUMES") == "all"
@@ -42,7 +37,7 @@ SERVED = {"parallel.strategy": "parameter_server"}
 COLOCATED = SERVED | {"parameter_server.placement": "colocated"}
 
 # name -> (ranks, keys); those in float64 only among themselves: no bit of a value may be lost
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+LAYOUTS = {
     "one process": (1, {}),
     "allreduce": (3, {}),
     "allreduce, bfloat16": (2, {"precision.mode": "bfloat16"}),
@@ -77,18 +72,18 @@ PAIRS = [(one, other) for one in LAYOUTS for other in LAYOUTS if one != other an
 Whole = dict[tuple[str, str], np.ndarray]  # (kind, tensor) -> its elements, flat
 
 
-READ_BYTES: Counter[int] = Counter()  # by thread, and so by rank
+READ_BYTES = Counter()  # by thread, and so by rank
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch):
     """Whoever reads blocks has small ones, and is counted."""
     for name, module in list(sys.modules.items()):
         if name.startswith("hpcdist.checkpoint.") and hasattr(module, "BLOCK_BYTES"):
             monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
     read = BlockReader.read
 
-    def counting(reader: BlockReader, entry: StoredPiece, block: int, *rest: Any) -> Any:
+    def counting(reader, entry, block, *rest):
         READ_BYTES[threading.get_ident()] += min(BLOCK, entry.nbytes - block * BLOCK)
         return read(reader, entry, block, *rest)
 
@@ -98,17 +93,17 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> dict[str, Any]:
+def keys(tmp_path):
     (tmp_path / "text.txt").write_text("to be or not to be " * 40)
     return {**SMALL, "data.path": tmp_path / "text.txt", "zero.offload_directory": ""}
 
 
-def settings_of(name: str, keys: dict[str, Any]) -> dict[str, Any]:
+def settings_of(name, keys):
     found = {**keys, **LAYOUTS[name][1]}
     return found | ({"zero.offload_directory": keys["data.path"].parent} if "files" in name else {})
 
 
-def spoil(piece: Piece) -> None:
+def spoil(piece):
     """What is restored must not be what was there."""
     if isinstance(piece.array, FileSlice):
         piece.array.write(Range(0, piece.flat.size), np.full(piece.flat.size, np.nan, piece.array.dtype))
@@ -116,7 +111,7 @@ def spoil(piece: Piece) -> None:
         piece.array[...] = np.nan
 
 
-def elements(piece: Piece | StoredPiece) -> np.ndarray:
+def elements(piece):
     """Which elements of the tensor a piece has, in its order."""
     shape, flat = (piece.global_shape, piece.flat) if isinstance(piece, Piece) else (piece.shape, Range(*piece.flat))
     found = runs(shape, piece.box, flat)
@@ -129,8 +124,8 @@ def elements(piece: Piece | StoredPiece) -> np.ndarray:
 class Places:
     """In which stored block each element lies."""
 
-    def __init__(self, stored: Manifest) -> None:
-        self.block: Whole = {}
+    def __init__(self, stored):
+        self.block = {}
         self.nbytes = [0]  # of each block; 0 is none
         for entry in stored.pieces:
             blocks = self.block.setdefault((entry.kind, entry.tensor), np.zeros(math.prod(entry.shape), int))
@@ -139,7 +134,7 @@ class Places:
             blocks[own] = len(self.nbytes) + np.arange(own.size) * dtype_of(entry.dtype).itemsize // BLOCK
             self.nbytes += [min(BLOCK, entry.nbytes - start) for start in range(0, entry.nbytes, BLOCK)]
 
-    def needed_bytes(self, wanted: list[Piece]) -> int:
+    def needed_bytes(self, wanted):
         """Whole blocks that have an element of a wanted piece, for each piece; those in a file are filled in parts."""
         found = 0
         for piece in wanted:
@@ -150,7 +145,7 @@ class Places:
         return found
 
 
-def read(path: Path) -> Whole:
+def read(path):
     """All tensors of a checkpoint."""
     stored = manifest.load(path)
     pieces = [
@@ -161,16 +156,16 @@ def read(path: Path) -> Whole:
     return {(piece.kind, piece.tensor): piece.array for piece in pieces}
 
 
-def drawn(rng: np.random.Generator, double: bool) -> list[str]:
+def drawn(rng, double):
     """Some of the layouts of one precision."""
     found = [name for name in LAYOUTS if ("64" in name) == double]
     return [found[number] for number in rng.permutation(len(found))[: DRAWN[double]]]
 
 
-def first_checkpoint(directory: Path, keys: dict[str, Any], rng: np.random.Generator) -> Path:
+def first_checkpoint(directory, keys, rng):
     """A state of one process in which no two elements are the same."""
 
-    def body(comm: Communicator) -> Path:
+    def body(comm):
         trainer = trainer_of(comm, keys)
         for piece in trainer.exchange.wanted():
             piece.array[...] = rng.standard_normal(piece.flat.size)
@@ -180,7 +175,7 @@ def first_checkpoint(directory: Path, keys: dict[str, Any], rng: np.random.Gener
     return run_threads(1, body)[0]
 
 
-def restored(trainer: Trainer, path: Path, right: Whole, places: Places) -> None:
+def restored(trainer, path, right, places):
     """Take back the state in ``path``; it has the right bits, and no byte was read that is not needed."""
     for piece in trainer.exchange.wanted():
         spoil(piece)
@@ -207,7 +202,7 @@ def test_every_pair_of_layouts_keeps_every_bit(keys, tmp_path, rng):
     }
     right = {double: read(path) for double, path in begun.items()}
     assert {kind for kind, _ in right[False]} == {"parameters", "optimizer.momentum"}
-    saved: dict[tuple[str, ...], Path] = {}
+    saved = {}
 
     def through(layout, sources, *, saves):
         """Let ``layout`` restore each of ``sources``, and save what it has then."""

@@ -6,8 +6,6 @@ import re
 import shutil
 import threading
 import tracemalloc
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,13 +34,13 @@ SMALL = {"model.layers": 1, "model.hidden": 8, "model.heads": 2, "data.context":
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> Keys:
+def keys(tmp_path):
     (tmp_path / "text.txt").write_text("to be or not to be " * 40)
     return {**SMALL, "data.path": tmp_path / "text.txt"}
 
 
 @pytest.fixture
-def run(tmp_path: Path, keys: Keys) -> Path:
+def run(tmp_path, keys):
     """A run with two checkpoints."""
     found = run_directory.prepare_run_directory(solo(), recipe_of(keys), tmp_path / "run", "auto").path
     trainer = trainer_of(solo(), keys)
@@ -51,7 +49,7 @@ def run(tmp_path: Path, keys: Keys) -> Path:
     return found
 
 
-def resume(run: Path, keys: Keys, lock: RunLock | None = None) -> Path | None:
+def resume(run, keys, lock=None):
     """Return the checkpoint that a start goes on from: the newest that looks complete, and whose bytes are whole."""
     found = run_directory.prepare_run_directory(solo(), recipe_of(keys), run, "auto", lock).resume_from
     if found is None:
@@ -60,24 +58,24 @@ def resume(run: Path, keys: Keys, lock: RunLock | None = None) -> Path | None:
     return origin.path
 
 
-def newer_schema(path: Path) -> None:
+def newer_schema(path):
     body = json.loads((path / manifest.FILE_NAME).read_text())
     (path / manifest.FILE_NAME).write_text(json.dumps(body | {"version": manifest.VERSION + 1}))
 
 
-def truncated_shard(path: Path) -> None:
+def truncated_shard(path):
     shard = next(path.glob("shard-*.h5"))
     shard.write_bytes(shard.read_bytes()[:-100])
 
 
-def flipped(path: Path) -> None:
+def flipped(path):
     entry = manifest.load(path).pieces[0]
     data = bytearray((path / entry.file).read_bytes())
     data[entry.offset] ^= 1
     (path / entry.file).write_bytes(data)
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+DAMAGE = {
     "no manifest": (lambda path: (path / manifest.FILE_NAME).unlink(), "manifest.json is missing"),
     "truncated manifest": (lambda path: (path / manifest.FILE_NAME).write_text("{"), "manifest.json cannot be read"),
     "truncated shard": (truncated_shard, r"bytes, the manifest says \d+"),

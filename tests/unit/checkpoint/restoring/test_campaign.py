@@ -11,8 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +27,7 @@ LIMIT_S = 60
 STEPS = 12
 
 
-def train(out: Path, *keys: str, before: Callable[[], None] = lambda: None) -> int:
+def train(out, *keys, before=lambda: None):
     """Begin to train in ``out``, after ``before``, in a child of this process; return its id."""
     child = os.fork()
     if child:
@@ -50,7 +48,7 @@ def train(out: Path, *keys: str, before: Callable[[], None] = lambda: None) -> i
         os._exit(99)
 
 
-def code_of(child: int) -> int:
+def code_of(child):
     limit = time.monotonic() + LIMIT_S
     while time.monotonic() < limit:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -62,17 +60,16 @@ def code_of(child: int) -> int:
     pytest.fail("it did not end")
 
 
-def said(out: Path) -> str:
+def said(out):
     return out.with_suffix(".log").read_text()
 
 
-def losses(out: Path) -> list[float]:
-    found: list[float] = step_metrics.read(out / "metrics.h5").steps["loss"].tolist()
-    return found
+def losses(out):
+    return step_metrics.read(out / "metrics.h5").steps["loss"].tolist()
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
+def calm(tmp_path_factory):
     """The data, and the losses of a run to which nothing happens."""
     place = tmp_path_factory.mktemp("calm")
     text = f"data.path={write_text(place / 'text.txt', np.random.default_rng(7))}"
@@ -80,11 +77,11 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
     return text, losses(place / "run")
 
 
-def failing(call: str, number: int, after: int = 0) -> None:
+def failing(call, number, after=0):
     """Let ``os.<call>`` fail for what concerns the checkpoint of step 4, when it has been called ``after`` times."""
     true, left = getattr(os, call), [after]
 
-    def called(target: int | str | Path, *arguments: object, **more: object) -> object:
+    def called(target, *arguments, **more):
         path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)
         if "/checkpoints/step-4" in path:
             left[0] -= 1
@@ -95,7 +92,7 @@ def failing(call: str, number: int, after: int = 0) -> None:
     setattr(os, call, called)
 
 
-def check_it_goes_on(out: Path, expected: list[float], *keys: str) -> None:
+def check_it_goes_on(out, expected, *keys):
     """What the failure left loads, and the run ends with the losses of one that met none."""
     found = newest(out)
     assert found is not None and 1 <= int(found.name.removeprefix("step-")) < STEPS and not verify(found).damage
@@ -114,7 +111,7 @@ def test_an_exceeded_quota(calm, tmp_path):
     check_it_goes_on(out, expected, text, beside)
 
 
-def mount(*arguments: str | Path) -> bool:
+def mount(*arguments):
     """Mount something, where this process may; whether it is."""
     return not subprocess.call(["mount", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 

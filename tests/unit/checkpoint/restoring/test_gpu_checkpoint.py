@@ -15,7 +15,7 @@ from hpcdist.comm.threads.communicator import run_threads
 LAYOUT = Layout.of([TensorSpec(0, "table", (11, 7)), TensorSpec(1, "weight", (33, 19)), TensorSpec(1, "bias", (5,))])
 
 
-def pieces_of(store: FlatStore) -> list[Piece]:
+def pieces_of(store):
     return [Piece.of("parameters", segment, where, store.range(where)) for segment, where in store.tensors()]
 
 

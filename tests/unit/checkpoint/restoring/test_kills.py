@@ -11,8 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -102,7 +100,7 @@ run_threads(2, body)
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path):
     """A file system of a few checkpoints, where this process may make one."""
     place = tmp_path / "disk"
     place.mkdir()
@@ -116,7 +114,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def filled(disk: Path) -> Iterator[None]:
+def filled(disk):
     """A disk without a free block."""
     (disk / "full").touch()
     ballast = os.open(disk / "ballast", os.O_RDWR | os.O_CREAT)

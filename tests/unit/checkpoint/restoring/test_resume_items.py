@@ -4,8 +4,6 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,6 @@ from hpcdist.checkpoint.directory import VAL_LOSS, Retention, loss_of
 from hpcdist.checkpoint.format import manifest
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import DataError, HpcdistError, StorageError
-from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -33,13 +30,13 @@ SHARES = {"data.shares": "measured", "run.global_batch": 9}
 
 
 @pytest.fixture
-def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Body:
+def keys(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # nothing crashes here
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question " * 30)
     return {**SMALL, "data.path": tmp_path / "text.txt"}
 
 
-def rewrite(path: Path, change: Callable[[Body], None]) -> None:
+def rewrite(path, change):
     """Change the manifest of a checkpoint, as whoever wrote it would have."""
     body = json.loads((path / manifest.FILE_NAME).read_text())
     del body["digest"]
@@ -47,10 +44,10 @@ def rewrite(path: Path, change: Callable[[Body], None]) -> None:
     (path / manifest.FILE_NAME).write_text(manifest.seal(body))
 
 
-def without(*names: str) -> Callable[[Body], None]:
+def without(*names):
     """Leave something out: ``kind:`` of pieces, else a scalar, by its path."""
 
-    def change(body: Body) -> None:
+    def change(body):
         for name in names:
             if name.startswith("kind:"):
                 kept = [piece for piece in body["pieces"] if piece["kind"] != name[5:]]
@@ -66,7 +63,7 @@ def without(*names: str) -> Callable[[Body], None]:
     return change
 
 
-def rounded(body: Body) -> None:
+def rounded(body):
     """Keep of the float32 master what the working copies have."""
     for piece in body["pieces"]:
         if piece["kind"] == "parameters":
@@ -75,14 +72,14 @@ def rounded(body: Body) -> None:
             piece["digests"] = []
 
 
-def other_arithmetic(body: Body) -> None:
+def other_arithmetic(body):
     """Such as a later version may have."""
     assert body["scalars"]["optimizer"]["arithmetic"]
     body["scalars"]["optimizer"]["arithmetic"] = "other"
 
 
 # What is needed -> (ranks, keys, what the mutation leaves out)
-ITEMS: dict[str, tuple[int, Body, Callable[[Body], None]]] = {
+ITEMS = {
     "parameters": (2, {}, without("kind:parameters")),
     "float32 master": (2, {"precision.mode": "bfloat16"}, rounded),
     "first moments": (2, {"parallel.strategy": "zero1"}, without("kind:optimizer.m")),
@@ -105,7 +102,7 @@ ITEMS: dict[str, tuple[int, Body, Callable[[Body], None]]] = {
 }
 
 
-def prepared(trainer: Trainer) -> Trainer:
+def prepared(trainer):
     """Shares that no measurement has decided, so that they can be repeated: others from the second and third batch."""
     if trainer.shares is not None:
         trainer.shares.change(1, (6, 2, 1))
@@ -150,7 +147,7 @@ def test_clocks_and_versions_of_servers_are_kept(consistency, keys, tmp_path):
         return CheckpointSaver(trainer, tmp_path / "run").save(2)
 
     def found(comm):
-        exchange: Any = trainer_of(comm, settings, path).exchange
+        exchange = trainer_of(comm, settings, path).exchange
         served = None if exchange.shard is None else (exchange.shard.updates, dict(exchange.seen))
         return exchange.clocks, exchange.updates, exchange.clock, served
 
@@ -170,7 +167,7 @@ def test_the_version_of_servers_with_backup_workers(keys, tmp_path):
         return CheckpointSaver(trainer, tmp_path / "run").save(4)
 
     def found(comm):
-        exchange: Any = trainer_of(comm, settings, path).exchange
+        exchange = trainer_of(comm, settings, path).exchange
         return exchange.clocks, exchange.updates, None if exchange.shard is None else exchange.shard.updates
 
     path = run_threads(4, saved)[0]

@@ -1,7 +1,6 @@
 """`hpcdist schedule`: what it prints, draws and refuses, without a rank."""
 
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,23 +10,22 @@ from hpcdist.bench.pipeline import schedules
 from hpcdist.bench.pipeline import schedules as pictures
 from hpcdist.bench.pipeline.schedules import ScheduleRequest
 from hpcdist.cli.plan.schedule import command
-from hpcdist.errors import ConfigurationError, HpcdistError, StorageError, UsageError
+from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.strategies.schedule.generate.operation_list import generated
 from hpcdist.strategies.schedule.verify import proof
 
 
-def run(*arguments: object) -> str:
+def run(*arguments):
     done = CliRunner().invoke(command, [str(one) for one in arguments], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.output
 
 
-def told(*arguments: object) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run(*arguments, "--json"))
-    return found
+def told(*arguments):
+    return json.loads(run(*arguments, "--json"))
 
 
-def refused(error: type[HpcdistError], *arguments: object) -> str:
+def refused(error, *arguments):
     done = CliRunner().invoke(command, [str(one) for one in arguments])
     assert isinstance(done.exception, error), done.exception
     return str(done.exception)

@@ -14,7 +14,7 @@ from hpcdist.errors import BufferHandoverError, UsageError
 SIZES = [*range(1, 10), 13, 16]
 
 
-def end_to_end(sizes: list[int]) -> list[Range]:
+def end_to_end(sizes):
     """Return ranges of ``sizes`` with a gap of one element between them."""
     starts = np.cumsum([0, *(size + 1 for size in sizes)])
     return [Range(int(start), int(start) + size) for start, size in zip(starts, sizes, strict=False)]

@@ -15,17 +15,17 @@ SIZES = [*range(1, 10), 13, 16]
 
 
 @pytest.fixture(params=[128, 1 << 20])
-def segment_bytes(request: pytest.FixtureRequest) -> int:
+def segment_bytes(request):
     """Messages in pieces, and whole."""
     return int(request.param)
 
 
-def rounds(size: int) -> int:
+def rounds(size):
     """Return ceil(log2 size)."""
     return (size - 1).bit_length()
 
 
-def uneven(size: int, rng: np.random.Generator) -> list[list[Range]]:
+def uneven(size, rng):
     """Ranges that are empty, unequal, in another order than the ranks, and with gaps."""
     bounds = np.cumsum([0, *rng.integers(0, 40, size)])
     tiles = [Range(int(a), int(b)) for a, b in zip(bounds, bounds[1:], strict=False)]

@@ -10,7 +10,6 @@ from harness.marks import on_threads
 from hpcdist.arrays import backend
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives.algorithms.fixed_tree import FixedTree, nodes_within, shards_of, tree_sum
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import CommunicationError, UsageError
@@ -18,7 +17,7 @@ from hpcdist.errors import CommunicationError, UsageError
 SHARDS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 16, 23)
 
 
-def recursive(values: np.ndarray, start: int, stop: int) -> np.ndarray:
+def recursive(values, start, stop):
     """The definition, written apart: the left part of a node is the largest power of two that is smaller than it."""
     if stop - start == 1:
         return values[start]
@@ -26,7 +25,7 @@ def recursive(values: np.ndarray, start: int, stop: int) -> np.ndarray:
     return recursive(values, start, start + width) + recursive(values, start + width, stop)
 
 
-def reduced(comm: Communicator, inputs: np.ndarray, op: str = "sum", repeats: int = 1) -> np.ndarray:
+def reduced(comm, inputs, op="sum", repeats=1):
     """The result of a tree over ``inputs`` (shards, elements), of which this rank adds its own."""
     tree = FixedTree(comm, len(inputs), op)
     own = shards_of(len(inputs), comm.size)[comm.rank]
@@ -123,7 +122,7 @@ def test_maxima_and_minima(op, function, rng):
     inputs = rng.integers(-1000, 1000, (5, 40))
     for size in (1, 2, 3, 5):
         for result in run_threads(size, lambda comm: reduced(comm, inputs, op)):
-            assert np.array_equal(result, function(inputs, axis=0))  # type: ignore[operator]
+            assert np.array_equal(result, function(inputs, axis=0))
 
 
 @pytest.mark.parametrize("elements", [0, 1, 7, 17])

@@ -2,14 +2,12 @@
 
 import importlib
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from harness.marks import on_threads
 from hpcdist.collectives import hierarchical, hierarchical_allreduce
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 
 MODULE = importlib.import_module(
@@ -20,7 +18,7 @@ SHAPES = [(8, 4), (8, 2), (8, 3), (7, 2), (6, 2), (6, 3), (5, 3), (4, 1), (3, 1)
 
 
 @pytest.fixture
-def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_segments(monkeypatch):
     """A buffer of a few KiB goes through in more segments than may be ahead."""
     monkeypatch.setattr(MODULE, "SEGMENT_BYTES", 64)
 
@@ -66,13 +64,13 @@ def test_hierarchical_over_ranks_that_do_not_fill_node_by_node(node_of, rng):
 class Sink:
     """Looks on; counts what goes between nodes, and how many sends are under way when a message has come."""
 
-    def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, pause=lambda: None):
         self.pause = pause
         self.sent_bytes, self.sends, self.open_sends = 0, 0, 0
-        self.queued: list[tuple[int, int]] = []  # at each arrival: sends begun, and those of them not complete
+        self.queued = []  # at each arrival: sends begun, and those of them not complete
         self.operations = {0: ""}
 
-    def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
+    def begin(self, comm, op, dtype, count, sent_bytes, peer, tag):
         self.pause()
         if "/peers" not in comm:
             return 0
@@ -85,7 +83,7 @@ class Sink:
         self.operations[len(self.operations)] = op
         return len(self.operations) - 1
 
-    def end(self, token: int) -> None:
+    def end(self, token):
         operation = self.operations[token]
         if operation == "isend":
             self.open_sends -= 1
@@ -93,10 +91,10 @@ class Sink:
             self.queued.append((self.sends, self.open_sends))
 
 
-def watched(size: int, ranks_per_node: int, inputs: np.ndarray, pauses: bool = False) -> list[tuple[bytes, Sink]]:
+def watched(size, ranks_per_node, inputs, pauses=False):
     """Reduce ``inputs`` (ranks, elements) and return what each rank got and its sink."""
 
-    def body(comm: Communicator) -> tuple[bytes, Sink]:
+    def body(comm):
         own = np.random.default_rng(comm.rank)
         comm.nodes()
         comm.events = sink = Sink((lambda: time.sleep(own.choice([0, 0, 1e-4, 2e-3]))) if pauses else lambda: None)

@@ -13,7 +13,7 @@ from hpcdist.errors import UsageError
 SIZES = range(1, 9)
 
 
-def uneven(size: int) -> list[Range]:
+def uneven(size):
     """Chunks of 0, 1, 2, ... elements: the first is empty."""
     bounds = [rank * (rank - 1) // 2 for rank in range(size + 1)]
     return [Range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]

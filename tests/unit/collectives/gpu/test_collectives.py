@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -36,55 +35,53 @@ BOTH_WAYS = ("broadcast", "allreduce", "reduce_scatter", "all_gather")  # one bu
 class Watch:
     """An event sink that counts operations, and asserts that no kernel is pending when device memory is handed on."""
 
-    def __init__(self, gpu: ModuleType, pointers: bool) -> None:
+    def __init__(self, gpu, pointers):
         self.gpu, self.pointers = gpu, pointers
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter()
         self.sent_bytes = 0
 
-    def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
+    def begin(self, comm, op, dtype, count, sent_bytes, peer, tag):
         if op in STAGED:
             self.counts[op] += 1
             self.sent_bytes += max(0, sent_bytes)
             assert not (self.pointers and self.gpu.LOG.kernels_pending()), f"{op} begins while kernels write"
         return 0
 
-    def end(self, token: int) -> None:
+    def end(self, token):
         return
 
 
 Body = Callable[[Communicator, object], None]
 
 
-def run_on(
-    gpu: ModuleType, inputs: list[np.ndarray], body: Body, pointers: bool, nodes_of: int | None
-) -> list[tuple[np.ndarray, Watch]]:
+def run_on(gpu, inputs, body, pointers, nodes_of):
     """Run ``body`` on the double, one rank for each of ``inputs``; return what each buffer holds, and what was seen."""
 
     seen = []
 
-    def rank(comm: Communicator) -> tuple[np.ndarray, Watch]:
+    def rank(comm):
         watch = Watch(gpu, pointers)
-        comm.handover = Handover(device_pointers=pointers)  # type: ignore[attr-defined]
+        comm.handover = Handover(device_pointers=pointers)
         comm.nodes()
         buffer = backend.place(inputs[comm.rank], "gpu")
         comm.barrier()
         if comm.rank == 0:
             gpu.LOG.events.clear()
         comm.barrier()
-        comm.events = watch  # type: ignore[misc]
+        comm.events = watch
         body(comm, buffer)
         comm.barrier()
         if comm.rank == 0:
             seen[:] = gpu.LOG.events
         comm.barrier()
-        return buffer.get(), watch  # type: ignore[attr-defined]
+        return buffer.get(), watch
 
     found = run_threads(len(inputs), rank, nodes_of)
     gpu.LOG.events[:] = seen
     return found
 
 
-def check_transfers(gpu: ModuleType, found: list[tuple[np.ndarray, Watch]], pointers: bool) -> None:
+def check_transfers(gpu, found, pointers):
     """The message layer's copies are the only ones, and the waits are those before a message and after a copy."""
     for rank, (_, watch) in enumerate(found):
         name = f"rank {rank}"
@@ -98,14 +95,14 @@ def check_transfers(gpu: ModuleType, found: list[tuple[np.ndarray, Watch]], poin
             assert gpu.LOG.nbytes(gpu.D2H, name) == watch.sent_bytes
 
 
-def check_staged(gpu: ModuleType, found: list[tuple[np.ndarray, Watch]], segments: int = 1) -> None:
+def check_staged(gpu, found, segments=1):
     """The buffer is copied to the host and back, each segment once, and the host waits for nothing else."""
     for rank in range(len(found)):
         counts = [gpu.LOG.count(kind, f"rank {rank}") for kind in (gpu.D2H, gpu.H2D, gpu.SYNCHRONISE)]
         assert counts == [segments * (len(found) > 1)] * 3
 
 
-def check_staged_shards(gpu: ModuleType, size: int, nbytes: int) -> None:
+def check_staged_shards(gpu, size, nbytes):
     """Each half goes through pinned memory once: whole on one way, the own share on the other."""
     for rank, part in enumerate(split(nbytes // 4, size, 4)):
         name, own = f"rank {rank}", part.size * 4
@@ -129,7 +126,7 @@ def test_allreduce(gpu, algorithm, size, pointers, rng):
         inputs = [rng.standard_normal(COUNT).astype(dtype) for _ in range(size)]
 
         def body(comm, buffer, op=op):
-            collectives.allreduce(comm, buffer, algorithm, op)  # type: ignore[arg-type]
+            collectives.allreduce(comm, buffer, algorithm, op)
 
         def on_host(comm, inputs=inputs, op=op):
             buffer = inputs[comm.rank].copy()
@@ -162,8 +159,8 @@ def test_shards(gpu, algorithm, size, pointers, rng):
 
     def body(comm, buffer):
         shares = sharding.shares(comm, COUNT, 4)
-        sharding.reduce_scatter(comm, buffer, shares)  # type: ignore[arg-type]
-        sharding.all_gather(comm, buffer, shares)  # type: ignore[arg-type]
+        sharding.reduce_scatter(comm, buffer, shares)
+        sharding.all_gather(comm, buffer, shares)
 
     found = run_on(gpu, inputs, body, pointers, nodes_of)
     for values, _ in found:
@@ -182,14 +179,14 @@ def test_messages(gpu, dtype, pointers, rng):
     def body(comm, buffer):
         right, left = (comm.rank + 1) % 3, (comm.rank - 1) % 3
         arrived = backend.empty(COUNT, inputs[0].dtype, "gpu")
-        comm.sendrecv(buffer, right, arrived, left)  # type: ignore[arg-type]
-        request = comm.irecv(buffer, left)  # type: ignore[arg-type]
+        comm.sendrecv(buffer, right, arrived, left)
+        request = comm.irecv(buffer, left)
         comm.isend(arrived, right).wait()
         request.wait()
-        comm.send(buffer, right)  # type: ignore[arg-type]
+        comm.send(buffer, right)
         comm.probe(left).recv(arrived)
         comm.broadcast(arrived, root=2)
-        buffer[...] = arrived  # type: ignore[index]
+        buffer[...] = arrived
 
     for values, _ in run_on(gpu, inputs, body, pointers, None):
         # Three passes to the right bring every buffer home, and rank 2 broadcasts its own.

@@ -1,7 +1,6 @@
 """The double of cupy is strict: what cupy refuses it refuses, what cupy does quietly it counts, and it has no more."""
 
 import pickle
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ def _doubled(values):
         values[i] *= 2
 
 
-def on_device(gpu: ModuleType) -> object:
+def on_device(gpu):
     array = backend.place(HOST, "gpu")
     gpu.LOG.clear()
     return array

@@ -1,7 +1,6 @@
 """The ways of a buffer on a GPU, on the double: segments in pinned memory, memory of the other ranks, and NCCL."""
 
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from hpcdist.arrays import backend
 from hpcdist.collectives.gpu import nccl, peer_memory, staging
 from hpcdist.collectives.reduction import native_allreduce
 from hpcdist.collectives.tuning import autotune
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, ConfigurationError, MissingCapabilityError
@@ -23,22 +21,20 @@ from stubs.gpu import cuda_double, nccl_double
 COUNT = 1003
 
 
-def reduced(
-    size: int, inputs: list[np.ndarray], call: Callable[[Communicator, backend.Array], None]
-) -> list[np.ndarray]:
+def reduced(size, inputs, call):
     """Return what each rank has after ``call`` on a buffer that a kernel has just produced, and one kernel more."""
 
-    def body(comm: Communicator) -> np.ndarray:
+    def body(comm):
         buffer = backend.place(inputs[comm.rank], "gpu")
         buffer *= buffer.dtype.type(2)
         call(comm, buffer)
         buffer += buffer.dtype.type(1)
-        return buffer.get()  # type: ignore[attr-defined]
+        return buffer.get()
 
     return run_threads(size, body)
 
 
-def integers(rng: np.random.Generator, size: int, dtype: str = "float32") -> list[np.ndarray]:
+def integers(rng, size, dtype="float32"):
     """Whole numbers, whose sums are exact in any order."""
     return [rng.integers(0, 9, COUNT).astype(dtype) for _ in range(size)]
 
@@ -117,7 +113,7 @@ def test_memory_that_cannot_be_mapped_is_refused_on_every_rank_and_staged(gpu, r
 
 
 @pytest.fixture
-def several_ranks_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def several_ranks_a_gpu(monkeypatch):
     monkeypatch.setattr(nccl_double, "VERSION", [nccl.SEVERAL_RANKS_A_GPU])
     monkeypatch.setenv(nccl.SEVERAL_RANKS_VARIABLE, "1")
 
@@ -197,7 +193,7 @@ def test_nccl_on_buffers_of_the_host_is_the_mpi_library(gpu):
 
 def test_each_operation_finds_its_way(gpu):
     def body(comm):
-        comm.handover = Handover(("send",))  # type: ignore[attr-defined]
+        comm.handover = Handover(("send",))
         found = [staging.takes_pointers(comm, operation) for operation in ("send", "allreduce")]
         children = comm.split(0)
         assert children is not None and staging.takes_pointers(children, "send")
@@ -228,7 +224,7 @@ def test_a_run_that_cannot_use_nccl_is_refused_before_its_first_step(
 @pytest.mark.usefixtures("several_ranks_a_gpu")
 @pytest.mark.parametrize("layout", ["allreduce", "zero1", "zero2", "zero3"])
 def test_a_run_over_nccl_is_that_of_the_cpu(gpu, layout, monkeypatch, tmp_path, rng):
-    called: set[str] = set()
+    called = set()
 
     def counted(name, before):
         def call(*arguments):

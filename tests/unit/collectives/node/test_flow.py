@@ -11,7 +11,6 @@ from hpcdist import collectives
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.collectives.node import flow
 from hpcdist.collectives.node.flow import NodeFlow, SharedFlow, flow_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import CommunicationError
@@ -20,7 +19,7 @@ PART_BYTES = 48 * 8
 
 
 @pytest.fixture(params=["shared", "messages"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[NodeFlow]:
+def kind(request, monkeypatch):
     """Which flow `flow_of` returns on several ranks."""
     if request.param == "messages":
         monkeypatch.setattr(flow, "MOST_OWNERS", 0)
@@ -54,7 +53,7 @@ def test_segments_are_summed_by_their_owners_and_spread(kind, size, owners, rng)
     run_threads(size, body)
 
 
-def through(comm: Communicator, owners: int, part_bytes: int = PART_BYTES) -> None:
+def through(comm, owners, part_bytes=PART_BYTES):
     """Sum and spread more segments than there are slots."""
     buffer, elements = np.full(owners * part_bytes * 3, comm.rank + 1.0), owners * part_bytes // 8
     order = list(cut(Range(0, buffer.size), elements))

@@ -19,7 +19,7 @@ NUMPY = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 FLOAT32 = np.dtype(np.float32)
 
 
-def in_rank_order(inputs: np.ndarray, op: str = "sum") -> np.ndarray:
+def in_rank_order(inputs, op="sum"):
     """Return the reduction of the rows, one after the other, rounded once."""
     wide = inputs.astype(accumulation_dtype(inputs.dtype))
     total = wide[0].copy()
@@ -29,7 +29,7 @@ def in_rank_order(inputs: np.ndarray, op: str = "sum") -> np.ndarray:
 
 
 @pytest.fixture
-def small_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_halves(monkeypatch):
     """Staging areas so small that a few thousand elements need many pieces."""
     monkeypatch.setattr(shared_memory, "HALF_BYTES", 4096)
     monkeypatch.setattr(shared_memory, "SLOTS_BYTES", 2048)

@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import threading
-from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -19,8 +18,6 @@ from hpcdist.collectives.dispatch import AlgorithmTable
 from hpcdist.collectives.nonblocking import engines
 from hpcdist.collectives.nonblocking import progress as nonblocking_progress
 from hpcdist.collectives.nonblocking.engines import PollEngine, _Operation
-from hpcdist.collectives.nonblocking.progress import Handle, ProgressEngine
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads, single_rank
@@ -35,12 +32,12 @@ HALVES = [("poll", name) for name in sorted(nonblocking_progress.RESUMABLE[nonbl
 HALVES += [("thread", name) for name in sorted(collectives.SHARDED)]
 
 
-def running() -> list[threading.Thread]:
+def running():
     """The progress threads of this process."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("collectives of")]
 
 
-def inputs(rng: np.random.Generator, count: int, dtype: object = np.float32) -> np.ndarray:
+def inputs(rng, count, dtype=np.float32):
     return rng.standard_normal((max(SIZES), count)).astype(dtype)
 
 
@@ -316,13 +313,13 @@ def test_the_event_of_a_start_that_is_refused_ends(comm, gpu, tmp_path):
 class Late:
     """A request that is complete when it has been asked ``times`` times."""
 
-    def __init__(self, times: float) -> None:
+    def __init__(self, times):
         self.left = times
 
-    def wait(self) -> None:
+    def wait(self):
         raise AssertionError
 
-    def test(self) -> bool:
+    def test(self):
         self.left -= 1
         return self.left <= 0
 
@@ -377,13 +374,13 @@ def test_a_rank_that_fails_releases_the_others(kind):
     assert not running()
 
 
-def unequal(comm: Communicator, progress: ProgressEngine) -> list[Handle]:
+def unequal(comm, progress):
     """The same calls in another order: what the ranks must not do."""
     sizes = (10, 20) if comm.rank == 0 else (20, 10)
     return [progress.iallreduce(np.zeros(size), "ring") for size in sizes]
 
 
-def fail_in_step(comm: Communicator, kind: str) -> ProgressEngine:
+def fail_in_step(comm, kind):
     """Return a progress on which an operation failed, once its failure has surfaced."""
     progress = engines.begin(comm, kind)
     with pytest.raises(CommunicationError, match="met a buffer of") as caught:
@@ -503,7 +500,7 @@ def test_scratch_is_kept_and_counted(kind):
 
 
 def test_what_cannot_be_had_is_refused(gpu, monkeypatch):
-    refusals: list[tuple[type[Exception], str, Callable[[], object]]] = []
+    refusals = []
     comm = single_rank()
     poll, thread = engines.begin(comm, "poll"), engines.begin(comm, "thread")
     refusals += [

@@ -42,14 +42,14 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "hpcdist" / "tuning"
 
 
-def changed(**content: object) -> None:
+def changed(**content):
     """Write the file of KEY with other ``content``."""
     path = path_of(KEY)
     found = json.loads(path.read_text())
     path.write_text(json.dumps(found | content))
 
 
-def refusal() -> str:
+def refusal():
     found, reason = read(KEY)
     assert found is None
     assert "\n" not in reason

@@ -7,7 +7,6 @@ import pytest
 
 from hpcdist import collectives
 from hpcdist.collectives.tuning.cost_model import CROWDED, FORMULAS, NODE, WIRE, LinkParameters, MachineCosts, Topology
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.events import NULL_SINK
 from hpcdist.comm.threads.communicator import run_threads
 
@@ -21,10 +20,10 @@ class Counted:
     A receive that is begun and waited for later is part of an exchange with what is sent meanwhile.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks):
         self.ranks, self.messages, self.nbytes = ranks, Counter(), 0
 
-    def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
+    def begin(self, comm, op, dtype, count, sent_bytes, peer, tag):
         if op in ("send", "sendrecv", "isend", "recv"):
             self.messages[op] += 1
             self.nbytes += count * np.dtype(dtype).itemsize
@@ -33,14 +32,14 @@ class Counted:
             self.nbytes += sent_bytes
         return 0
 
-    def end(self, token: int) -> None:
+    def end(self, token):
         return
 
 
-def counted(ranks: int, name: str) -> tuple[int, int]:
+def counted(ranks, name):
     """Return messages and bytes of the rank that has most of both."""
 
-    def body(comm: Communicator) -> tuple[int, int]:
+    def body(comm):
         buffer = np.ones(ITEMS, np.float64)
         collectives.allreduce(comm, buffer, name)
         buffer[:] = 1.0
@@ -82,7 +81,7 @@ def test_which_partner_is_on_the_own_node():
     assert Topology((3, 3)).across(1) == CROWDED  # ranks 2 and 3
 
 
-def seconds(name: str, topology: Topology, machine: MachineCosts, nbytes: int) -> float:
+def seconds(name, topology, machine, nbytes):
     return FORMULAS[name](topology, nbytes).seconds(machine)
 
 

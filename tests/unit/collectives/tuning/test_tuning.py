@@ -14,7 +14,6 @@ from hpcdist import collectives
 from hpcdist.collectives.tuning import autotune
 from hpcdist.collectives.tuning.autotune import CostModel, Tournament, TuningRequest, choose, select, sizes
 from hpcdist.collectives.tuning.cost_model import NODE, LinkParameters, MachineCosts, Topology
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
 
@@ -26,8 +25,8 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def of(ranks: int, max_bytes: int = 4096, ranks_per_node: int | None = None, **keys: object) -> list[autotune.Tuning]:
-    def body(comm: Communicator) -> autotune.Tuning:
+def of(ranks, max_bytes=4096, ranks_per_node=None, **keys):
+    def body(comm):
         return select(comm, comm, TuningRequest(max_bytes=max_bytes, dtype=FLOAT, budget_s=0.1), "threads", **keys)
 
     return run_threads(ranks, body, ranks_per_node)
@@ -158,17 +157,17 @@ def test_nothing_displaces_the_mpi_library_unless_clearly_faster(measured, befor
 class Course:
     """Candidates that take the time they are told, by a clock that only they move."""
 
-    def __init__(self, seconds: dict[str, float]) -> None:
+    def __init__(self, seconds):
         self.seconds, self.now, self.calls = seconds, 0.0, dict.fromkeys(seconds, 0)
 
-    def clock(self) -> float:
+    def clock(self):
         return self.now
 
-    def call(self, name: str) -> None:
+    def call(self, name):
         self.calls[name] += 1
         self.now += self.seconds[name]
 
-    def race(self, comm: Communicator, share_s: float, kept: str = "native") -> dict[str, float]:
+    def race(self, comm, share_s, kept="native"):
         calls = {name: lambda name=name: self.call(name) for name in self.seconds}
         return Tournament(comm, comm, calls, self.clock).run(share_s, kept)
 

@@ -440,7 +440,7 @@ def test_gpus_are_looked_for_before_mpi_starts(monkeypatch):
     monkeypatch.setattr(facts.device, "choose", lambda local_rank: chosen.append(local_rank))
     monkeypatch.setattr(facts.device, "count", lambda: 4)
     monkeypatch.setattr(facts.device, "bus_id", lambda: "0000:01:00.0")
-    chosen: list[int] = []
+    chosen = []
     said = LaunchEnvironment("mpirun", 4, 3, 3)
     assert facts.gpu_facts(said, "", {"CUDA_VISIBLE_DEVICES": "2"}) == GpuFacts("2", 4, "0000:01:00.0")
     assert facts.gpu_facts(said, "", {"CUDA_VISIBLE_DEVICES": "MIG-1"}).name == "0000:01:00.0 MIG-1"

@@ -67,7 +67,7 @@ failfast.guarded(main)
 """
 
 
-def run(rank: int, agree: str, error: str = "DataError('no data')", **environment: str) -> tuple[int, str, str]:
+def run(rank, agree, error="DataError('no data')", **environment):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HPCDIST_")}
     kept["PYTHONPATH"] = str(Path(hpcdist.__file__).parents[1])
     done = jobs.run([sys.executable, "-c", PROGRAM.format(error=error), str(rank), agree], env=kept | environment)
@@ -109,7 +109,7 @@ def test_what_the_launcher_will_show_is_not_said_twice(tmp_path):
 
 @pytest.mark.parametrize(("rank", "waits"), [(None, []), ("0", []), ("2", [main.GIVE_WAY_S])])
 def test_before_a_job_has_started_rank_0_speaks_first(rank, waits, monkeypatch, capsys):
-    slept: list[float] = []
+    slept = []
     monkeypatch.setattr(main.time, "sleep", slept.append)
     for name in [name for name in os.environ if name.startswith(("OMPI_COMM_WORLD", "PMI_", "SLURM_"))]:
         monkeypatch.delenv(name)

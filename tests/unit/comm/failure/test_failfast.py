@@ -31,7 +31,7 @@ failfast.install(abort, None, 2)
 """
 
 
-def run(source: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(source, *arguments, **environment):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HPCDIST_")}
     return jobs.python(
         PREAMBLE + source, *arguments, env={**kept, "PYTHONPATH": str(Path(hpcdist.__file__).parents[1]), **environment}

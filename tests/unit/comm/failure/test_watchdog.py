@@ -4,8 +4,6 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -20,25 +18,25 @@ LIMIT_S = 60
 class Rank:
     """A recorder and its watchdog, which sets an event instead of leaving."""
 
-    def __init__(self, folder: Path, rank: int, deadline_s: float, factor: float = 4.0) -> None:
+    def __init__(self, folder, rank, deadline_s, factor=4.0):
         self.recorder = Recorder(folder / f"rank-{rank:05d}.rec", rank, 2)
         self.left = threading.Event()
-        self.codes: list[int] = []
+        self.codes = []
         self.watchdog = Watchdog(self.recorder, deadline_s, factor, self._leave)
 
-    def _leave(self, code: int) -> None:
+    def _leave(self, code):
         self.codes.append(code)
         self.left.set()
 
-    def begin(self) -> int:
+    def begin(self):
         return self.recorder.begin("world", "allreduce", "float32", 3, -1, -1, 0)
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
-    ranks: list[Rank] = []
+def make(tmp_path):
+    ranks = []
 
-    def one(rank: int, deadline_s: float, factor: float = 4.0) -> Rank:
+    def one(rank, deadline_s, factor=4.0):
         ranks.append(Rank(tmp_path, rank, deadline_s, factor))
         return ranks[-1]
 

@@ -4,7 +4,6 @@ import errno
 import os
 import shlex
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -18,13 +17,13 @@ from hpcdist.comm.launch.mpirun import INTEL_MPI, MPICH, OPEN_MPI, Launcher
 PROGRAM = ["python", "-m", "hpcdist"]
 
 
-def job(cpus: str, tasks: str = "", **more: str) -> dict[str, str]:
+def job(cpus, tasks="", **more):
     """The variables of a job on the first of its nodes."""
     found = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_NODEID": "0", "SLURM_JOB_CPUS_PER_NODE": cpus}
     return found | ({"SLURM_TASKS_PER_NODE": tasks} if tasks else {}) | more
 
 
-def cores(count: int, threads: int = 1, packages: tuple[int, ...] = (), *, confined=True, whole=True) -> NodeCores:
+def cores(count, threads=1, packages=(), *, confined=True, whole=True):
     """A node whose hardware threads are numbered as those of most: the second of each core after all first ones."""
     each = tuple(tuple(core + count * one for one in range(threads)) for core in range(count))
     return NodeCores(each, packages or (count,), confined, whole)
@@ -149,7 +148,7 @@ def test_a_daemon_has_all_processors_of_the_job():
     assert core_binding.whole_node_step(job("8(x2)")) == core_binding.whole_node_step(one) == {}
 
 
-def topology(root: Path, siblings: dict[int, str], name: str = "core_cpus_list") -> Path:
+def topology(root, siblings, name="core_cpus_list"):
     (root / "online").write_text(f"0-{max(siblings)}\n")
     for one, text in siblings.items():
         (root / f"cpu{one}" / "topology").mkdir(parents=True)

@@ -99,7 +99,7 @@ def test_a_local_rank_that_nobody_announced_is_the_index_on_the_node():
 
 
 def test_a_process_without_a_home_gets_that_of_its_user(monkeypatch):
-    environment: dict[str, str] = {}
+    environment = {}
     monkeypatch.delenv("HOME")
     provide_home(environment)
     assert os.path.isdir(environment["HOME"])

@@ -6,8 +6,6 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,13 +22,13 @@ from hpcdist.errors import ConfigurationError, MissingCapabilityError
 class Children:
     """Stand-ins for the processes: each says what passed up to the first operation that it dies of."""
 
-    def __init__(self, deadly: dict[int, dict[str, str]], notes: Sequence[str] = (), starts: bool = True) -> None:
+    def __init__(self, deadly, notes=(), starts=True):
         self.deadly, self.notes, self.starts = deadly, list(notes), starts
-        self.runs: list[tuple[int, list[str]]] = []
-        self.limits_s: list[float] = []
+        self.runs = []
+        self.limits_s = []
         self.library = "Some MPI 1.0"
 
-    def __call__(self, words: Sequence[str], environment: Mapping[str, str], limit_s: float) -> ProbeOutcome:
+    def __call__(self, words, environment, limit_s):
         if "-c" in words:
             return ProbeOutcome((self.library,), "") if self.library else ProbeOutcome((), "exit code 1: no MPI")
         self.limits_s.append(limit_s)
@@ -52,7 +50,7 @@ class Children:
 
 
 @pytest.fixture(autouse=True)
-def pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def pair(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cuda_aware, "_two_rank_launch", lambda environment: (["mpirun", "-n", "2"], {}))
 

@@ -15,7 +15,7 @@ from hpcdist.errors import RankDiedError
 class _MpiError(Exception):
     """An error of the stand-in for mpi4py.MPI, of a class."""
 
-    def Get_error_class(self) -> int:
+    def Get_error_class(self):
         return int(self.args[0])
 
 
@@ -29,32 +29,32 @@ SELF = os.getpid(), start_ticks(os.getpid())
 class _World:
     """Two ranks, which have announced ``processes``; a look for messages raises ``error``, if there is any."""
 
-    def __init__(self, processes: list[tuple[int, int]]) -> None:
+    def __init__(self, processes):
         self.processes = processes
-        self.error: _MpiError | None = None
+        self.error = None
 
-    def allgather(self, value: object) -> list[object]:
+    def allgather(self, value):
         return [value] * 2 if isinstance(value, bool) else list(self.processes)
 
-    def Iprobe(self, source: int, tag: int) -> bool:
+    def Iprobe(self, source, tag):
         if self.error is not None:
             raise self.error
         return False
 
-    def Get_name(self) -> str:
+    def Get_name(self):
         return "world"
 
 
 @pytest.fixture(autouse=True)
-def failed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def failed(monkeypatch):
     """Who is dead as the MPI library has it, which has fault tolerance once the members are known."""
-    dead: list[int] = []
+    dead = []
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", MPI)
     monkeypatch.setattr(ulfm, "failed", lambda mpi, comm: tuple(dead))
     return dead
 
 
-def members_of(world: _World, monkeypatch: pytest.MonkeyPatch) -> Members:
+def members_of(world, monkeypatch):
     with monkeypatch.context() as making:
         making.setattr(ulfm, "is_enabled", lambda mpi: False)
         members = Members(MPI, world)

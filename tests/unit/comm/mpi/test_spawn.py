@@ -75,11 +75,11 @@ def test_records_of_ranks_that_have_left_are_removed(tmp_path):
 
 
 @pytest.fixture
-def mpi(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def mpi(monkeypatch):
     """A module that stands in for mpi4py.MPI: its errors have classes."""
 
     class MpiError(Exception):
-        def Get_error_class(self) -> int:
+        def Get_error_class(self):
             return int(self.args[0])
 
     module = ModuleType("mpi4py.MPI")

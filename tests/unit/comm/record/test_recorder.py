@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,13 +21,13 @@ from hpcdist.errors import CommunicationError, StorageError
 
 
 @pytest.fixture
-def recorder(tmp_path: Path) -> Iterator[Recorder]:
+def recorder(tmp_path):
     made = Recorder(tmp_path / "rank-00003.rec", 3, 8, capacity=16)
     yield made
     made.close()
 
 
-def begin(recorder: Recorder, op: str = "allreduce", count: int = 7, comm: str = "world", peer: int = -1) -> int:
+def begin(recorder, op="allreduce", count=7, comm="world", peer=-1):
     return recorder.begin(comm, op, "float32", count, 28, peer, 5)
 
 
@@ -64,7 +63,7 @@ def test_call_sites_are_those_outside_comm(recorder):
 def test_sites_inside_collectives_name_the_caller_and_the_algorithm(recorder, tmp_path):
     path = str(Path(hpcdist.__file__).parent / "collectives" / "made_up.py")
     recorder._algorithms = frozenset({path})
-    module: dict[str, object] = {"begin": begin}
+    module = {"begin": begin}
     exec(
         compile("def algorithm(recorder):\n    return recorder.begin('world','send','f',1,4,0,0)", path, "exec"), module
     )

@@ -4,7 +4,6 @@ import contextlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +15,11 @@ from hpcdist.errors import StorageError
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "rank-00003.spans"
 
 
-def drawn(rng: np.random.Generator, count: int) -> list[Span]:
+def drawn(rng, count):
     ends = np.cumsum(rng.integers(1, 10**9, count))
     return [
         Span(
@@ -36,7 +35,7 @@ def drawn(rng: np.random.Generator, count: int) -> list[Span]:
     ]
 
 
-def add(spans: Spans, span: Span) -> None:
+def add(spans, span):
     spans.add(span.phase, span.name, span.step, span.begin_ns, span.end_ns, span.microbatch, span.unit)
 
 

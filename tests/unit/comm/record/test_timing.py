@@ -21,19 +21,19 @@ from hpcdist.errors import UsageError
 class Listening:
     """An inner sink that keeps all, and whose tokens are hostile: zero, negative and repeated ones."""
 
-    def __init__(self) -> None:
-        self.began: list[tuple[object, ...]] = []
-        self.ended: list[int] = []
+    def __init__(self):
+        self.began = []
+        self.ended = []
 
-    def begin(self, *event: object) -> int:
+    def begin(self, *event):
         self.began.append(event)
         return (0, -1, 7, 0)[len(self.began) % 4]
 
-    def end(self, token: int) -> None:
+    def end(self, token):
         self.ended.append(token)
 
 
-def begin(timing: OperationTiming, op: str, count: int = 0, sent: int = 0, dtype: str = "float32") -> int:
+def begin(timing, op, count=0, sent=0, dtype="float32"):
     return timing.begin("world", op, dtype, count, sent, -1, 0)
 
 
@@ -230,7 +230,7 @@ def test_what_is_sent_is_counted_as_traffic_does(rng):
         comm.allreduce(values.copy())
         sent.append((traffic.sent_bytes, traffic.unknown.total()))
 
-    sent: list[tuple[int, int]] = []
+    sent = []
     found = totals_of_ranks(3, work)
     assert sorted(sent) == sorted((timing.sent_bytes, timing.unknown_calls) for timing in found)
 
@@ -253,7 +253,7 @@ def test_what_was_moved_is_told_by_the_way_it_took(algorithm, moved, rng):
         comm.allgather_object("no array, so that nobody knows its size")
         found.append(comm.events.moved().since(before))
 
-    found: list[BytesMoved] = []
+    found = []
     totals_of_ranks(2, work)
     assert found == [moved] * 2
 

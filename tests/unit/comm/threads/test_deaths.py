@@ -1,7 +1,6 @@
 """Ranks as threads that die: who hears of it where, and how the living go on."""
 
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from harness.marks import cases
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import ALLREDUCE, allreduce
-from hpcdist.comm.communicator import ANY, Communicator
+from hpcdist.comm.communicator import ANY
 from hpcdist.comm.failure.rank_failures import is_rank_failure
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads, solo
@@ -18,7 +17,7 @@ from hpcdist.errors import CommunicationError, MissingCapabilityError, RankDiedE
 
 LIMIT_S = 20.0
 
-NEEDS_ALL: dict[str, Callable[[Communicator], object]] = {
+NEEDS_ALL = {
     "barrier": lambda comm: comm.barrier(),
     "broadcast": lambda comm: comm.broadcast(np.zeros(3)),
     "allreduce": lambda comm: comm.allreduce(np.zeros(3)),
@@ -36,7 +35,7 @@ NEEDS_ALL: dict[str, Callable[[Communicator], object]] = {
     "probe": lambda comm: comm.probe(),
     "receive from any": lambda comm: comm.recv(np.zeros(1), ANY),
 }
-NEEDS_RANK_1: dict[str, Callable[[Communicator], object]] = {
+NEEDS_RANK_1 = {
     "send": lambda comm: comm.send(np.zeros(1), 1),
     "recv": lambda comm: comm.recv(np.zeros(1), 1),
     "isend": lambda comm: comm.isend(np.zeros(1), 1),
@@ -46,11 +45,11 @@ NEEDS_RANK_1: dict[str, Callable[[Communicator], object]] = {
 }
 
 
-def _ones(comm: Communicator) -> list[Range]:
+def _ones(comm):
     return [Range(rank, rank + 1) for rank in range(comm.size)]
 
 
-def mortals(size: int, body: Callable[[Communicator], object], **options: int) -> list[object]:
+def mortals(size, body, **options):
     return run_threads(size, body, deadline_s=LIMIT_S, fault_tolerant=True, **options)
 
 
@@ -250,7 +249,7 @@ def test_without_mortality_a_death_is_a_failure_and_nothing_can_be_revoked():
             refused()
 
 
-def _raised(*errors: BaseException) -> BaseException:
+def _raised(*errors):
     """Return the last of ``errors``, each raised while the one before it was handled."""
     for before, error in zip(errors, errors[1:], strict=False):
         error.__context__ = before

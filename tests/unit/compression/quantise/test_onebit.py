@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays import backend
-from hpcdist.compression.compressor import Compressor, RandomKey
+from hpcdist.compression.compressor import RandomKey
 from hpcdist.compression.quantise import onebit_adam
 from hpcdist.compression.quantise.onebit_adam import AdamMoments, OneBitAdam
 from hpcdist.compression.quantise.sign import SignSgd
@@ -14,7 +14,7 @@ MOMENTS = AdamMoments(beta1=0.9, beta2=0.95, epsilon=1e-6)
 WARM, STEPS = 6, 8
 
 
-def step(states: list[OneBitAdam], gradients: list[np.ndarray], number: int) -> list[np.ndarray]:
+def step(states, gradients, number):
     """A frozen step of all ranks. Returns their directions."""
     messages = []
     for rank, (state, gradient) in enumerate(zip(states, gradients, strict=True)):
@@ -37,14 +37,14 @@ def step(states: list[OneBitAdam], gradients: list[np.ndarray], number: int) -> 
     return outs
 
 
-def signs(values: np.ndarray, scale: str) -> np.ndarray:
+def signs(values, scale):
     if not values.size:
         return values
     magnitude = np.abs(values).mean() if scale == "mean" else np.sqrt((values * values).mean())
     return np.where(values < 0, -magnitude, magnitude)
 
 
-def warmed(n: int, ranks: int, rng: np.random.Generator, compressor: Compressor | None = None) -> list[OneBitAdam]:
+def warmed(n, ranks, rng, compressor=None):
     states = [OneBitAdam(n, rank, ranks, MOMENTS, compressor=compressor) for rank in range(ranks)]
     for _ in range(WARM):
         gradient = rng.standard_normal(n).astype(np.float32)

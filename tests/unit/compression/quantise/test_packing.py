@@ -19,7 +19,7 @@ from hpcdist.compression.quantise.codes import (
 counts = st.integers(0, 3 * GROUP + 9)
 
 
-def _reference(codes: np.ndarray, bits: int) -> bytes:
+def _reference(codes, bits):
     """Write byte j of a group as the docstring says: the codes j, j + bytes, ..., the first in the lowest bits."""
     packed = b""
     for start in range(0, codes.size, GROUP):
@@ -29,7 +29,7 @@ def _reference(codes: np.ndarray, bits: int) -> bytes:
     return packed
 
 
-def _codes(n: int, bits: int, seed: int) -> np.ndarray:
+def _codes(n, bits, seed):
     return np.random.default_rng(seed).integers(0, 1 << bits, n).astype(np.uint8)
 
 

@@ -11,7 +11,7 @@ from hpcdist.errors import ConfigurationError, UsageError
 N, STEPS = 300, 40
 
 
-def step_of(state: DeepGradientCompression, gradient: np.ndarray, k: int, scale: float = 1.0) -> np.ndarray:
+def step_of(state, gradient, k, scale=1.0):
     payload = np.empty(8 * k, np.uint8)
     state.accumulate(gradient, scale)
     state.encode(payload)

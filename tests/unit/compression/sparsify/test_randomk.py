@@ -12,7 +12,7 @@ from hpcdist.compression.sparsify.randomk import RandomK
 from hpcdist.errors import ConfigurationError, UsageError
 
 
-def encoded(compressor: RandomK, values: np.ndarray, key: RandomKey) -> np.ndarray:
+def encoded(compressor, values, key):
     payload = np.full(compressor.payload_bytes(values.size), 0xFF, np.uint8)
     compressor.encode(values, payload, key)
     return payload

@@ -8,7 +8,7 @@ from hpcdist.compression.sparsify import coo, topk
 from hpcdist.errors import UsageError
 
 
-def payloads(rng: np.random.Generator, n: int, counts: list[int]) -> list[np.ndarray]:
+def payloads(rng, n, counts):
     made = [np.empty(8 * k, np.uint8) for k in counts]
     for payload in made:
         if payload.size:
@@ -16,7 +16,7 @@ def payloads(rng: np.random.Generator, n: int, counts: list[int]) -> list[np.nda
     return made
 
 
-def by_index_then_rank(found: list[np.ndarray], n: int) -> np.ndarray:
+def by_index_then_rank(found, n):
     """The definition: entries sorted by (index, rank), added in this order."""
     entries = sorted(
         (int(index), rank, value)

@@ -15,11 +15,11 @@ KEY = RandomKey(0, 0, 0, 0)
 AWKWARD = [0.0, -0.0, 1.0, -1.0, 1.5, -1.5, 1e-45, -1e-45, 1.1754944e-38, 3.4028235e38, 2.0, 2.0000002]
 
 
-def first_by_stable_sort(values: np.ndarray, k: int) -> np.ndarray:
+def first_by_stable_sort(values, k):
     return np.sort(np.argsort(-np.abs(values.astype(np.float64)), kind="stable")[:k])
 
 
-def selected(values: np.ndarray, k: int) -> np.ndarray:
+def selected(values, k):
     payload = np.full(8 * k, 0xFF, np.uint8)
     topk.select(values, payload)
     where = coo.indices(payload)
@@ -42,7 +42,7 @@ def test_any_floats(drawn, data):
     assert selected(values, k).tolist() == first_by_stable_sort(values, k).tolist()
 
 
-def long_segments(rng: np.random.Generator) -> dict[str, np.ndarray]:
+def long_segments(rng):
     n = 4 * topk._SAMPLE + 12_345  # long enough for a floor from a sample
     normal = rng.standard_normal(n).astype(np.float32)
     return {

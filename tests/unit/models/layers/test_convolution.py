@@ -22,7 +22,7 @@ SHAPES = [  # samples, height, width, inputs, outputs, stride
 class Into(dict):
     """Gradients, each written for the first time or added to."""
 
-    def __init__(self, add: bool, **shapes) -> None:
+    def __init__(self, add, **shapes):
         super().__init__({name.replace("_", "."): np.full(shape, 2.0) for name, shape in shapes.items()})
         self.add = add
 

@@ -1,7 +1,6 @@
 """Attention in 16-bit floats on the tensor cores of a GPU, here by their definition, against float64."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ SHAPES = (
 )
 
 
-def reference(q: Any, k: Any, v: Any, dy: Any, causal: bool, factors: Any) -> tuple[np.ndarray, ...]:
+def reference(q, k, v, dy, causal, factors):
     """Output and gradients of (batch, heads, context, size), keys repeated for their query heads, in float64."""
     s = q @ k.swapaxes(2, 3) / math.sqrt(q.shape[3])
     if causal:
@@ -40,12 +39,12 @@ def reference(q: Any, k: Any, v: Any, dy: Any, causal: bool, factors: Any) -> tu
     return y, ds @ k, ds.swapaxes(2, 3) @ q, (p * factors).swapaxes(2, 3) @ dy
 
 
-def split(x: np.ndarray, heads: int) -> np.ndarray:
+def split(x, heads):
     """(batch, context, width) to (batch, heads, context, size), in float64."""
     return x.astype(np.float64).reshape(*x.shape[:2], heads, -1).transpose(0, 2, 1, 3)
 
 
-def joined(x: np.ndarray) -> np.ndarray:
+def joined(x):
     batch, heads, context, size = x.shape
     return x.transpose(0, 2, 1, 3).reshape(batch, context, heads * size)
 
@@ -67,7 +66,7 @@ def test_against_the_formula(gpu, dtype, shape, causal, dropout, rng):
     kv = None if together else backend.place(np.concatenate([k, v], axis=2), "gpu")
     operation = LocalAttention()
     y = operation.forward(given, size, saved, dropout=dropout, kv=kv, causal=causal)
-    found: Any = operation.backward(backend.place(dy, "gpu"), saved)
+    found = operation.backward(backend.place(dy, "gpu"), saved)
     factors = np.ones((batch * heads, context, context))
     dropped = mask(saved, dropout, ATTENTION, rows_per_sample=heads * context, columns=context, groups=heads,
                    pitch=context)  # fmt: skip
@@ -91,7 +90,7 @@ def test_more_pairs_than_a_grid_has_blocks_across(gpu, rng, monkeypatch):
         test_against_the_formula(gpu, "float16", (1, 130, 1, 1, 16), True, 0.0, rng)
 
 
-def close(got: np.ndarray, want: np.ndarray, unit: float) -> None:
+def close(got, want, unit):
     error = np.abs(got.astype(np.float64) - want)
     assert error.max() <= 6 * unit * np.abs(want).max()
     assert np.linalg.norm(error) <= 2 * unit * np.linalg.norm(want)

@@ -1,7 +1,5 @@
 """Every kernel for a GPU, compiled for the host, against its formula in float64, for all float types and odd shapes."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -17,24 +15,24 @@ ROOT, CUBIC = np.sqrt(2 / np.pi), 0.044715
 EPSILON = 1e-5
 
 
-def drawn(rng: np.random.Generator, shape: Any, dtype: str, spread: float = 1.0) -> np.ndarray:
+def drawn(rng, shape, dtype, spread=1.0):
     """Normal numbers, rounded to ``dtype``."""
     return (rng.standard_normal(shape) * spread).astype(dtype_of(dtype))
 
 
-def there(array: np.ndarray) -> Any:
+def there(array):
     return backend.place(array, "gpu")
 
 
-def wide(array: Any) -> np.ndarray:
+def wide(array):
     return backend.to_host(array).astype(np.float64)
 
 
-def empty(shape: Any, dtype: Any) -> Any:
+def empty(shape, dtype):
     return backend.empty(shape, np.dtype(dtype), "gpu")
 
 
-def check(got: Any, want: np.ndarray, dtype: str, units: float = 4.0, size: Any = None) -> None:
+def check(got, want, dtype, units=4.0, size=None):
     """Each element within one rounding to ``dtype``, and ``units`` roundings of what it is computed in.
 
     ``size`` is the magnitude that those concern, where it is not that of the element.
@@ -47,7 +45,7 @@ def check(got: Any, want: np.ndarray, dtype: str, units: float = 4.0, size: Any 
     assert (error <= bound).all(), f"{(error / bound).max()} times the bound"
 
 
-def gate(x: np.ndarray) -> np.ndarray:
+def gate(x):
     with np.errstate(over="ignore"):
         return 1 / (1 + np.exp(-2 * ROOT * (x + CUBIC * x**3)))
 

@@ -67,7 +67,7 @@ def test_what_cupy_compiles_with_takes_every_source(name):
     assert not failed, log.value.decode()
 
 
-def _nvrtc() -> ctypes.CDLL | None:
+def _nvrtc():
     """The library from a package of Python's or from the system."""
     places = [Path(folder) / "nvidia" for folder in sys.path]
     found = sorted(str(path) for place in places if place.is_dir() for path in place.rglob("libnvrtc.so.1*"))

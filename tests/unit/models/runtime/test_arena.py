@@ -9,7 +9,7 @@ from hpcdist.arrays.memory import Ledger
 from hpcdist.models.runtime.arena import Arena
 
 
-def _step(arena: Arena, batch: int) -> list[np.ndarray]:
+def _step(arena, batch):
     arrays = []
     for layer in range(3):
         for microbatch in range(2):

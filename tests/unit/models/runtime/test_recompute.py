@@ -1,7 +1,5 @@
 """Stages that are computed again in backward: the same bits, and less memory."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -9,13 +7,12 @@ from hpcdist import models
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.runtime.split_backward import RecomputedStage, split_operations, with_recomputation
 from hpcdist.models.stage import Draw
 
 
-def gradients(model: Model, x: Any, targets: Any, draw: Draw | None, microbatches: int = 2) -> tuple[Any, float, int]:
+def gradients(model, x, targets, draw, microbatches=2):
     """Return the gradients of micro-batches that are alive at once, the loss, and the most that they took."""
     stores, ledger = [FlatStore(model.layout, model.dtype) for _ in range(2)], Ledger()
     model.initialise(stores[0], 3)

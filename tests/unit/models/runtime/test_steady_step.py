@@ -6,7 +6,7 @@ That smaller arrays do not come and go either shows where a model four times as 
 
 import pytest
 
-from harness.steady import Steady, steady, unseen_messages
+from harness.steady import steady, unseen_messages
 from harness.trainings import recipe_keys
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.counts import counts
@@ -14,14 +14,14 @@ from hpcdist.models.counts import counts
 ALLOWED = 160 << 10  # bytes, of all ranks together: numpy's buffers of 32 KiB, views, lists and floats
 MORE = 16 << 10  # what a larger model of as many tensors may take beyond a smaller one
 
-COMMON: dict[str, object] = recipe_keys(
+COMMON = recipe_keys(
     "layers=2 hidden=128 heads=2 data.context=128 steps=20 global_batch=8 validation_samples=2 "
     "optimizer.warmup_steps=2 optimizer.clip_norm=0.5 algorithm=ring"
 )
 LARGER = {"model.hidden": 256, "data.context": 256}
 TWO = {"parallel.microbatches": 2}
 PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 4}
-ALONE: dict[str, dict[str, object]] = {
+ALONE = {
     "sequential": {},
     "two micro-batches": TWO,
     "recompute": {"parallel.recompute": "true"},
@@ -37,7 +37,7 @@ ALONE: dict[str, dict[str, object]] = {
     "float16, lamb": recipe_keys("precision.mode=float16 optimizer.name=lamb"),
     "logical shards": recipe_keys("logical_shards=2 algorithm=auto"),
 }
-TOGETHER: dict[str, dict[str, object]] = {
+TOGETHER = {
     "allreduce": {"parallel.strategy": "allreduce"},
     "zero1": {"parallel.strategy": "zero1", **TWO},
     "zero2": {"parallel.strategy": "zero2", **TWO},
@@ -52,7 +52,7 @@ TOGETHER: dict[str, dict[str, object]] = {
 }
 
 
-def check(found: Steady) -> None:
+def check(found):
     assert found.after == found.before, "the ledger is a flat line: nothing that it counts came or went"
     assert found.largest > ALLOWED, "a copy of a matrix would show"
     assert found.transient <= ALLOWED
@@ -93,10 +93,10 @@ def test_what_a_step_allocates_is_seen():
     """One array of activations that is made anew in each step, and one that stays."""
     kept = []
 
-    def spoil(trainer):  # type: ignore[no-untyped-def]
+    def spoil(trainer):
         healthy = trainer.model.loss.backward
 
-        def backward(scale, operations, saved):  # type: ignore[no-untyped-def]
+        def backward(scale, operations, saved):
             d = healthy(scale, operations, saved)
             kept.append(bytearray(MORE))
             return d.copy()

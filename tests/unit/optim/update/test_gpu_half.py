@@ -15,7 +15,7 @@ from hpcdist.optim.master_weights import MasterWeights
 BOUNDS = {"float16": (2e-3, 1e-2), "bfloat16": (1e-2, 6e-2)}
 
 
-def in_float64(run: ModelRun, case: str) -> ModelRun:
+def in_float64(run, case):
     """The same run on the CPU in float64, with the parameters that ``run`` has."""
     host = ModelRun(case, "float64", "cpu", run.seed)
     host.store.array[...] = run.store.array.get().astype(np.float64)

@@ -15,7 +15,7 @@ from hpcdist.planner.calibrate.cluster_fit import ClusterMeasurements, TimingSer
 from hpcdist.planner.calibrate.device_fits import MeasuredProduct, MeasuredStep
 from hpcdist.planner.calibrate.line_fits import FittedLine
 from hpcdist.planner.cluster import toml_file
-from hpcdist.planner.cluster.hardware import Cluster, EfficiencyCurve
+from hpcdist.planner.cluster.hardware import EfficiencyCurve
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model import transformer
 from hpcdist.planner.model.stage_split import attention_flops
@@ -27,13 +27,13 @@ EAGER, RENDEZVOUS = FittedLine(2e-6, 1e-10), FittedLine(9e-6, 1 / 12e9)
 BEYOND_CACHE = FittedLine(0.0, 1 / 4e9)
 
 
-def machine(nbytes: float) -> float:
+def machine(nbytes):
     """What a message takes on a machine with a protocol up to 10,000 bytes, and a cache up to 4 MB."""
     line = EAGER if nbytes <= 10_000 else RENDEZVOUS if nbytes <= 4_000_000 else BEYOND_CACHE
     return line.at(nbytes)
 
 
-def noisy(seconds: list[float], percent: float, seed: int = 0) -> list[float]:
+def noisy(seconds, percent, seed=0):
     draw = np.random.default_rng(seed)
     return [value * float(1 + percent / 100 * draw.standard_normal()) for value in seconds]
 
@@ -122,7 +122,7 @@ TRUE = EfficiencyCurve(sizes=(16, 64, 256, 1024), shares=(0.02, 0.4, 0.9, 1.0))
 PEAK = 1e11
 
 
-def products() -> list[MeasuredProduct]:
+def products():
     found = []
     for m in (16, 32, 64, 100, 128, 256, 512, 1024):
         for k, n in ((m, m), (m, 4 * m), (2 * m, 16)):
@@ -158,7 +158,7 @@ def test_products_without_a_time_or_of_one_size_are_refused():
         device_fits.fit_curve([MeasuredProduct(8, 8, 8, 1e-6)] * 9)
 
 
-def known() -> Cluster:
+def known():
     """The shipped workstation with constants that a fit has to find again."""
     base = toml_file.read("workstation")
     device = replace(
@@ -173,7 +173,7 @@ def known() -> Cluster:
     return replace(base, device=device)
 
 
-def steps(cluster: Cluster) -> list[MeasuredStep]:
+def steps(cluster):
     """Steps that take what the planner says of them, by kinds of operation."""
     found = []
     for hidden, context, samples in ((128, 64, 1), (128, 64, 4), (256, 128, 2), (256, 128, 8), (256, 256, 1)):
@@ -219,7 +219,7 @@ def test_shares_need_several_steps():
         device_fits.fit_shares(steps(known())[:2], known())
 
 
-def findings(series: tuple[TimingSeries, ...] = (), hosts: int = 1) -> ClusterMeasurements:
+def findings(series=(), hosts=1):
     return ClusterMeasurements(
         date="2026-01-02",
         device="core of a test",
@@ -236,7 +236,7 @@ def findings(series: tuple[TimingSeries, ...] = (), hosts: int = 1) -> ClusterMe
     )
 
 
-def measured(operation: str, algorithm: str, level: str, ranks: int, factor: float = 1.0) -> TimingSeries:
+def measured(operation, algorithm, level, ranks, factor=1.0):
     times = tuple(factor * machine(size) for size in SIZES)
     return TimingSeries(
         operation=operation,
@@ -299,7 +299,7 @@ def test_one_device_alone_keeps_the_links_of_the_cluster_it_starts_from():
     assert "assumption" in found.sources["level"]
 
 
-def read_back(cluster: Cluster) -> Cluster:
+def read_back(cluster):
     return toml_file.of_tree(tomllib.loads(toml_file.dump(cluster)), "here.toml")
 
 

@@ -27,7 +27,7 @@ GPUS = ("v100-dgx2", "a100-selene", "h100-hgx", "h200-hgx", "mi250x-frontier")
 GOOD = toml_file.FOLDER / "v100-dgx2.toml"
 
 
-def read(text: str):
+def read(text):
     return toml_file.of_tree(tomllib.loads(text), "mine.toml")
 
 

@@ -25,7 +25,7 @@ OURS = replace(FITS, implementation="hpcdist")
 BATCH = 1536
 
 
-def said(layout: ParallelLayout, batch: int = BATCH, model=MODEL, cluster=CLUSTER) -> tuple[str, ...]:
+def said(layout, batch=BATCH, model=MODEL, cluster=CLUSTER):
     return checks.problems(model, layout, cluster, batch)
 
 
@@ -191,7 +191,7 @@ def test_unbuilt_is_of_hpcdist_alone():
     assert checks.unsupported(replace(FITS, context=2)) == ()
 
 
-def _settings(layout: ParallelLayout, model: ModelConfig) -> list[str]:
+def _settings(layout, model):
     """Return the recipe of a layout, as `--set` writes it."""
     named = {
         "model.layers": model.layers,

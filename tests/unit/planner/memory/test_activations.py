@@ -1,7 +1,6 @@
 """Activations: the published formulas as they are printed, and ours as the kernels are counted."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,6 @@ from hpcdist.models.counts import counts
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.activations import of_units, recomputed_one_by_one, scratch_of
 from hpcdist.planner.memory.device import in_flight
-from hpcdist.planner.model.description import TransformerShape
 from hpcdist.planner.model.transformer import describe, named, of_config
 from hpcdist.strategies.pipeline.costs import TensorSplit, unit_costs
 from hpcdist.strategies.pipeline.memory import moments
@@ -23,7 +21,7 @@ MEGATRON = {"implementation": "megatron", "precision": "float16"}
 SHAPES = [named("megatron-22b"), named("megatron-175b"), named("megatron-530b"), named("megatron-1t")]
 
 
-def table_2(shape: TransformerShape, tensor: int, row: tuple[str, bool]) -> float:
+def table_2(shape, tensor, row):
     """Return the bytes of a block for one sample, as table 2 of arXiv:2205.05198 has them."""
     s, h, a, t = shape.context, shape.hidden, shape.heads, tensor
     recompute, by_tokens = row
@@ -38,7 +36,7 @@ def table_2(shape: TransformerShape, tensor: int, row: tuple[str, bool]) -> floa
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_table_2(shape, recompute, by_tokens, tensor):
-    layout = ParallelLayout(tensor=tensor, recompute=recompute, sequence_parallel=by_tokens, **MEGATRON)  # type: ignore[arg-type]
+    layout = ParallelLayout(tensor=tensor, recompute=recompute, sequence_parallel=by_tokens, **MEGATRON)
     embedding, block, head = of_units(describe(shape, "gpt"), layout)
     assert block.kept == pytest.approx(table_2(shape, tensor, (recompute, by_tokens)), rel=1e-12)
     # What is computed again is there with what was kept, for one block.
@@ -109,7 +107,7 @@ def test_interleaving_needs_more_by_its_factor(ranks, chunks):
     assert blocks == pytest.approx(1 + (ranks - 1) / (ranks * chunks), rel=1e-12)
 
 
-OURS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+OURS = [
     ({"layers": 2, "hidden": 48, "heads": 6, "vocabulary": 70}, {"context": 20}),
     ({"layers": 2, "hidden": 64, "heads": 8, "vocabulary": 70, "kv_heads": 4, "tied": True}, {"context": 130}),
     ({"layers": 2, "hidden": 64, "heads": 4, "activation": "swiglu", "norm": "rms", "bias": False}, {"context": 16}),

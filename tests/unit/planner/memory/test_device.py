@@ -1,7 +1,6 @@
 """Memory of a plan: what runs of ours hold, what a pipeline's own sums say, and the published sums of whole devices."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -32,7 +31,7 @@ CLUSTER = cluster_of(
 BARE = replace(CLUSTER, device=replace(CLUSTER.device, reserved_bytes=0.0))
 
 MODEL = {"layers": 6, "hidden": 64, "heads": 4, "vocabulary": 256}
-RUN: dict[str, object] = {
+RUN = {
     **{f"model.{key}": value for key, value in MODEL.items()},
     "data.context": 32,
     "run.steps": 2,
@@ -44,7 +43,7 @@ OURS = ParallelLayout(precision="float32", algorithm="ring")
 PIPELINE = {"pipeline": 2, "microbatch": 2}
 
 # (ranks, keys of the recipe, fields of the layout): 4 samples on each of two replicas, or what is said.
-RUNS: dict[str, tuple[int, dict[str, object], dict[str, Any]]] = {
+RUNS = {
     "one rank": (1, {}, {"microbatch": 8}),
     "accumulation": (1, {"parallel.microbatches": 4}, {"microbatch": 2}),
     "recomputation": (1, {"parallel.recompute": "true"}, {"microbatch": 8, "recompute": "full"}),
@@ -110,7 +109,7 @@ def test_our_runs_hold_what_was_planned(name):
         return trainer.ledger.peak_total
 
     measured = max(run_threads(ranks, body))
-    config = ModelConfig(**MODEL, tied=name == "tied")  # type: ignore[arg-type]
+    config = ModelConfig(**MODEL, tied=name == "tied")
     planned = memory(of_config(config, context=32), replace(OURS, **fields), BARE, 8)
     assert planned.bytes == pytest.approx(measured, rel=0.05)
     assert planned.fits and planned.terms["reserved"] == 0
@@ -231,7 +230,7 @@ def test_experts_lie_on_several_ranks():
 
 
 def test_a_server_may_need_most():
-    found = of_config(ModelConfig(**MODEL), context=1)  # type: ignore[arg-type]
+    found = of_config(ModelConfig(**MODEL), context=1)
     layout = ParallelLayout(data=4, servers=1, strategy="parameter_server", precision="float32")
     alone = memory(found, layout, BARE, 4)
     assert alone.terms["activations"] == 0 and alone.terms["optimizer"] == 8 * found.parameters

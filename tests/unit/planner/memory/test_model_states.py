@@ -62,8 +62,7 @@ def test_table_1_of_zero(implementation, model, printed):
     ({"precision": "bfloat16", "strategy": "parameter_server", "servers": 3}, 4, 0),
 )
 def test_rules(ranks, keys, rest, cut):
-    found = states(ParallelLayout(data=ranks, **keys))  # type: ignore[arg-type]
-    assert found.total == pytest.approx(rest + cut / ranks, rel=1e-15)
+    assert states(ParallelLayout(data=ranks, **keys)).total == pytest.approx(rest + cut / ranks, rel=1e-15)
 
 
 def test_a_context_axis_shares_the_states_too():

@@ -12,7 +12,7 @@ from hpcdist.planner.model.transformer import describe, named, names
 MEGATRON = [name for name in names() if name.startswith("megatron-")]
 
 
-def of(name: str, recompute: str = "none", implementation: str = "megatron", batch: int = 3) -> tuple[float, float]:
+def of(name, recompute="none", implementation="megatron", batch=3):
     found = step_flops(
         describe(named(name), name), ParallelLayout(recompute=recompute, implementation=implementation), batch
     )
@@ -87,7 +87,7 @@ def test_our_pipelines_repeat_chunks_whose_backward_comes_later():
 def test_experts_count_as_often_as_a_token_sees_them():
     numbers = {"layers": 1, "hidden": 64, "heads": 4, "vocabulary": 100, "context": 16}
     dense, mixed = (
-        step_flops(describe(TransformerShape(**numbers, **more), "x"), ParallelLayout(), 1).exact_flops  # type: ignore[arg-type]
+        step_flops(describe(TransformerShape(**numbers, **more), "x"), ParallelLayout(), 1).exact_flops
         for more in ({}, {"experts": 4, "experts_per_token": 2})
     )
     assert mixed - dense == 6 * 16 * (2 * 64 * 256 + 64 * 4)

@@ -2,17 +2,13 @@
 
 import pkgutil
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 
-import numpy as np
 import pytest
 
 import hpcdist.planner
 from hpcdist.planner.cluster import toml_file
-from hpcdist.planner.cluster.hardware import Cluster
-from hpcdist.planner.estimate import PlanEstimate
 from hpcdist.planner.layout import (
     ALGORITHMS,
     COMPRESSIONS,
@@ -62,7 +58,7 @@ CHOICES = {
 }
 
 
-def walk(rng: np.random.Generator, cluster: Cluster, many: int) -> Iterator[tuple[int, ParallelLayout, int]]:
+def walk(rng, cluster, many):
     """Yield models, layouts that can be, each a field or two from the one before, and batches."""
     layout, found = ParallelLayout(data=2, implementation="megatron"), 0
     assert set(CHOICES) == set(vars(layout))
@@ -78,7 +74,7 @@ def walk(rng: np.random.Generator, cluster: Cluster, many: int) -> Iterator[tupl
             yield model, new, batch
 
 
-def forget() -> None:
+def forget():
     """Empty all that the planner has kept."""
     for module in pkgutil.walk_packages(hpcdist.planner.__path__, "hpcdist.planner."):
         import_module(module.name)
@@ -89,7 +85,7 @@ def forget() -> None:
                     one.cache_clear()
 
 
-def figures(found: PlanEstimate) -> dict[str, object]:
+def figures(found):
     return {
         **{f"memory {name}": value for name, value in found.memory.terms.items()},
         **{f"time {name}": value for name, value in found.timing.terms.items()},

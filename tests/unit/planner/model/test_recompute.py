@@ -12,7 +12,7 @@ from hpcdist.planner.cluster.toml_file import read
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.description import TransformerShape
-from hpcdist.planner.model.stage_split import UnitGroup, chunks, forward_flops, recomputed, step_flops
+from hpcdist.planner.model.stage_split import chunks, forward_flops, recomputed, step_flops
 from hpcdist.planner.model.transformer import describe, of_config
 from hpcdist.planner.time.step import timing
 from hpcdist.strategies.schedule.generate.passes import expand
@@ -25,7 +25,7 @@ FULL = ParallelLayout(recompute="full", precision="float32", schedule="1f1b")
 M = 12
 
 
-def units_of(shares: tuple[UnitGroup, ...]) -> int:
+def units_of(shares):
     return sum(share.times for share in shares)
 
 
@@ -39,7 +39,7 @@ def test_pipelines_repeat_what_their_passes_do(model, schedule, each):
         bounds.append(bounds[-1] + size)
     spans = [range(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
     placement = SCHEDULES[schedule].place(spans, ranks)
-    ran: Counter[int] = Counter()
+    ran = Counter()
     for rank in range(ranks):
         steps = expand(SCHEDULES[schedule].passes(rank, ranks, M, each), placement, rank, recompute=True)
         again = Counter(step.unit for step in steps if step.recompute)

@@ -1,7 +1,5 @@
 """Units of a model: what is counted is what `hpcdist.models` builds."""
 
-from typing import Any
-
 import pytest
 
 from harness.marks import cases
@@ -14,9 +12,9 @@ from hpcdist.planner.model.description import TransformerShape
 from hpcdist.planner.model.stage_split import matrix_flops, step_flops
 from hpcdist.planner.model.transformer import describe, inner, of_config
 
-SMALL: dict[str, Any] = {"layers": 3, "hidden": 48, "heads": 6, "vocabulary": 70}
+SMALL = {"layers": 3, "hidden": 48, "heads": 6, "vocabulary": 70}
 PICTURE = {"height": 9, "width": 8, "channels": 3, "classes": 5}
-CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+CASES = [
     (SMALL, {"context": 20}),
     ({**SMALL, "tied": True, "dropout": 0.1}, {"context": 20}),
     (
@@ -55,7 +53,7 @@ def test_units_that_are_alike_are_one():
 
 
 def test_experts():
-    numbers: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 50, "context": 10}
+    numbers = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 50, "context": 10}
     dense = describe(TransformerShape(**numbers), "dense").units[1]
     mixed = describe(TransformerShape(**numbers, experts=8, experts_per_token=2), "mixed").units[1]
     feed_forward = 2 * 32 * 128 + 128 + 32
@@ -66,7 +64,7 @@ def test_experts():
 
 
 def test_feed_forward_widths_are_those_of_a_recipe():
-    numbers: dict[str, Any] = {"layers": 1, "hidden": 96, "heads": 4, "vocabulary": 50, "context": 10}
+    numbers = {"layers": 1, "hidden": 96, "heads": 4, "vocabulary": 50, "context": 10}
     assert inner(TransformerShape(**numbers)) == 4 * 96
     assert inner(TransformerShape(**numbers, gated=True)) == ModelConfig(hidden=96, activation="swiglu").inner
     assert inner(TransformerShape(**numbers, feed_forward=11)) == 11
@@ -82,7 +80,7 @@ def test_feed_forward_widths_are_those_of_a_recipe():
     ({"positions": "alibi"}, "model.positions = 'alibi'"),
 )
 def test_numbers_of_no_transformer_are_refused(changes, message):
-    numbers: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 50, "context": 10}
+    numbers = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 50, "context": 10}
     with pytest.raises(ConfigurationError, match=message):
         describe(TransformerShape(**{**numbers, **changes}), "bad")
 

@@ -21,7 +21,7 @@ from hpcdist.strategies.pipeline.plan import plan
 from hpcdist.strategies.schedule.generate.operation_list import generated
 
 
-def blocks(layers: int, layout: ParallelLayout) -> list[int]:
+def blocks(layers, layout):
     """Return the blocks of each chunk, in the order of the model."""
     shape = TransformerShape(layers=layers, hidden=64, heads=4, vocabulary=512, context=32)
     return [

@@ -2,7 +2,6 @@
 
 import gc
 import random
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import lru_cache
 from itertools import product
@@ -12,12 +11,10 @@ import pytest
 from harness.marks import cases
 from hpcdist.errors import UsageError
 from hpcdist.planner.cluster import toml_file
-from hpcdist.planner.cluster.hardware import Cluster
-from hpcdist.planner.estimate import PlanEstimate
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.limits import checks
 from hpcdist.planner.memory.device import by_rank, memory
-from hpcdist.planner.model.description import ModelDescription, TransformerShape
+from hpcdist.planner.model.description import TransformerShape
 from hpcdist.planner.model.transformer import describe
 from hpcdist.planner.plan import plan
 from hpcdist.planner.search import bounds, space
@@ -33,7 +30,7 @@ BASE = ParallelLayout(implementation="megatron")
 
 
 @lru_cache
-def cluster(memory_bytes: float, best_mfu: float = 0.0) -> Cluster:
+def cluster(memory_bytes, best_mfu=0.0):
     """Two nodes of four A100, with so much memory, and a limit of MFU or none."""
     known = toml_file.read("a100-selene")
     node = replace(known.node, devices=4)
@@ -43,7 +40,7 @@ def cluster(memory_bytes: float, best_mfu: float = 0.0) -> Cluster:
     return replace(known, devices=DEVICES, node=node, levels=levels, device=device, site=site)
 
 
-def every(base: ParallelLayout, devices: int = DEVICES) -> Iterator[ParallelLayout]:
+def every(base, devices=DEVICES):
     """Yield every value of every degree and way, whether it makes sense or not."""
     degrees = [one for one in range(1, devices + 1) if devices % one == 0]
     for data, pipeline, tensor, context in product(degrees, repeat=4):
@@ -76,7 +73,7 @@ def every(base: ParallelLayout, devices: int = DEVICES) -> Iterator[ParallelLayo
 
 
 @lru_cache
-def possible(implementation: str, memory_bytes: float) -> tuple[PlanEstimate, ...]:
+def possible(implementation, memory_bytes):
     """Return the estimates of all layouts that can be: brute force."""
     on, base = cluster(memory_bytes), replace(BASE, implementation=implementation)
     return tuple(
@@ -84,7 +81,7 @@ def possible(implementation: str, memory_bytes: float) -> tuple[PlanEstimate, ..
     )
 
 
-def alike(estimate: PlanEstimate) -> tuple[object, ...]:
+def alike(estimate):
     """Return what of a layout makes a difference: a search leaves out choices that make none."""
     layout = estimate.layout
     one = layout.data * layout.context == 1
@@ -102,7 +99,7 @@ def alike(estimate: PlanEstimate) -> tuple[object, ...]:
 @pytest.mark.parametrize("objective", space.OBJECTIVES)
 def test_search_equals_brute_force(implementation, memory_bytes, objective):
     """The ten best values of all layouts, each way that makes a difference once."""
-    best: dict[tuple[object, ...], float] = {}
+    best = {}
     for estimate in possible(implementation, memory_bytes):
         found = bounds.value(estimate, objective)
         best[alike(estimate)] = min(found, best.get(alike(estimate), found))
@@ -129,7 +126,7 @@ def test_a_limit_of_mfu_loses_nothing(implementation, objective):
     """Most of the best layouts are at the limit, and equal: the formulas decide between them."""
     mfus = sorted(estimate.mfu for estimate in possible(implementation, 40e9))
     on = cluster(40e9, 0.9999 * mfus[-len(mfus) // 50])
-    best: dict[tuple[object, ...], tuple[float, float]] = {}
+    best = {}
     for estimate in possible(implementation, 40e9):
         limited = plan(MODEL, estimate.layout, on, BATCH, STEPS)
         assert limited.is_capped == (estimate.mfu > on.most_mfu)
@@ -159,9 +156,7 @@ def test_no_layout_is_below_the_bounds_of_its_family_and_order(implementation, o
     assert len(orders) > 50
 
 
-def floors(
-    model: ModelDescription, order: ParallelLayout, on: Cluster, batch: int, objective: str
-) -> tuple[float, float, float]:
+def floors(model, order, on, batch, objective):
     """Return the bounds of an order: by its family, by its schedule, by what its micro-batches take."""
     of_all = bounds.family_totals(model, order, on, batch)
     hop_s = border(model, order, on).seconds
@@ -172,9 +167,7 @@ def floors(
     )
 
 
-def drawn_layouts(
-    implementation: str, draw: random.Random, many: int
-) -> Iterator[tuple[ModelDescription, ParallelLayout, Cluster, int]]:
+def drawn_layouts(implementation, draw, many):
     """Yield layouts of drawn models on drawn clusters: pipelines, with batches that may not fill the last micro-batch.
 
     Models are shallow, and some of their vocabularies large, so that ranks are seldom alike.
@@ -216,7 +209,7 @@ def drawn_layouts(
 
 @pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
 def test_no_drawn_layout_is_below_its_bounds(implementation, rng):
-    near: dict[str, list[float]] = {"family": [], "schedule": [], "order": []}
+    near = {"family": [], "schedule": [], "order": []}
     draw = random.Random(int(rng.integers(1 << 62)))
     for model, layout, on, batch in drawn_layouts(implementation, draw, 150):
         estimate = plan(model, layout, on, batch, STEPS)
@@ -230,7 +223,7 @@ def test_no_drawn_layout_is_below_its_bounds(implementation, rng):
     assert shares["order"] > 0.5
 
 
-def deep(context: int = 1024) -> tuple[ModelDescription, Cluster, SearchSpec]:
+def deep(context=1024):
     """A search among pipelines that wait for most of a step, and exchanges that differ much."""
     shape = TransformerShape(layers=32, hidden=4096, heads=16, vocabulary=1000, context=context)
     wanted = SearchSpec(
@@ -287,8 +280,8 @@ def test_every_way_is_above_the_bound_of_its_order(implementation, objective, pi
 
 def test_memory_grows_with_the_micro_batch_and_activations_are_those_of_any_strategy():
     """What the search takes for granted."""
-    sizes: dict[ParallelLayout, dict[int, float]] = {}
-    alive: dict[ParallelLayout, set[tuple[float, ...]]] = {}
+    sizes = {}
+    alive = {}
     for estimate in (*possible("megatron", 40e9), *possible("hpcdist", 40e9)):
         layout, many = estimate.layout, estimate.layout.microbatches(BATCH)
         is_even = BATCH % (layout.data * layout.microbatch) == 0
@@ -373,7 +366,7 @@ def test_distinct_keeps_the_best_of_each_grid():
         for one in result.found
     ]
     assert len(set(grids)) == len(grids) == 10
-    every_best: dict[tuple[int, ...], float] = {}
+    every_best = {}
     for estimate in possible("megatron", 40e9):
         layout = estimate.layout
         key = (layout.data, layout.pipeline, layout.tensor, layout.context)
@@ -508,7 +501,7 @@ def test_a_model_that_is_no_transformer():
     from hpcdist.models.config import ModelConfig
     from hpcdist.planner.model.transformer import of_config
 
-    mlp: ModelDescription = of_config(ModelConfig(kind="mlp", layers=4, hidden=256), features=64, classes=10)
+    mlp = of_config(ModelConfig(kind="mlp", layers=4, hidden=256), features=64, classes=10)
     on = cluster(40e9)
     result = search(mlp, on, DEVICES, 64, SearchSpec(headroom=0.0, base=replace(BASE, implementation="hpcdist")))
     assert result.found

@@ -9,7 +9,7 @@ from harness.made_plans import cluster_of
 from hpcdist.arrays.dtypes import BFLOAT16
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner.calibrate import device_fits
-from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster, Device, EfficiencyCurve, LinkLevel
+from hpcdist.planner.cluster.hardware import ITEM_BYTES, Device, EfficiencyCurve, LinkLevel
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import AttentionShape, ModelUnit, ProductShape, TransformerShape
 from hpcdist.planner.model.stage_split import attention_flops, matrix_flops
@@ -33,11 +33,11 @@ SHAPE = TransformerShape(layers=3, hidden=256, heads=4, vocabulary=1000, context
 _, BLOCK, HEAD = describe(SHAPE, "small").units
 
 
-def cluster_with(**changes: object) -> Cluster:
+def cluster_with(**changes):
     return replace(CLUSTER, device=replace(DEVICE, **changes))
 
 
-def free_memory(**changes: object) -> Cluster:
+def free_memory(**changes):
     """A device whose memory takes no time, so that only operations count."""
     return cluster_with(memory_bytes_per_s=1e30, **changes)
 

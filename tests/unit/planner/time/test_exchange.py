@@ -1,7 +1,6 @@
 """The exchange of a plan: volumes of the literature, bytes of our own strategies, what hides behind the backward."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +11,6 @@ from harness.made_plans import cluster_of
 from harness.marks import cases
 from harness.rank_run import RankRun, optimizer_of
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import BUCKET_BYTES
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
@@ -24,7 +22,7 @@ from hpcdist.errors import UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.planner.cluster.hardware import Device, LinkLevel
 from hpcdist.planner.layout import COMPRESSIONS, ParallelLayout
-from hpcdist.planner.time.exchange import ExchangeCost, exchange
+from hpcdist.planner.time.exchange import exchange
 from hpcdist.planner.time.gradient_payloads import gradient_item_bytes, payload, summed_item_bytes
 from hpcdist.strategies.build import EXCHANGES, server_exchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
@@ -41,9 +39,9 @@ MODEL = ModelConfig(layers=2, hidden=64, heads=2, vocabulary=256)
 STEPS = 3
 
 
-def made(strategy: str = "allreduce", p: int = 8, **keys: object) -> ParallelLayout:
+def made(strategy="allreduce", p=8, **keys):
     keys = {"precision": "float32", "overlap": 0.0, **keys}
-    return replace(ParallelLayout(data=p, strategy=strategy), **keys)  # type: ignore[arg-type]
+    return replace(ParallelLayout(data=p, strategy=strategy), **keys)
 
 
 @pytest.mark.parametrize("m", [1, 4])
@@ -58,7 +56,7 @@ def test_volumes_are_those_of_the_zero_paper(p, m):
         assert found.exposed_s == pytest.approx(volume * psi / RATE, rel=1e-2)
 
 
-def counted(comm: Communicator, strategy: str, microbatches: int, dedicated: int, working: str) -> RankRun:
+def counted(comm, strategy, microbatches, dedicated, working):
     """A small gpt on one rank, with messages that are counted."""
     config, make = None, EXCHANGES.get(strategy)
     if make is None:
@@ -70,13 +68,11 @@ def counted(comm: Communicator, strategy: str, microbatches: int, dedicated: int
     )
 
 
-def sent(
-    ranks: int, strategy: str, microbatches: int, dedicated: int = 0, working: str = ""
-) -> tuple[list[int], list[int]]:
+def sent(ranks, strategy, microbatches, dedicated=0, working=""):
     """Return the bytes of a step by rank, and the parameters of the units."""
     data = np.random.default_rng(3).integers(0, 256, (16, 9)).astype(np.uint8)
 
-    def body(comm: Communicator) -> tuple[int, list[int]]:
+    def body(comm):
         run = counted(comm, strategy, microbatches, dedicated, working)
         run.step(data)  # communicators are split, scratch memory is taken
         with count_traffic(comm) as traffic:
@@ -88,7 +84,7 @@ def sent(
     return [each for each, _ in found], found[0][1]
 
 
-def planned(units: list[int], layout: ParallelLayout, microbatches: int) -> ExchangeCost:
+def planned(units, layout, microbatches):
     ends = units[0], units[-1]
     return exchange(sum(units), layout, CLUSTER, 1.0, microbatches, units=len(units), ends=ends)
 
@@ -301,7 +297,7 @@ def test_payloads_are_those_of_our_compressors(name):
     values = sum(a * b for a, b in SHAPES)
     found = payload(name, float(values), 8, matrices=tuple((*shape, 1) for shape in SHAPES))
     assert found is not None
-    ours: dict[str, Callable[[], int]] = {
+    ours = {
         "bfloat16": lambda: BFloat16().payload_bytes(values),
         "int8": lambda: Blockwise(bits=8).payload_bytes(values),
         "int4": lambda: Blockwise(bits=4).payload_bytes(values),

@@ -1,7 +1,6 @@
 """Costs of collectives are those of the literature, of `collectives.costs`, and of what the algorithms send."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,12 +10,11 @@ from hpcdist import collectives
 from hpcdist.arrays.ranges import split
 from hpcdist.collectives.tuning.cost_model import CROWDED, NODE, WIRE, LinkParameters, MachineCosts, Topology
 from hpcdist.collectives.tuning.cost_model import FORMULAS as MEASURED
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import UsageError
 from hpcdist.planner.cluster import toml_file
-from hpcdist.planner.cluster.hardware import Cluster, Device, LinkLevel, MeasuredFit
+from hpcdist.planner.cluster.hardware import Device, LinkLevel, MeasuredFit
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.time.network import collective, group, message, span
 
@@ -26,7 +24,7 @@ FAR = LinkLevel(name="far", devices=0, latency_s=10e-6, bytes_per_s=20e9, alone_
 ALPHA, BETA, GAMMA = 3e-6, 1 / 40e9, 0.0
 
 
-def made(*levels: LinkLevel, fits: tuple[MeasuredFit, ...] = ()) -> Cluster:
+def made(*levels, fits=()):
     return cluster_of(DEVICE, *levels, fits=fits)
 
 
@@ -116,8 +114,8 @@ def test_nothing_beats_the_bandwidth_bound(layout, n):
         )
 
 
-def sent(ranks: int, call: Callable[[Communicator, np.ndarray], None], per_node: int | None = None) -> list[int]:
-    def body(comm: Communicator) -> int:
+def sent(ranks, call, per_node=None):
+    def body(comm):
         buffer = np.ones(64 * 840, np.float64)
         call(comm, buffer)  # communicators are split, scratch memory is taken
         with count_traffic(comm) as traffic:
@@ -295,7 +293,7 @@ def test_nothing_smaller_takes_longer_than_what_was_measured():
     assert small.flags and "measured" not in small.algorithm
 
 
-def _formula(nbytes: float) -> float:
+def _formula(nbytes):
     return collective("allreduce", nbytes, span(ParallelLayout(data=4), "data", DEEP), DEEP).seconds
 
 

@@ -18,7 +18,7 @@ SIZES = [(2, 2), (2, 7), (3, 1), (4, 3), (4, 8), (5, 9), (8, 8), (8, 24), (8, 31
 PLAIN = ["gpipe", "1f1b", "zb-h1", "zb-h2"]
 
 
-def both(schedule: str, seconds: PlannedSeconds, ranks: int, m: int, message_s: float = 0.0, each: int = 2) -> tuple:
+def both(schedule, seconds, ranks, m, message_s=0.0, each=2):
     """Return the closed form and the timeline of the simulator."""
     each = each if schedule == "interleaved" else chunks_of(schedule)
     found = closed_time(schedule, seconds, seconds, ranks, m, chunks=each, message_s=message_s)

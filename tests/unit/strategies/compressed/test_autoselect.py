@@ -1,14 +1,11 @@
 """`auto`: what is measured decides, the same on all ranks, and a resumed run keeps it."""
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from hpcdist import collectives, models
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.compression.compressor import Compressor
 from hpcdist.models.config import ModelConfig
@@ -25,24 +22,24 @@ MODEL = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64)
 class Time:
     """A clock for each thread that goes only where it is told to: what a machine does beside cannot change a test."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._own = threading.local()
 
-    def __call__(self) -> float:
+    def __call__(self):
         return float(getattr(self._own, "now", 0.0))
 
-    def pass_(self, seconds: float) -> None:
+    def pass_(self, seconds):
         self._own.now = self() + seconds
 
 
 @pytest.fixture
-def costs(monkeypatch: pytest.MonkeyPatch) -> tuple[Time, dict[str, float]]:
+def costs(monkeypatch):
     """The clock, and what a dense sum, a compressed one and encoding a bucket take on it."""
     time, taken = Time(), {"dense": 0.0, "compressed": 0.0, "codec": 0.0}
     monkeypatch.setattr(autoselect, "MOST", autoselect.FEWEST)
 
-    def slower(call: Callable[..., Any], what: str) -> Callable[..., Any]:
-        def called(*args: Any, **keys: Any) -> Any:
+    def slower(call, what):
+        def called(*args, **keys):
             time.pass_(taken[what])
             return call(*args, **keys)
 
@@ -56,7 +53,7 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> tuple[Time, dict[str, float]]:
     return time, taken
 
 
-def seat_of(comm: Communicator) -> RankContext:
+def seat_of(comm):
     return RankContext(
         world=comm,
         data=comm,
@@ -68,7 +65,7 @@ def seat_of(comm: Communicator) -> RankContext:
     )
 
 
-def decided(time: Time, ranks: int = 2, **keys: Any) -> CompressionDecision:
+def decided(time, ranks=2, **keys):
     config = CompressionConfig(**keys)
     found = run_threads(ranks, lambda comm: decide(seat_of(comm), config, 1, halved=False, clock=time))
     assert all(own == found[0] for own in found), "the same on all ranks, figures included"

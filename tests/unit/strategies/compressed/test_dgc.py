@@ -16,7 +16,7 @@ LAYOUT = layout()
 WHOLE = 1 << 20  # bytes of a bucket: none cuts a tensor
 
 
-def sgd(**keys: object) -> dict[str, object]:
+def sgd(**keys):
     return {"name": "sgd", "learning_rate": 0.25, "momentum": 0.5, "weight_decay": 0.0, "clip_norm": 0.0} | keys
 
 
@@ -33,10 +33,10 @@ class Paper:
     masks: bool = True
     w: np.ndarray = field(default_factory=lambda: np.zeros(LAYOUT.size))
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.u, self.v = np.zeros((2, self.ranks, LAYOUT.size))
 
-    def step(self, gradients: np.ndarray, density: float) -> None:
+    def step(self, gradients, density):
         total = np.zeros(LAYOUT.size)
         for rank, gradient in enumerate(gradients.astype(np.float64)):
             norm = np.linalg.norm(gradient)

@@ -1,8 +1,5 @@
 """Trainings with compressed gradients: what a step, a skipped step, a checkpoint and another number of ranks keep."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -13,9 +10,8 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.compressed.config import COMPRESSORS
 from hpcdist.strategies.compressed.exchange import CompressedExchange
-from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training.build import pipeline
-from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 6
@@ -23,28 +19,28 @@ FEEDBACK_LOSES = {"float16": 2e-3, "bfloat16": 1e-2}  # relative to the loss of 
 
 
 @pytest.fixture
-def keys(tmp_path: Path, rng: np.random.Generator) -> dict[str, Any]:
+def keys(tmp_path, rng):
     path = tmp_path / "text.txt"
     path.write_text(" ".join("".join(word) for word in rng.choice(list("abcdefgh"), (400, 4))))
     return {**SMALL, "model.dropout": 0, "data.path": path, "compression.density": 0.1, "compression.rank": 2}
 
 
-def compressed(keys: dict[str, Any], name: str, **more: Any) -> dict[str, Any]:
+def compressed(keys, name, **more):
     read = {"topk": "density", "randomk": "density", "powersgd": "rank"}.get(name)
     dropped = {f"compression.{key}" for key in ("density", "rank") if key != read}
     kept = {key: value for key, value in keys.items() if key not in dropped}
     return kept | {"communication.compression": name} | {key.replace("__", "."): value for key, value in more.items()}
 
 
-def exchange_of(trainer: Trainer) -> CompressedExchange:
+def exchange_of(trainer):
     assert isinstance(trainer.exchange, CompressedExchange)
     return trainer.exchange
 
 
-def spoil(exchange: CompressedExchange, value: float) -> None:
+def spoil(exchange, value):
     """Let every gradient that this rank brings have a ``value`` from now on."""
 
-    def spoiled(op: Operation) -> None:
+    def spoiled(op):
         assert op.range is not None
         exchange.gradients.range(op.range)[3] = value
         exchange.reduce(op)

@@ -5,7 +5,7 @@ import pytest
 from harness.trainings import Trained, check_same
 from hpcdist.comm.threads.communicator import run_threads
 
-OWN: dict[str, dict[str, object]] = {
+OWN = {
     "topk": {"compression.density": 0.1},
     "randomk": {"compression.density": 0.1},
     "powersgd": {"compression.rank": 2},

@@ -8,7 +8,6 @@ import pytest
 from harness.compressed.optimizers import layout, padded, seat_of, step, steps
 from harness.marks import on_threads
 from hpcdist import models
-from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
@@ -25,16 +24,16 @@ LEAST = 32  # elements of a chunk of a tensor that is encoded by itself, so that
 
 
 @pytest.fixture(autouse=True)
-def some_tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def some_tensors_alone(monkeypatch):
     monkeypatch.setattr(onebit, "LEAST", LEAST)
 
 
-def adamw(**keys: object) -> dict[str, object]:
+def adamw(**keys):
     given = {"name": "adamw", "learning_rate": 0.01, "beta2": 0.9, "epsilon": 1e-6, "weight_decay": 0.1, "clip_norm": 0}
     return {**given, **keys}
 
 
-def chunks(size: int, ranks: int) -> list[slice]:
+def chunks(size, ranks):
     """Balanced in lines of 16 elements, the first ones longer."""
     lines = np.array_split(np.arange(-(-size // 16)), ranks)
     return [slice(16 * row[0], min(size, 16 * (row[-1] + 1))) if row.size else slice(0) for row in lines]
@@ -47,7 +46,7 @@ class Paper:
     ranks: int
     clip: float = 0.0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.w, self.m, self.v, self.server = np.zeros((4, LAYOUT.size))
         self.worker = np.zeros((self.ranks, LAYOUT.size))
         self.count = 0
@@ -62,19 +61,19 @@ class Paper:
         for segment in LAYOUT.segments:
             self.adapted[segment.range.slice] = segment.spec.adapted
 
-    def warm(self, gradients: np.ndarray) -> None:
+    def warm(self, gradients):
         g = gradients.sum(axis=0, dtype=np.float64)
         g *= min(1.0, self.clip / np.linalg.norm(g)) if self.clip else 1.0
         self.count += 1
         self.m, self.v = 0.9 * self.m + 0.1 * g, 0.9 * self.v + 0.1 * g * g
         self._descend(self.v / (1 - 0.9**self.count))
 
-    def freeze(self) -> None:
+    def freeze(self):
         v = self.v / (1 - 0.9**self.count)
         for where in self.stretches:
             self.v[where] = np.where(v[where] > 0, np.maximum(v[where], 1e-4 * v[where].mean()), 0)
 
-    def frozen(self, gradients: np.ndarray) -> float:
+    def frozen(self, gradients):
         """Take a step, and return how near to 0 a value came whose sign was taken, in parts of the mean."""
         gradients = gradients.astype(np.float64)
         if self.clip:
@@ -99,7 +98,7 @@ class Paper:
         self._descend(self.v)
         return nearest
 
-    def _signs(self, values: np.ndarray, out: np.ndarray, here: np.ndarray) -> float:
+    def _signs(self, values, out, here):
         if not here.size:
             return np.inf
         scale = np.abs(values[here]).mean()
@@ -107,11 +106,11 @@ class Paper:
         of = np.abs(values[here][self.v[here] > 0])
         return float(of.min() / scale) if of.size else np.inf
 
-    def _descend(self, v: np.ndarray) -> None:
+    def _descend(self, v):
         u = self.m / (1 - 0.9**self.count) / (np.sqrt(v) + 1e-6)
         self.w = self.w - 0.01 * (u + 0.1 * self.adapted * self.w)
 
-    def copy(self) -> "Paper":
+    def copy(self):
         other = Paper(self.ranks, self.clip)
         for name in ("w", "m", "v", "server", "worker"):
             setattr(other, name, getattr(self, name).copy())
@@ -119,7 +118,7 @@ class Paper:
         return other
 
 
-def drawn(rng: np.random.Generator, ranks: int) -> np.ndarray:
+def drawn(rng, ranks):
     """Gradients of all ranks; some elements never have one."""
     found = np.array([padded(rng.standard_normal) for _ in range(ranks)]) * np.float32(0.1)
     found[:, ::7] = 0
@@ -181,7 +180,7 @@ def test_the_warm_up_and_one_rank_are_adamw(ranks, rng):
         np.testing.assert_allclose(ours, adamw_s, rtol=1e-6, atol=1e-7)
 
 
-def bytes_of(space: Layout, ranks: int) -> list[int]:
+def bytes_of(space, ranks):
     """What each rank sends in a step: chunks of others to their owners, and all but the next rank's around a ring."""
     of_chunk = []
     for rank in range(ranks):

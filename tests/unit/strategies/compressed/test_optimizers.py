@@ -1,8 +1,6 @@
 """Trainings with DGC and 1-bit Adam: resumed, by other numbers of ranks, in pipelines, on GPUs, with a bad gradient."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ from harness.compressed.optimizers import steps as given_steps
 from harness.marks import cases
 from harness.trainings import bits, outcomes, recipe_keys, trainer_of
 from hpcdist.arrays.ranges import Range
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, NonFiniteError, ScheduleError
 from hpcdist.strategies.build import build_executor, operations
@@ -24,9 +21,8 @@ from hpcdist.strategies.compressed.onebit import OneBitExchange
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.replica_check import check_replicas
-from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.verify.proof import verify
-from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -41,7 +37,7 @@ PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 2}
 
 
 @pytest.fixture
-def text(text: Path) -> dict[str, Any]:
+def text(text):
     return {**SMALL, "data.path": text}
 
 
@@ -68,7 +64,7 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(text, tmp_path, name, ranks
     assert run_threads(ranks, resumed) == [kept for kept, _ in found]
 
 
-def owed(trainer: Trainer) -> dict[str, np.ndarray]:
+def owed(trainer):
     """What the state of this rank adds to what all ranks together keep, by name: flat, in float64."""
     exchange, size, ranks = trainer.exchange, trainer.model.layout.size, trainer.data_axis.size
     if isinstance(exchange, DgcExchange):
@@ -165,10 +161,10 @@ def test_a_bad_gradient_on_one_rank_changes_nothing_anywhere(text, name, steps_b
         outcomes(trainer, steps_before, 0)
         before, healthy = bits(trainer), trainer.model.loss.backward
         if comm.rank == comm.size - 1:  # the last stage, where there are several
-            trainer.model.loss.backward = lambda scale, *rest: healthy(np.nan * scale, *rest)  # type: ignore[method-assign]
+            trainer.model.loss.backward = lambda scale, *rest: healthy(np.nan * scale, *rest)
         with pytest.raises(NonFiniteError) as refused:
             outcomes(trainer, steps_before + 1, steps_before)
-        trainer.model.loss.backward = healthy  # type: ignore[method-assign]
+        trainer.model.loss.backward = healthy
         assert bits(trainer) == before
         return str(refused.value)
 
@@ -234,7 +230,7 @@ def test_on_a_gpu_the_numbers_of_the_cpu(gpu, name):
     np.testing.assert_allclose(there, host, atol=1e-4)
 
 
-def listed(comm: Communicator) -> list[Operation]:
+def listed(comm):
     context = replace(seat_of(comm, {"name": "adamw"}), pipeline=solo())
     exchange = OneBitExchange(context, CompressionConfig(warmup_steps=WARM))
     return operations(context, exchange, build_executor(context, exchange).copies, ParallelConfig())

@@ -1,7 +1,6 @@
 """Every exchange with every compressor: a pair trains, or it is refused and says what to change."""
 
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from hpcdist.training.recipe import recipe as recipes
 STEPS = 2
 SERVED = {"parallel.strategy": "parameter_server"}
 COLOCATED = SERVED | {"parameter_server.placement": "colocated"}
-EXCHANGES: dict[str, dict[str, Any]] = {
+EXCHANGES = {
     "allreduce": {},
     "allreduce, in a pipeline": {"parallel.pipeline": 2, "parallel.microbatches": 4},
     "allreduce, on a tensor axis": {"parallel.tensor": 2},
@@ -46,7 +45,7 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "local SGD": {"parallel.strategy": "local_sgd", "decentralised.period": 2},
 }
 NAMES = [name for name in COMPRESSIONS if name != "none"]
-OWN: dict[str, dict[str, Any]] = {
+OWN = {
     "topk": {"compression.density": 0.1},
     "randomk": {"compression.density": 0.1},
     "powersgd": {"compression.rank": 2},
@@ -62,7 +61,7 @@ WORKING = {
 WORKING |= {(f"zero{stage}", "auto") for stage in (1, 2, 3)}
 
 
-def refusal(keys: dict[str, Any]) -> str:
+def refusal(keys):
     """Return why a recipe cannot be, "" where it can."""
     try:
         recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {})

@@ -20,7 +20,6 @@ from harness.compressed.server import (
     start,
 )
 from harness.marks import cases
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import CommunicationConfig
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
@@ -35,8 +34,8 @@ from hpcdist.training.recipe.recipe import Recipe
 NAMES = (*QUANTISED, *SPARSE)
 
 
-def trained(case: Case, given: np.ndarray) -> list[Job]:
-    def body(comm: Communicator) -> Job:
+def trained(case, given):
+    def body(comm):
         job = Job(comm, case)
         for row in given:
             assert job.step(row[comm.rank])
@@ -46,7 +45,7 @@ def trained(case: Case, given: np.ndarray) -> list[Job]:
     return run_threads(case.ranks, body, case.per_node)
 
 
-def check_as_one_process(case: Case, given: np.ndarray) -> None:
+def check_as_one_process(case, given):
     alone = OneProcess(case)
     for row in given:
         alone.step(row)
@@ -137,7 +136,7 @@ def test_any_number_of_servers_has_the_same_bits_where_tensors_are_cut_alike(rng
     assert len(found) == 1
 
 
-def padded(given: np.ndarray, servers: int) -> np.ndarray:
+def padded(given, servers):
     return np.concatenate([given, np.zeros((len(given), servers, given.shape[2]), np.float32)], axis=1)
 
 
@@ -252,7 +251,7 @@ def test_a_lost_server_is_rebuilt_and_goes_on_to_the_bit(rng):
     assert run_threads(4, lambda comm: body(comm, 3)) == run_threads(4, lambda comm: body(comm, None))
 
 
-def recipe_of(servers: ParameterServerConfig, name: str, algorithm: str, across: bool) -> Recipe:
+def recipe_of(servers, name, algorithm, across):
     """Return a recipe of these servers with compressed gradients, or raise what refuses it."""
     return Recipe(
         parallel=ParallelConfig(strategy="parameter_server"),

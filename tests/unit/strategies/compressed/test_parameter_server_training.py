@@ -12,7 +12,6 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.compressed.error_feedback import Residuals
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.run.saving import CheckpointSaver
 
 Settings = dict[str, object]
@@ -21,12 +20,12 @@ INT8 = {"communication.compression": "int8"}
 TOPK = {"communication.compression": "topk", "compression.density": 0.1}
 
 
-def steps(trainer: Trainer, last: int) -> list[float]:
+def steps(trainer, last):
     """Return the losses up to step ``last``."""
     return trainings.losses(trainer, last)
 
 
-def state(trainer: Trainer) -> dict[tuple[str, str, int], bytes]:
+def state(trainer):
     return {(p.kind, p.tensor, p.flat.start): p.array.tobytes() for p in trainer.exchange.pieces()}
 
 
@@ -45,7 +44,7 @@ def test_in_a_product_every_place_has_servers_of_its_own(axes, lossless, words):
             assert one.losses == dense
         else:
             np.testing.assert_allclose(one.losses, dense, rtol=1e-3)
-    parameters: dict[str, set[bytes]] = {}
+    parameters = {}
     for one in found:  # what all ranks of the tensor axis have whole stays the same there too
         store = one.trainer.exchange.parameters
         for segment, where in store.tensors():

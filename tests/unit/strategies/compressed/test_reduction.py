@@ -8,7 +8,6 @@ import pytest
 from hpcdist import models
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.compression import powersgd
@@ -50,7 +49,7 @@ class Made:
     codes: GradientCoder | PowerSgdReduction
     reduction: CompressedReduction
 
-    def step(self, number: int, gradient: np.ndarray) -> np.ndarray:
+    def step(self, number, gradient):
         found = gradient.copy()
         if isinstance(self.codes, GradientCoder):
             self.codes.step = number
@@ -61,7 +60,7 @@ class Made:
         return found
 
 
-def make(comm: Communicator, name: str, *, feedback: bool, across: bool = False, seed: int = 3) -> Made:
+def make(comm, name, *, feedback, across=False, seed=3):
     config = replace(CONFIG, error_feedback=feedback)
     over = inter_node(comm) if across else comm
     codes: GradientCoder | PowerSgdReduction
@@ -78,18 +77,18 @@ def make(comm: Communicator, name: str, *, feedback: bool, across: bool = False,
     return Made(codes, way)
 
 
-def gradients(rng: np.random.Generator, ranks: int) -> np.ndarray:  # (ranks, size), zero where the layout pads
+def gradients(rng, ranks):  # (ranks, size), zero where the layout pads
     found = np.zeros((ranks, LAYOUT.size), np.float32)
     for segment in LAYOUT.segments:
         found[:, segment.range.slice] = rng.standard_t(3, (ranks, segment.range.size))
     return found
 
 
-def pieces(part: Range) -> list[Range]:
+def pieces(part):
     return [where for _, where in LAYOUT.within(part)]
 
 
-def through(name: str, feedback: bool, values: np.ndarray, where: Range, step: int, rank: int) -> np.ndarray:
+def through(name, feedback, values, where, step, rank):
     """Return what is left of the values of one piece on the other side."""
     made = compressor(name, replace(CONFIG, error_feedback=feedback))
     payload = np.zeros(made.payload_bytes(values.size), np.uint8)
@@ -102,18 +101,18 @@ def through(name: str, feedback: bool, values: np.ndarray, where: Range, step: i
 class OneProcess:
     """All ranks of a way, computed here: pieces through the compressor, and float32 sums in the order it says."""
 
-    def __init__(self, name: str, ranks: int, feedback: bool) -> None:
+    def __init__(self, name, ranks, feedback):
         self.name, self.ranks, self.feedback = name, ranks, feedback
         self.residual = np.zeros((ranks, LAYOUT.size), np.float32)
 
-    def sent(self, step: int, rank: int, where: Range, values: np.ndarray) -> np.ndarray:
+    def sent(self, step, rank, where, values):
         given = (self.residual[rank, where.slice] + values).astype(np.float32) if self.feedback else values
         out = through(self.name, self.feedback, given, where, step, rank)
         if self.feedback:
             self.residual[rank, where.slice] = given - out
         return out
 
-    def step(self, step: int, given: np.ndarray) -> np.ndarray:
+    def step(self, step, given):
         total = np.zeros(LAYOUT.size, np.float32)
         for part in PARTS:
             if self.name in QUANTISED:
@@ -124,7 +123,7 @@ class OneProcess:
                         total[where.slice] += self.sent(step, rank, where, given[rank, where.slice])
         return total
 
-    def _owned(self, step: int, part: Range, given: np.ndarray, total: np.ndarray) -> None:
+    def _owned(self, step, part, given, total):
         for owner, share in enumerate(split(part.size, self.ranks, 4)):
             for where in pieces(share.shift(part.start)):
                 mine = given[owner, where.slice].copy()
@@ -228,7 +227,7 @@ def test_one_nan_reaches_all_ranks_and_no_residual_of_its_rank(rng, name):
         assert clean or rank != 1
 
 
-def expected_bytes(name: str, ranks: int, rank: int) -> int:
+def expected_bytes(name, ranks, rank):
     """Return what a rank sends to sum all of PARTS."""
     made = None if name in LOW_RANK else compressor(name, CONFIG)
     total = 0
@@ -245,7 +244,7 @@ def expected_bytes(name: str, ranks: int, rank: int) -> int:
     return total
 
 
-def message_bytes(payloads: list[int]) -> int:
+def message_bytes(payloads):
     end = 0
     for size in payloads:
         end = align(end) + size
@@ -313,7 +312,7 @@ def test_nodes_of_different_sizes_are_refused():
 @pytest.mark.parametrize("bucket_bytes", [100, 1000])
 def test_draws_of_no_two_pieces_have_the_same_name(rng, monkeypatch, bucket_bytes):
     """However short buckets are, in both phases and on all ranks."""
-    found: list[RandomKey] = []
+    found = []
     named = GradientCoder._key
 
     def noted(coder, unit):

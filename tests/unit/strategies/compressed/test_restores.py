@@ -1,8 +1,5 @@
 """What compressed runs owe is paid, whatever a restore changes: the compressor, its rank, the nodes, one rank alone."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -10,13 +7,11 @@ from harness.combinations import HALF, SMALL
 from harness.marks import cases
 from harness.trainings import bits, losses, outcomes, trainer_of
 from hpcdist.arrays.layout import TensorSpec
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.compressed.autoselect import CompressionDecision
 from hpcdist.strategies.compressed.exchange import CompressedExchange
 from hpcdist.strategies.parameter_server.compressed import CompressedServerExchange
 from hpcdist.training.build import selection
-from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.run.saving import CheckpointSaver
 
 FACTORS = {"communication.compression": "powersgd", "compression.rank": 2}
@@ -24,13 +19,13 @@ ACROSS = {"compression.across_nodes": "true"}
 
 
 @pytest.fixture
-def keys(tmp_path: Path, rng: np.random.Generator) -> dict[str, Any]:
+def keys(tmp_path, rng):
     path = tmp_path / "text.txt"
     path.write_text(" ".join("".join(word) for word in rng.choice(list("abcdefgh"), (400, 4))))
     return {**SMALL, "model.dropout": 0, "data.path": path}
 
 
-def owed(trainer: Trainer) -> np.ndarray:
+def owed(trainer):
     """Return the residuals of this rank, zeros where it has none."""
     exchange = trainer.exchange
     assert isinstance(exchange, CompressedExchange | CompressedServerExchange) and exchange.residuals is not None
@@ -40,7 +35,7 @@ def owed(trainer: Trainer) -> np.ndarray:
     return found
 
 
-def begun(comm: Communicator, given: dict[str, Any], path: Path) -> tuple[Path, list[tuple[str, bytes]], Any, Any]:
+def begun(comm, given, path):
     trainer = trainer_of(comm, given)
     outcomes(trainer, HALF, 0)
     return CheckpointSaver(trainer, path).save(HALF), bits(trainer), owed(trainer), outcomes(trainer, 2 * HALF, HALF)

@@ -1,14 +1,11 @@
 """ZeRO with compressed messages is what its definition says, step by step, and its replicas compute with one model."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from harness.compressed.zero import RATE, Defined, Driven, compare, cuts_of, drawn, rounded
 from harness.marks import cases, on_threads
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.arrays.ranges import Range
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
@@ -106,11 +103,11 @@ def test_all_compute_with_what_is_decoded_and_owners_keep_what_is_exact(zero, bi
     assert computed.tobytes() == expected.tobytes()
 
 
-def payload_bytes(n: int, bits: int) -> int:
+def payload_bytes(n, bits):
     return -(-n // 256) * 4 + -(-n * bits // 8)
 
 
-def message_bytes(run: Driven, part: Range, bits: int) -> int:
+def message_bytes(run, part, bits):
     """Payloads of the tensors of a cut, one behind the other, each at a multiple of a word."""
     end = 0
     for _, where in run.layout.within(part):
@@ -170,9 +167,9 @@ def test_a_resumed_run_goes_on_to_the_bit(comm, stage, zero, name, working, keys
         assert values.tobytes() == again[key].tobytes(), key
 
 
-def owed(state: dict[tuple[str, str], np.ndarray]) -> dict[str, np.ndarray]:
+def owed(state):
     """The residuals of all ranks together, by tensor."""
-    found: dict[str, np.ndarray] = {}
+    found = {}
     for (kind, tensor), values in state.items():
         if kind.startswith("residual."):
             found[tensor] = found.get(tensor, 0) + values.astype(np.float64)
@@ -242,7 +239,7 @@ def test_a_run_that_did_not_compress_begins_with_nothing_owed(comm):
 @pytest.mark.parametrize("name", ["sign", "topk"])
 @on_threads(4)
 def test_an_overflow_on_one_rank_changes_nothing_on_any(comm, name):
-    keys: dict[str, Any] = {"density": 0.2} if name == "topk" else {}
+    keys = {"density": 0.2} if name == "topk" else {}
     run, other = (Driven(comm, 3, HPZ, name, "float16", 2, parameters="int8", **keys) for _ in range(2))
     for driven in (run, other):
         driven.run(2, scale=64.0)
@@ -298,7 +295,7 @@ def test_levels_that_mix_nodes_and_parameters_that_stay_whole_are_refused(comm):
 
 @pytest.mark.parametrize(("name", "working"), [("int4", "bfloat16"), ("topk", None)])
 def test_on_a_gpu_it_gives_the_bits_of_the_cpu(gpu, name, working):
-    keys: dict[str, Any] = {"density": 0.2} if name == "topk" else {}
+    keys = {"density": 0.2} if name == "topk" else {}
 
     def body(comm, on):
         run = Driven(comm, 3, HPZ, name, working, 2, on=on, parameters="int8", **keys)

@@ -1,8 +1,6 @@
 """Trainings with ZeRO and compressed messages, from recipes: all replicas follow one model, close to the dense one."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ PLUS = {  # hpZ, qwZ and qgZ: ZeRO++
 
 
 @pytest.fixture
-def settings(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
+def settings(tmp_path, rng):
     path = tmp_path / "text.txt"
     words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
     path.write_text(" ".join(rng.choice(words, 1500)))
@@ -37,7 +35,7 @@ def settings(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
     )
 
 
-TRAININGS: dict[str, tuple[int, dict[str, object]]] = {
+TRAININGS = {
     "zero2 by micro-batches": (2, recipe_keys("strategy=zero2 microbatches=3 compression=int4")),
     "zero3, random k": (2, ZERO3 | recipe_keys("compression=randomk compression.density=0.8")),
     "qwZ alone": (3, {**ZERO3, "compression.parameters": "int8"}),
@@ -102,7 +100,7 @@ def test_a_checkpoint_goes_on_to_the_bit(comm, settings, tmp_path):
     assert all(values.tobytes() == other[key].tobytes() for key, values in one.items())
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED = [
     (recipe_keys("strategy=zero2 compression=powersgd"), "factors are of whole tensors"),
     (recipe_keys("strategy=zero1 compression.parameters=int8"), "would be rounded; choose zero3"),
     (recipe_keys("strategy=allreduce compression.parameters=int8"), "would be rounded; choose zero3"),

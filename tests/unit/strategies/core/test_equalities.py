@@ -5,7 +5,6 @@ In float32 only 3 ranks are taken, all with HPCDIST_TEST_LAYOUTS=all.
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
@@ -14,14 +13,11 @@ import pytest
 
 from harness.rank_run import CLASSES, FEATURES, RankRun
 from harness.trainings import TOLERANCE
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import server_exchange as served
-from hpcdist.strategies.core.exchange import Exchange
-from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
 from hpcdist.strategies.zero.config import ZeroConfig
@@ -39,7 +35,7 @@ OPTIMIZERS = {
 }
 COLOCATED = ParameterServerConfig(placement="colocated")
 # How the exchange of a rank is made, and who serves where somebody does.
-WAYS: dict[str, tuple[Callable[[RankContext], Exchange], ParameterServerConfig | None]] = {
+WAYS = {
     "allreduce": (AllreduceExchange, None),
     "zero1": (partial(ZeroExchange, stage=1), None),
     "zero2": (partial(ZeroExchange, stage=2), None),
@@ -49,14 +45,14 @@ WAYS: dict[str, tuple[Callable[[RankContext], Exchange], ParameterServerConfig |
 }
 
 
-def run_of(comm: Communicator, way: str, optimizer: str, dtype: str) -> RankRun:
+def run_of(comm, way, optimizer, dtype):
     make, servers = WAYS[way]
     keys = {"microbatches": MICROBATCHES, "servers": servers, "total_steps": STEPS, "bucket_bytes": 400}
     return RankRun(comm, make, config=MODEL, dtype=dtype, optimizer=OPTIMIZERS[optimizer], **keys)
 
 
 @cache
-def data(dtype: str) -> tuple[np.ndarray, np.ndarray]:
+def data(dtype):
     """Samples whose class follows from the features."""
     rng = np.random.default_rng(7)
     inputs = np.tile(rng.standard_normal((STEPS // 10, SAMPLES, FEATURES)), (10, 1, 1))
@@ -64,7 +60,7 @@ def data(dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return inputs.astype(dtype), targets
 
 
-def trained(comm: Communicator, way: str, optimizer: str, dtype: str) -> tuple[list[float], np.ndarray]:
+def trained(comm, way, optimizer, dtype):
     run, losses = run_of(comm, way, optimizer, dtype), []
     for inputs, targets in zip(*data(dtype), strict=True):
         parts = [*zip(run.share(inputs), run.share(targets), strict=True)]
@@ -75,7 +71,7 @@ def trained(comm: Communicator, way: str, optimizer: str, dtype: str) -> tuple[l
 
 
 @cache
-def alone(optimizer: str, dtype: str) -> tuple[list[float], np.ndarray]:
+def alone(optimizer, dtype):
     return trained(solo(), "allreduce", optimizer, dtype)
 
 

@@ -3,8 +3,6 @@
 import math
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ import pytest
 from harness.marks import cases
 from harness.trainings import blamed, digest, refused, small
 from harness.trainings import losses_and_norms as train
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, ScheduleError
@@ -20,7 +17,6 @@ from hpcdist.strategies.core import logical_shards
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.verify.proof import verify
-from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -29,7 +25,7 @@ SAMPLES = 24
 trainer_of = partial(small, **{"run.global_batch": SAMPLES, "run.logical_shards": 8})
 
 
-def whole_run(comm: Communicator, path: Path, keys: dict[str, Any]) -> tuple[object, ...]:
+def whole_run(comm, path, keys):
     trainer = trainer_of(comm, path, keys)
     assert trainer.proof is not None
     return train(trainer, STEPS), digest(trainer), mean_validation_loss(trainer)
@@ -45,7 +41,7 @@ def whole_run(comm: Communicator, path: Path, keys: dict[str, Any]) -> tuple[obj
 def test_losses_weights_and_metrics_have_the_same_bits_on_any_number_of_ranks(text, shards, keys):
     keys = keys | {"run.logical_shards": shards}
     expected = run_threads(1, lambda comm: whole_run(comm, text, keys))[0]
-    assert all(math.isfinite(number) for step in expected[0] for number in step)  # type: ignore[attr-defined]
+    assert all(math.isfinite(number) for step in expected[0] for number in step)
     for size in (2, 3, shards):
         for result in run_threads(size, lambda comm: whole_run(comm, text, keys)):
             assert result == expected, f"{size} ranks"
@@ -54,7 +50,7 @@ def test_losses_weights_and_metrics_have_the_same_bits_on_any_number_of_ranks(te
 def test_it_is_the_run_without_shards_but_for_rounding(text):
     plain = run_threads(1, lambda comm: whole_run(comm, text, {"run.logical_shards": 0, "precision.mode": "float64"}))
     sharded = run_threads(3, lambda comm: whole_run(comm, text, {"precision.mode": "float64"}))
-    np.testing.assert_allclose(sharded[0][0], plain[0][0], rtol=1e-11)  # type: ignore[arg-type]
+    np.testing.assert_allclose(sharded[0][0], plain[0][0], rtol=1e-11)
     assert sharded[0][2] == pytest.approx(plain[0][2], rel=1e-12)
 
 
@@ -130,7 +126,7 @@ def test_partial_sums_take_the_memory_that_is_promised(text):
     assert trainer.ledger.peak["communication"] <= 3.1 * psi  # log2(8 shards)
 
 
-def _trained(comm: Communicator, text: Path) -> Trainer:
+def _trained(comm, text):
     trainer = trainer_of(comm, text, {"model.hidden": 64})
     train(trainer, 2)
     return trainer

@@ -7,7 +7,6 @@ use the memory that they were given until they are waited for: none is given out
 
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,7 +28,7 @@ from stubs import late_messages
 
 
 @pytest.fixture
-def text(text: Path) -> dict[str, object]:
+def text(text):
     return {"data.path": text, "precision.mode": "float32"}
 
 
@@ -42,7 +41,7 @@ def test_a_product_on_the_gpu_is_that_of_the_cpu(gpu, text, product, monkeypatch
         if pointers:
             with_pointers(comm)
         watch = Watch(gpu, pointers)
-        comm.events = watch  # type: ignore[misc]
+        comm.events = watch
         return Trained(comm, {**settings, "run.device": "gpu"}, watch.before_step, watch.after_step), watch
 
     host = run_threads(ranks, lambda comm: Trained(comm, settings))
@@ -58,7 +57,7 @@ def test_a_product_on_the_gpu_is_that_of_the_cpu(gpu, text, product, monkeypatch
 
 
 def test_measured_seconds_begin_and_end_where_the_gpu_is_idle(gpu, text, monkeypatch):
-    looks: list[bool] = []
+    looks = []
 
     def look():
         looks.append(gpu.LOG.kernels_pending())
@@ -121,7 +120,7 @@ def test_skip_connections_on_the_gpu(gpu, monkeypatch, schedule, ranks, chunks):
     loss, evaluated, expected = skipping.alone(4, "gpu")
     host = skipping.alone(4)
     late_messages.install(monkeypatch)
-    found: dict[str, bytes] = {}
+    found = {}
 
     def body(comm):
         with_pointers(comm)

@@ -22,7 +22,7 @@ from hpcdist.telemetry.metrics import side_tables
 from hpcdist.telemetry.metrics.step_metrics import SCHEMA, VERSION, MetricsWriter
 
 
-def scales(scale: DynamicLossScale, norms: str) -> list[float]:
+def scales(scale, norms):
     """The scale after each of ``norms``: "." is finite, "x" is not."""
     found = []
     for norm in norms:
@@ -43,9 +43,9 @@ def test_it_doubles_after_an_interval_without_overflow():
     assert scales(DynamicLossScale(MAXIMUM_SCALE, interval=1), "..") == [MAXIMUM_SCALE, MAXIMUM_SCALE]
 
 
-def by_runs(norms: str, start: float, interval: int, hysteresis: int, least: float) -> tuple[list[float], int | None]:
+def by_runs(norms, start, interval, hysteresis, least):
     """The scale after each step, run by run of equal steps, and which step gives up: nothing is counted from one on."""
-    found: list[float] = []
+    found = []
     for kind, run in groupby(norms):
         length, first = len(list(run)), found[-1] if found else start
         if kind == ".":
@@ -83,7 +83,7 @@ def test_without_hysteresis_and_bounds_it_is_that_of_pytorch(rng):
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
     mine = DynamicLossScale(2.0**12, interval=3, hysteresis=1, least=2.0**-24)
     weight = torch.zeros(1, requires_grad=True)
-    taken: list[int] = []
+    taken = []
     optimizer = SimpleNamespace(param_groups=[{"params": [weight]}], step=lambda: taken.append(1))
     for overflows in rng.random(60) < 0.3:
         theirs.scale(torch.zeros(1))

@@ -1,9 +1,7 @@
 """16-bit working copies in pipelines and on a tensor axis: the rule, and one verdict of all ranks on an overflow."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,24 +10,20 @@ import pytest
 from harness import trainings
 from harness.trainings import LAYOUT_KEYS as LAYOUT
 from harness.trainings import NOISE, losses, state, trainer_of
-from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.store import FlatStore
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import NonFiniteError
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.strategies.core.mixed_precision import MAXIMUM_OVERFLOWS
-from hpcdist.strategies.schedule.operations import EXCHANGED, Operation
-from hpcdist.strategies.schedule.stages import MicroBatch
-from hpcdist.training.build.trainer import Trainer
+from hpcdist.strategies.schedule.operations import EXCHANGED
 from hpcdist.training.run.saving import CheckpointSaver
 
 Keys = dict[str, Any]
 State = dict[tuple[str, str], np.ndarray]
 
 SAMPLES = 12
-BASE: Keys = {
+BASE = {
     "model.layers": 2,
     "model.hidden": 16,
     "model.heads": 2,
@@ -41,16 +35,16 @@ BASE: Keys = {
     "parallel.microbatches": 4,
     "communication.algorithm": "all_to_all",
 }
-BFLOAT16: Keys = {"precision.mode": "bfloat16"}
-FLOAT16: Keys = {"precision.mode": "float16", "precision.loss_scale": 1024}  # small enough: no step is skipped
-PIPELINE: Keys = {"parallel.pipeline": 2}
-TENSOR: Keys = {"parallel.tensor": 2}
-TIED: Keys = {"model.tied": "true"}
-SGD: Keys = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1, "optimizer.momentum": 0.9}
+BFLOAT16 = {"precision.mode": "bfloat16"}
+FLOAT16 = {"precision.mode": "float16", "precision.loss_scale": 1024}  # small enough: no step is skipped
+PIPELINE = {"parallel.pipeline": 2}
+TENSOR = {"parallel.tensor": 2}
+TIED = {"model.tied": "true"}
+SGD = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1, "optimizer.momentum": 0.9}
 ZERO1, ZERO2, ZERO3 = ({"parallel.strategy": f"zero{stage}", "communication.algorithm": "ring"} for stage in (1, 2, 3))
-SERVER: Keys = {"parallel.strategy": "parameter_server", "communication.algorithm": "native"}
-COLOCATED: Keys = SERVER | {"parameter_server.placement": "colocated"}
-SCHEDULES: dict[str, Keys] = {
+SERVER = {"parallel.strategy": "parameter_server", "communication.algorithm": "native"}
+COLOCATED = SERVER | {"parameter_server.placement": "colocated"}
+SCHEDULES = {
     "gpipe": {"parallel.schedule": "gpipe"},
     "1f1b": {},
     "1f1b, recomputed": {"parallel.recompute": "true"},
@@ -62,16 +56,16 @@ SCHEDULES: dict[str, Keys] = {
 
 
 @pytest.fixture
-def text(text: Path) -> dict[str, Any]:
+def text(text):
     return {**BASE, "data.path": text}
 
 
-def bits(found: State) -> dict[tuple[str, str], bytes]:
+def bits(found):
     assert all(values.dtype == np.float32 for values in found.values()), "never a rounded copy"
     return {key: values.tobytes() for key, values in found.items()}
 
 
-def run(comm: Communicator, keys: Keys, steps: int, resume: Path | None = None) -> tuple[list[float], State]:
+def run(comm, keys, steps, resume=None):
     trainer = trainer_of(comm, keys, resume)
     found = losses(trainer, steps), state(trainer)
     trainer.close()
@@ -84,7 +78,7 @@ class Rule:
     With numpy's and ml_dtypes' own conversions, and momentum in a line of float32.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer):
         self.trainer, self.model = trainer, trainer.model
         self.half = dtype_of(trainer.recipe.precision.mode)
         stores = (FlatStore(self.model.layout, np.dtype("float32")) for _ in range(4))
@@ -95,7 +89,7 @@ class Rule:
         self.last = self.model.stages[-1]
         self.tied_layers = {self.model.layout.by_key[key].spec.layer for key in self.last.tied.values()}
 
-    def step(self, batches: list[MicroBatch]) -> float:
+    def step(self, batches):
         scale = self.trainer.executor.loss_scale.scale
         per_target, loss = 1.0 / (SAMPLES * self.model.tokens_per_sample), 0.0
         self.wide.array[...] = self.master.array.astype(self.half).astype(np.float32)
@@ -119,7 +113,7 @@ class Rule:
         self.master.array[...] -= np.float32(rate) * self.velocity
         return loss * per_target
 
-    def _store_of(self, layer: int) -> FlatStore:
+    def _store_of(self, layer):
         return self.copy if layer in self.tied_layers else self.own
 
 
@@ -153,7 +147,7 @@ def test_servers_sum_in_float32_and_have_the_bits_of_allreduce(text, mode, layou
         assert found == losses_then and bits(mine) == bits(kept)
 
 
-GRIDS: dict[str, tuple[int, Keys]] = {
+GRIDS = {
     "data 2 x pipeline 2": (4, PIPELINE | TIED | BFLOAT16),
     "data 2 x pipeline 2, zero1": (4, PIPELINE | TIED | ZERO1 | FLOAT16),
     "data 2 x pipeline 2, zero2, each micro-batch": (4, PIPELINE | ZERO2 | BFLOAT16),
@@ -182,7 +176,7 @@ def test_every_grid_is_near_one_rank(text, name):
         assert np.linalg.norm(apart) / size_of_all < 2e-3
 
 
-def everything(trainer: Trainer) -> list[bytes]:
+def everything(trainer):
     """Bits of all that this rank keeps from step to step: copies, master, moments, clocks. Local."""
     exchange, copies = trainer.exchange, trainer.executor.copies
     kept = [piece.array.copy().tobytes() for piece in (*exchange.wanted(), *exchange.pieces())]
@@ -194,15 +188,15 @@ def everything(trainer: Trainer) -> list[bytes]:
     ]
 
 
-def overflows(trainer: Trainer, *, in_copy: bool) -> Callable[[], None]:
+def overflows(trainer, *, in_copy):
     """Make one element of this rank's gradients infinite when they are next given away; return how to end it."""
     exchange, copies, healthy = trainer.exchange, trainer.executor.copies, trainer.exchange.handlers
     left = [-1]  # places, none of them padding
 
-    def damage(values: Array) -> None:
+    def damage(values):
         values[left.pop()] = np.inf
 
-    def send(handler: Callable[[Operation], None], op: Operation) -> None:
+    def send(handler, op):
         assert op.range is not None
         if left and trainer.executor.gradients_in(op.range) is not None:
             inside = list(trainer.model.layout.within(op.range))
@@ -214,23 +208,19 @@ def overflows(trainer: Trainer, *, in_copy: bool) -> Callable[[], None]:
     if in_copy:
         finish = trainer.executor._bound.complete_copies
 
-        def complete() -> None:
+        def complete():
             finish()
             if left and copies.keys:
                 damage(copies.gradients.view(min(copies.keys)).reshape(-1))
 
-        trainer.executor._bound.complete_copies = complete  # type: ignore[method-assign]
+        trainer.executor._bound.complete_copies = complete
         return lambda: setattr(trainer.executor._bound, "complete_copies", finish)
-    sends = {
-        kind: lambda op, handler=healthy[kind]: send(handler, op)  # type: ignore[misc]
-        for kind in EXCHANGED
-        if kind in healthy
-    }
+    sends = {kind: lambda op, handler=healthy[kind]: send(handler, op) for kind in EXCHANGED if kind in healthy}
     exchange.handlers = {**healthy, **sends}
     return lambda: setattr(exchange, "handlers", healthy)
 
 
-def layer_of(trainer: Trainer, op: Operation) -> int:
+def layer_of(trainer, op):
     assert op.range is not None
     ranges = trainer.context.ranges.items()
     return next(trainer.model.stages[unit].layer for unit, part in ranges if part.intersect(op.range))
@@ -339,7 +329,7 @@ def test_it_learns_as_float32_does(text, mode, layout):
     np.testing.assert_allclose(half, plain, rtol=0.01 if mode == "bfloat16" else 0.002)
 
 
-RESUMED: dict[str, tuple[Keys, list[tuple[int, Keys]]]] = {  # and who takes it over: ranks, keys
+RESUMED = {  # and who takes it over: ranks, keys
     "pipeline": (PIPELINE | TIED | ZERO1, [(1, {}), (3, SERVER | BFLOAT16)]),
     "tensor": (TENSOR | ZERO3, [(2, PIPELINE | BFLOAT16)]),
     "servers": (SERVER | {"parameter_server.servers": 2}, [(2, TENSOR | FLOAT16)]),

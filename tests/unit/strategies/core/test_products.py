@@ -1,7 +1,5 @@
 """Any layout that a recipe may ask for is the run of one process: drawn at random, on at most four ranks."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -16,7 +14,7 @@ STEPS = 3
 GRIDS = ((2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 1, 3), (1, 1, 4), (3, 1, 1), (1, 3, 1))  # data, pipeline, tensor
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 STRATEGIES = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")
-KEYS: dict[str, object] = {
+KEYS = {
     "data.context": 7,  # with five samples or seven, no number of rows is even
     "run.steps": STEPS,
     "run.validation_samples": 5,
@@ -27,18 +25,18 @@ KEYS: dict[str, object] = {
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_bytes(b"".join(b"%d plus %d is %d. " % (i % 7, i % 5, i % 7 + i % 5) for i in range(400)))
     return path
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[int, dict[str, object]]:
+def layouts(draw):
     """Return a number of ranks, and the keys of a run on them."""
     data, pipeline, tensor = draw(st.sampled_from(GRIDS))
     strategy, microbatches = draw(st.sampled_from(STRATEGIES)), draw(st.sampled_from((1, 3, 4)))
-    keys: dict[str, object] = {
+    keys = {
         "model.layers": 6 if pipeline > 1 else 2,
         "model.heads": 6 if tensor == 3 else 4,
         "model.hidden": 24,

@@ -3,7 +3,6 @@
 import itertools
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from harness import trainings
 from harness.marks import cases
 from harness.trainings import Trained, assembled, check_same, recipe_keys, with_pointers
 from hpcdist import models
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, ScheduleError
@@ -27,17 +25,17 @@ from hpcdist.strategies.decentralised.gossip import GossipExchange
 from hpcdist.strategies.decentralised.gossip import build as build_graph
 from hpcdist.strategies.decentralised.local_sgd import LocalSgdExchange
 from hpcdist.strategies.decentralised.replicas import Replicas
-from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.run.saving import CheckpointSaver
 
 MODEL = ModelConfig(layers=1, hidden=8, heads=2)
-SGD: dict[str, Any] = {"name": "sgd", "learning_rate": 0.1, "momentum": 0.0, "decay": "constant", "warmup_steps": 0}
+SGD = {"name": "sgd", "learning_rate": 0.1, "momentum": 0.0, "decay": "constant", "warmup_steps": 0}
 SGD |= {"weight_decay": 0.0, "clip_norm": 0.0}
 STEPS = 7
 
 
-def seat_of(comm: Communicator, optimizer: dict[str, Any], dtype: str = "float64") -> RankContext:
+def seat_of(comm, optimizer, dtype="float64"):
     model = models.build(MODEL, dtype, context=4)
     return RankContext(
         world=comm,
@@ -65,10 +63,10 @@ class Quadratic:
     trail: list[np.ndarray] = field(default_factory=list)
 
     @property
-    def x(self) -> np.ndarray:
+    def x(self):
         return self.exchange.parameters.array
 
-    def step(self, save: bool = False) -> None:
+    def step(self, save=False):
         self.exchange.count_samples(self.samples[self.rank], sum(self.samples))
         share = self.samples[self.rank] / sum(self.samples)
         self.exchange.gradients.array[...] = share * (self.x - self.target)
@@ -80,24 +78,15 @@ class Quadratic:
             self.exchange.flush()
         self.trail.append(self.x.copy())
 
-    def _agree(self, op: Operation) -> None:
+    def _agree(self, op):
         self.exchange.agree(np.array([self.exchange.norm_squared()]))
         self.exchange.begin_update(1.0)
 
 
-def trails(
-    size: int,
-    strategy: str,
-    keys: dict[str, Any],
-    optimizer: dict[str, Any],
-    start: np.ndarray,
-    targets: np.ndarray,
-    samples: list[int],
-    saves: tuple[int, ...] = (),
-) -> tuple[np.ndarray, list[dict[int, float]], np.ndarray]:
+def trails(size, strategy, keys, optimizer, start, targets, samples, saves=()):
     """The parameters of all ranks after each step (steps, ranks, n), distances, and which elements are no padding."""
 
-    def body(comm: Communicator) -> tuple[np.ndarray, dict[int, float], np.ndarray]:
+    def body(comm):
         context = seat_of(comm, optimizer)
         exchange = DECENTRALISED_EXCHANGES[strategy](context, DecentralisedConfig(**keys))
         mask = np.zeros(context.layout.size)
@@ -115,11 +104,11 @@ def trails(
     return np.array([trail for trail, _, _ in found]).swapaxes(0, 1), [d for _, d, _ in found], found[0][2]
 
 
-def size_of_model() -> int:
+def size_of_model():
     return models.build(MODEL, "float64", context=4).layout.size
 
 
-def distance(x: np.ndarray, weights: np.ndarray | None = None) -> float:  # (ranks, n), (ranks, 1)
+def distance(x, weights=None):  # (ranks, n), (ranks, 1)
     mean = x.mean(axis=0) if weights is None else (weights * x).sum(axis=0)
     return float(np.sqrt(((x - mean) ** 2).sum() / len(x)) / np.linalg.norm(mean))
 
@@ -259,7 +248,7 @@ def test_gradients_are_clipped_by_their_own_norm(rng):
 
 
 # Trainings of a tiny model, by threads.
-BASE: dict[str, object] = {
+BASE = {
     "optimizer.name": "sgd",
     "optimizer.learning_rate": 0.5,
     "optimizer.momentum": 0.0,
@@ -281,9 +270,7 @@ SAME = {
 }
 
 
-def trained(
-    comm: Communicator, settings: dict[str, object], steps: int = 5, first: Any = None
-) -> tuple[Any, list[float]]:
+def trained(comm, settings, steps=5, first=None):
     trainer = first or assembled(comm, settings)
     return trainer, trainings.losses(trainer, steps)
 
@@ -372,7 +359,7 @@ def test_resume_has_the_bits_of_a_run_that_saved_there(keys, tmp_path, words):
         assert rest == again and equal and one_model
 
 
-ON_GPUS: list[dict[str, object]] = [
+ON_GPUS = [
     {"parallel.strategy": "gossip", "decentralised.report_every": 2},
     {"parallel.strategy": "gossip", "decentralised.order": "adapt_first", "parallel.microbatches": 2},
     {"parallel.strategy": "gossip", "decentralised.graph": "complete"},
@@ -444,22 +431,18 @@ def test_every_list_is_a_proven_step(keys, microbatches):
         verified(lists_of(size, strategy, keys or {}, optimizer, microbatches), size, microbatches)
 
 
-def listed(
-    comm: Communicator, strategy: str, keys: dict[str, Any], optimizer: str, microbatches: int
-) -> list[Operation]:
+def listed(comm, strategy, keys, optimizer, microbatches):
     context = seat_of(comm, {"name": optimizer})
     exchange = DECENTRALISED_EXCHANGES[strategy](context, DecentralisedConfig(**keys))
     executor = build_executor(context, exchange)
     return operations(context, exchange, executor.copies, ParallelConfig(strategy=strategy, microbatches=microbatches))
 
 
-def lists_of(
-    size: int, strategy: str, keys: dict[str, Any], optimizer: str = "sgd", microbatches: int = 1
-) -> list[list[Operation]]:
+def lists_of(size, strategy, keys, optimizer="sgd", microbatches=1):
     return run_threads(size, lambda comm: listed(comm, strategy, keys, optimizer, microbatches))
 
 
-def verified(lists: list[list[Operation]], size: int, microbatches: int = 1) -> None:
+def verified(lists, size, microbatches=1):
     model = models.build(MODEL, "float64", context=4)
     units = dict(enumerate(model.layout.units.values()))
     verify(lists, grid=ProcessGrid(data=size), units=units, microbatches=microbatches, needs=model.needs)

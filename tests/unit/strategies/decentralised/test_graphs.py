@@ -8,23 +8,23 @@ import pytest
 from harness.marks import cases
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.decentralised.config import DecentralisedConfig, parse_edges
-from hpcdist.strategies.decentralised.gossip import Graph, build
-from hpcdist.training.recipe.recipe import Recipe, load
+from hpcdist.strategies.decentralised.gossip import build
+from hpcdist.training.recipe.recipe import load
 
 NAMES = ("ring", "torus", "exponential", "one_peer", "complete")
 SIZES = range(1, 17)
 
 
-def tree(size: int) -> str:
+def tree(size):
     """The edges of a binary tree: neither regular nor with a cycle."""
     return ", ".join(f"{(rank - 1) // 2}-{rank}" for rank in range(1, size))
 
 
-def graphs(size: int) -> list[Graph]:
+def graphs(size):
     return [build(name, size) for name in NAMES] + ([build("edges", size, tree(size))] if size > 1 else [])
 
 
-def matrices(graph: Graph) -> list[np.ndarray]:
+def matrices(graph):
     return [graph.matrix(number) for number in range(max(1, len(graph.rounds)))]
 
 
@@ -120,7 +120,7 @@ def test_bad_sections_are_refused(keys, words):
     assert words in str(refused.value)
 
 
-def recipe_of(keys: dict[str, object], strategy: str, optimizer: str) -> Recipe:
+def recipe_of(keys, strategy, optimizer):
     """Return a recipe with the keys of the section, or raise what refuses it."""
     given = {"parallel.strategy": strategy, "optimizer.name": optimizer}
     given |= {f"decentralised.{key}": str(value) for key, value in keys.items()}

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +11,6 @@ import pytest
 from harness.marks import on_threads
 from harness.rank_run import RankRun, load_initial, optimizer_of
 from hpcdist.arrays import backend
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
@@ -48,25 +46,23 @@ COLOCATED = ParameterServerConfig(placement="colocated", consistency="asp")
 class Run(RankRun):
     """A tiny gpt on one rank; workers go at their own speed and meet as the loop of a training does."""
 
-    def __init__(
-        self, comm: Communicator, config: ParameterServerConfig, steps: int = STEPS, on: str = "cpu", **keys: object
-    ) -> None:
+    def __init__(self, comm, config, steps=STEPS, on="cpu", **keys):
         make = partial(server_exchange, config=config)
         given = {"config": MODEL, "dtype": "float32", "optimizer": optimizer_of(**keys), "total_steps": steps, "on": on}
         super().__init__(comm, make, servers=config, **given)
         assert isinstance(self.exchange, AsynchronousExchange)
         self.steps, self.operations = steps, self.exchange.attended(self.operations)
-        self.meetings: list[list[int]] = []
-        self.own_losses: list[float] = []
+        self.meetings = []
+        self.own_losses = []
 
-    def advance(self, data: np.ndarray) -> None:
+    def advance(self, data):
         """Make the worker's next step, on samples of its own."""
         clock = self.exchange.clock
         samples = backend.place(data[clock, self.comm.rank], self.context.on)
         done = self.executor.run(self.operations, [(samples[:, :-1], samples[:, 1:])], SAMPLES, clock, np.zeros(0))
         self.own_losses.append(done.loss)
 
-    def hold(self) -> bool:
+    def hold(self):
         """Meet; whether all workers have done all their steps."""
         place = self.exchange
         place.meet()
@@ -85,7 +81,7 @@ class Run(RankRun):
         place.part()
         return False
 
-    def train(self, data: np.ndarray, pause: Callable[[int], float] = lambda rank: 0.0) -> None:
+    def train(self, data, pause=lambda rank: 0.0):
         self.exchange.part()
         while self.exchange.works and self.exchange.clock < self.steps:
             time.sleep(pause(self.comm.rank))
@@ -96,7 +92,7 @@ class Run(RankRun):
             pass
 
 
-def text(rng: np.random.Generator, steps: int = STEPS) -> np.ndarray:
+def text(rng, steps=STEPS):
     return rng.integers(0, 256, (steps, 6, SAMPLES, 9)).astype(np.uint8)
 
 
@@ -159,7 +155,7 @@ def test_on_a_device_it_is_the_same(gpu, rng):
             np.testing.assert_allclose(np.linalg.norm(there - weights), 0, atol=1e-4 * np.linalg.norm(weights))
 
 
-def reference(comm: Communicator, data: np.ndarray) -> tuple[list[float], bytes]:
+def reference(comm, data):
     """The same steps in lock-step with nobody."""
     run = Run(comm, COLOCATED)
     lockstep = server_exchange(run.context, replace(COLOCATED, consistency="bsp"))
@@ -175,7 +171,7 @@ def reference(comm: Communicator, data: np.ndarray) -> tuple[list[float], bytes]
 def test_nobody_waits_for_a_slow_worker(rng):
     """The quick worker has done all its steps before the slow one has done its first."""
     data = text(rng)
-    finished: list[int] = []
+    finished = []
 
     def body(comm):
         run = Run(comm, ParameterServerConfig(consistency="asp"))
@@ -197,17 +193,17 @@ def test_nobody_waits_for_a_slow_worker(rng):
 class Open:
     """The operations of one rank that have begun and not ended."""
 
-    def __init__(self) -> None:
-        self.tokens: dict[int, str] = {}
+    def __init__(self):
+        self.tokens = {}
         self.begun = self.pushes = 0
 
-    def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
+    def begin(self, comm, op, dtype, count, sent_bytes, peer, tag):
         self.begun += 1
         self.pushes += op == "isend" and "values" in comm
         self.tokens[self.begun] = f"{op} on {comm}"
         return self.begun
 
-    def end(self, token: int) -> None:
+    def end(self, token):
         del self.tokens[token]
 
 
@@ -361,7 +357,7 @@ def test_bytes_of_a_step(rng):
         np.testing.assert_allclose(sent, (psi - served) * STEPS + 3 * served * (STEPS + 1), rtol=0.01, atol=meeting)
 
 
-def run_bytes(size: int) -> int:
+def run_bytes(size):
     """Notes of 9 numbers of 8 bytes: at most 4 a step and peer, and what a meeting agrees on."""
     return STEPS * 4 * 72 * size
 
@@ -373,7 +369,7 @@ def test_a_restored_state_has_the_same_bits(comm, size, config, rng):
     run = Run(comm, config)
     run.train(data, lambda rank: 2e-3 * rank)
     saved = comm.allgather_object([(p.name, p.flat, p.array.tobytes()) for p in run.exchange.pieces()])
-    whole: dict[str, bytearray] = {}
+    whole = {}
     for name, flat, raw in (piece for pieces in saved for piece in pieces):
         whole.setdefault(name, bytearray(1 << 20))[4 * flat.start : 4 * flat.stop] = raw
     fresh = Run(comm, config)
@@ -439,7 +435,7 @@ class Watched(Run):
     everybody: dict[int, "Watched"]
     ahead = 0
 
-    def starts(self) -> None:
+    def starts(self):
         clock = self.exchange.clock
         for run in self.everybody.values():
             if run.exchange.shard is not None:
@@ -448,24 +444,17 @@ class Watched(Run):
                 self.ahead = max(self.ahead, clock - slowest)
 
 
-def watched(
-    size: int,
-    config: ParameterServerConfig,
-    data: np.ndarray,
-    pause: Callable[[Watched], float],
-    steps: int = STEPS,
-    clocks: list[int] | None = None,
-) -> list[Watched]:
-    everybody: dict[int, Watched] = {}
+def watched(size, config, data, pause, steps=STEPS, clocks=None):
+    everybody = {}
 
-    def body(comm: Communicator) -> Watched:
+    def body(comm):
         run = everybody[comm.rank] = Watched(comm, config, steps)
         run.everybody = everybody
         if clocks is not None:
             run.exchange.restore({"count": min(clocks), "clocks": clocks, "updates": sum(clocks)})
         comm.barrier()
 
-        def wait(rank: int) -> float:
+        def wait(rank):
             seconds = pause(run)
             run.starts()
             return seconds
@@ -518,7 +507,7 @@ def test_a_restored_worker_that_is_too_far_ahead_waits(size, config, rng):
 def test_every_tensor_is_of_one_version(rng):
     """What a worker reads is what its server had at some time, tensor by tensor."""
     data = text(rng)
-    versions: dict[object, set[bytes]] = {}
+    versions = {}
 
     def body(comm):
         run = Run(comm, ParameterServerConfig(servers=2, placement="colocated", consistency="asp"))
@@ -535,7 +524,7 @@ def test_every_tensor_is_of_one_version(rng):
                 for segment in own:
                     versions[segment.key].add(shard.parameters.view(segment.key).tobytes())
 
-            shard.step = kept  # type: ignore[method-assign]
+            shard.step = kept
         comm.barrier()
         read = 0
 
@@ -558,8 +547,8 @@ def test_the_rate_is_divided_by_the_staleness(aware, rng):
     """Worker 1 pushes three times between the read and the push of worker 0: that gradient is 3 updates old."""
     data = text(rng)
     config = ParameterServerConfig(consistency="asp", staleness_aware=aware)
-    place: dict[int, AsynchronousExchange] = {}
-    rates: list[tuple[int, float]] = []
+    place = {}
+    rates = []
 
     def body(comm):
         run = Run(comm, config, warmup_steps=0, decay="constant")

@@ -1,7 +1,6 @@
 """Backup workers: the exact mean of the first, the same on all servers; late gradients go nowhere."""
 
 import time
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 
 from harness.rank_run import RankRun, optimizer_of
 from hpcdist.arrays import backend
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
 from hpcdist.strategies.build import server_exchange
@@ -25,14 +23,14 @@ PLACES = [(3, 1, "dedicated"), (5, 2, "dedicated"), (3, 3, "colocated"), (3, 1, 
 class Place(RankRun):
     """One rank with a tiny gpt; ``keys`` are those of the optimizer."""
 
-    def __init__(self, comm: Communicator, config: ParameterServerConfig, on: str = "cpu", **keys: object) -> None:
+    def __init__(self, comm, config, on="cpu", **keys):
         make = partial(server_exchange, config=config)
         super().__init__(
             comm, make, servers=config, config=MODEL, optimizer=optimizer_of(**keys), total_steps=STEPS, on=on
         )
         self.workers = len(self.roles.workers)
 
-    def batch(self, data: np.ndarray, step: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def batch(self, data, step):
         samples = backend.place(data[step, self.comm.rank], self.context.on)
         return [(samples[:, :-1], samples[:, 1:])]
 
@@ -42,11 +40,11 @@ class Backup(Place):
 
     exchange: BackupExchange
 
-    def train(self, data: np.ndarray, pause: Callable[["Backup", int], None]) -> None:
+    def train(self, data, pause):
         place = self.exchange
         self.operations = place.attended(self.operations)
         place.part()
-        self.taken: list[tuple[int, bool]] = []
+        self.taken = []
         while place.works and place.clock < STEPS and not place.meetings.called:
             before = place.clock
             pause(self, before)
@@ -55,7 +53,7 @@ class Backup(Place):
             self.taken.append((before, place.taken))
         self.hold()
 
-    def hold(self) -> None:
+    def hold(self):
         place = self.exchange
         place.meet()
         values = np.zeros(self.workers + 2)
@@ -68,11 +66,11 @@ class Backup(Place):
         place.refresh()
 
 
-def text(rng: np.random.Generator, workers: int) -> np.ndarray:
+def text(rng, workers):
     return rng.integers(0, 256, (STEPS, workers, SAMPLES, 9)).astype(np.uint8)
 
 
-def serve_until(place: BackupExchange, ready: Callable[[], bool]) -> None:
+def serve_until(place, ready):
     limit = time.monotonic() + 30
     while not ready():
         assert time.monotonic() < limit
@@ -80,10 +78,10 @@ def serve_until(place: BackupExchange, ready: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
-def lock_step(workers: int, data: np.ndarray, taken: list[list[int]], **keys: object) -> bytes:
+def lock_step(workers, data, taken, **keys):
     """The same steps in one process, on the samples of the workers that are taken; all of its parameters."""
 
-    def body(comm: Communicator) -> bytes:
+    def body(comm):
         place = Place(comm, ParameterServerConfig(placement="colocated"), **keys)
         for step, ranks in enumerate(taken):
             samples = np.concatenate([data[step, rank] for rank in ranks])
@@ -93,7 +91,7 @@ def lock_step(workers: int, data: np.ndarray, taken: list[list[int]], **keys: ob
     return run_threads(1, body)[0]
 
 
-def config_of(servers: int, placement: str) -> ParameterServerConfig:
+def config_of(servers, placement):
     return ParameterServerConfig(servers=servers, placement=placement, backup_workers=1)
 
 
@@ -131,17 +129,17 @@ def test_a_late_worker_is_left_out_and_catches_up(size, servers, placement, name
         assert np.linalg.norm(np.frombuffer(values) - wanted) <= 1e-12 * np.linalg.norm(wanted)
 
 
-def of_three(data: np.ndarray, order: list[int], on: str = "cpu") -> np.ndarray:
+def of_three(data, order, on="cpu"):
     """Train with four workers, of which those in ``order`` always come first, and in that order; the parameters."""
-    runs: dict[int, Backup] = {}
+    runs = {}
 
-    def body(comm: Communicator) -> np.ndarray:
+    def body(comm):
         run = runs[comm.rank] = Backup(comm, config_of(1, "dedicated"), on)
         comm.barrier()
         quorum = runs[4].exchange._quorum
         assert quorum is not None
 
-        def pause(run: Backup, clock: int) -> None:
+        def pause(run, clock):
             if comm.rank in order:
                 place = order.index(comm.rank)
                 serve_until(run.exchange, lambda: (quorum.clock, len(quorum._here)) == (clock, place))
@@ -181,7 +179,7 @@ def test_a_state_goes_on_at_one_clock_for_all():
 
 def test_a_late_worker_that_was_called_before_the_last_step_does_not_take_that_back():
     """It hears of the meeting at clock 1, the others after one more step: all, and what is saved, are at clock 2."""
-    runs: dict[int, Backup] = {}
+    runs = {}
     data = text(np.random.default_rng(5), 3)
 
     def pause(run, clock):

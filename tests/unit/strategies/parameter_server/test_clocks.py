@@ -18,7 +18,7 @@ class World:
     leaves; ``returns``, with a single shard, whether it comes back later.
     """
 
-    def __init__(self, draw: random.Random) -> None:
+    def __init__(self, draw):
         self.draw = draw
         self.workers, self.steps = range(draw.randint(1, 4)), draw.randint(1, 5)
         self.shards, self.bound = draw.randint(1, 2), draw.choice([0, 1, 2, 3, math.inf])
@@ -26,14 +26,14 @@ class World:
         self.applied = [dict.fromkeys(self.workers, 0) for _ in range(self.shards)]
         self.lines = {(w, shard): deque() for w in self.workers for shard in range(self.shards)}
         self.made = dict.fromkeys(self.workers, 0)  # iterations whose push was sent
-        self.missing: dict[int, set[int]] = {worker: set() for worker in self.workers}  # shards that owe an answer
+        self.missing = {worker: set() for worker in self.workers}  # shards that owe an answer
         stopping = draw.random() < 0.7
         self.stops = {w: draw.randint(0, self.steps) for w in self.workers if stopping and draw.random() < 0.5}
         self.returns = self.shards == 1 and draw.random() < 0.5
-        self.gone: set[int] = set()
-        self.away_at: list[set[int]] = [set() for _ in range(self.shards)]
+        self.gone = set()
+        self.away_at = [set() for _ in range(self.shards)]
 
-    def possible(self) -> list[tuple[str, int, int]]:
+    def possible(self):
         """What may happen next: a message comes, or a worker that has its values ends its iteration, or stops."""
         found = [("comes", worker, shard) for (worker, shard), line in self.lines.items() if line]
         for worker in self.workers:
@@ -44,7 +44,7 @@ class World:
                 found.append(("ends", worker, 0))
         return found
 
-    def happen(self, what: str, worker: int, shard: int) -> None:
+    def happen(self, what, worker, shard):
         if what == "comes":
             self.receive(worker, shard)
         elif what == "returns":
@@ -66,13 +66,13 @@ class World:
             self.missing[worker] = set(range(self.shards))
             self.tell(worker, "push")
 
-    def tell(self, worker: int, what: str) -> None:
+    def tell(self, worker, what):
         for shard in range(self.shards):
             self.lines[worker, shard].append((what, self.made[worker]))
             if what == "push" and self.draw.random() < 0.2:
                 self.lines[worker, shard].append((what, self.made[worker]))  # the same once more
 
-    def receive(self, worker: int, shard: int) -> None:
+    def receive(self, worker, shard):
         what, clock = self.lines[worker, shard].popleft()
         if what == "leave":
             self.clocks[shard].leave(worker)
@@ -84,7 +84,7 @@ class World:
             assert clock <= self.applied[shard][worker], "only what was applied before is refused"
         self.answer(shard)
 
-    def answer(self, shard: int) -> None:
+    def answer(self, shard):
         for worker in self.clocks[shard].answerable():
             assert worker in self.workers and shard in self.missing[worker], "answered once"
             self.missing[worker].discard(shard)
@@ -92,7 +92,7 @@ class World:
             assert self.applied[shard][worker] == clock, "it reads its own writes"
             assert all(self.applied[shard][other] >= clock - self.bound for other in there), "all up to c - s - 1"
 
-    def check_progress(self) -> None:
+    def check_progress(self):
         """Nothing can happen any more: then all who did not stop have made all their steps."""
         for worker in self.workers:
             if worker not in self.gone:
@@ -100,7 +100,7 @@ class World:
 
 
 def test_no_read_breaks_the_bound_and_nobody_waits_for_ever():
-    met: set[float] = set()
+    met = set()
     held = stopped = returned = 0
     for seed in range(SCHEDULES):
         world = World(random.Random(seed))

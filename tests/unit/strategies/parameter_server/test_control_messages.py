@@ -16,7 +16,7 @@ def test_what_a_quick_worker_says_after_a_meeting_does_not_pass_for_a_late_call(
     """The call of worker 2 is still on its way when worker 1 has parted and pushes, and calls the next meeting."""
 
     def body(comm):
-        said: list[str] = []
+        said = []
         notes = ControlChannel(comm.dup("notes"))
         notes.answers[ControlKind.PUSH] = lambda worker, what: said.append(f"push {what.clock} of {worker}")
         meetings = Rendezvous(comm.rank, ROLES, notes)
@@ -41,7 +41,7 @@ def test_what_a_quick_worker_says_after_a_meeting_does_not_pass_for_a_late_call(
 
 def test_notes_that_were_held_back_come_before_others():
     def body(comm):
-        said: list[int] = []
+        said = []
         notes = ControlChannel(comm.dup("notes"))
         notes.answers[ControlKind.PUSH] = lambda worker, what: said.append(what.clock)
         notes.answers[ControlKind.CALL] = lambda worker, what: said.append(-what.clock)

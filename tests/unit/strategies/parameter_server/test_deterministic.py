@@ -1,8 +1,6 @@
 """Logical shards on a parameter server: the bits of allreduce, on any number of workers and servers."""
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +8,6 @@ import pytest
 from harness.marks import cases, on_threads
 from harness.trainings import blamed, recipe_keys, refused, small, state_bits
 from harness.trainings import losses_and_norms as train
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
@@ -28,12 +25,12 @@ KEYS = {
 }
 
 
-def served(servers: int, placement: str, transport: str = "messages", **keys: Any) -> dict[str, Any]:
+def served(servers, placement, transport="messages", **keys):
     named = {"servers": servers, "placement": placement, "transport": transport, **keys}
     return {"parallel.strategy": "parameter_server"} | {f"parameter_server.{name}": of for name, of in named.items()}
 
 
-def whole_run(comm: Communicator, path: Path, keys: dict[str, Any]) -> tuple[object, ...]:
+def whole_run(comm, path, keys):
     trainer = trainer_of(comm, path, keys)
     assert trainer.proof is not None
     try:
@@ -48,7 +45,7 @@ def whole_run(comm: Communicator, path: Path, keys: dict[str, Any]) -> tuple[obj
 @pytest.mark.parametrize("transport", ["messages", "shared", "rma"])
 def test_it_has_the_bits_of_allreduce_on_any_number_of_workers_and_servers(text, transport, name):
     expected = run_threads(1, lambda comm: whole_run(comm, text, KEYS[name]))[0]
-    assert all(np.isfinite(number) for step in expected[0] for number in step)  # type: ignore[attr-defined]
+    assert all(np.isfinite(number) for step in expected[0] for number in step)
     places = [(1, 1, "colocated"), (2, 1, "dedicated"), (4, 0, "colocated"), (4, 1, "colocated"), (5, 2, "dedicated")]
     for size, servers, placement in places[:: 1 if name == "adamw" else 2]:
         keys = KEYS[name] | served(servers, placement, transport, mirrored="true" if size == 5 else "false")
@@ -84,9 +81,9 @@ def test_a_mirror_has_the_bits_of_the_server_that_is_lost(text):
         trainer = trainer_of(comm, text, keys | served(3, "colocated", mirrored="true"))
         found, exchange = train(trainer, 2), trainer.exchange
         if comm.rank == 1:
-            for store in (exchange.parameters, *exchange.sharded_update.slots().values()):  # type: ignore[attr-defined]
+            for store in (exchange.parameters, *exchange.sharded_update.slots().values()):
                 store.array[...] = np.nan
-        exchange.recover(1)  # type: ignore[attr-defined]
+        exchange.recover(1)
         return found + train(trainer, 4, first=2)
 
     assert run_threads(3, body) == [expected] * 3
@@ -103,9 +100,9 @@ def test_a_worker_pushes_as_many_partial_sums_as_it_must(comm, text, shards, pus
     psi = 4 * trainer.model.layout.size
     agreed = 3 * 8 * (shards + 4)
     assert not traffic.unknown
-    sends = pushed * psi if trainer.exchange.works else 2 * psi  # type: ignore[attr-defined]
+    sends = pushed * psi if trainer.exchange.works else 2 * psi
     assert sends <= traffic.sent_bytes <= sends + agreed
-    if trainer.exchange.works:  # type: ignore[attr-defined]
+    if trainer.exchange.works:
         assert trainer.ledger.peak["communication"] <= {8: 2, 6: 2, 4: 1}[shards] * psi + agreed
 
 

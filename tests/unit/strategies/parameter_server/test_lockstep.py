@@ -9,7 +9,6 @@ import pytest
 
 from harness.marks import cases, on_threads
 from harness.rank_run import RankRun, optimizer_of, text
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, UsageError
@@ -30,33 +29,23 @@ ALONE = ParameterServerConfig(placement="colocated")
 class Run(RankRun):
     """A tiny gpt on one rank of a parameter server; ``keys`` are those of the optimizer."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        config: ParameterServerConfig,
-        dtype: str = "float64",
-        *,
-        microbatches: int = 1,
-        algorithm: str = "ring",
-        on: str = "cpu",
-        **keys: object,
-    ):
+    def __init__(self, comm, config, dtype="float64", *, microbatches=1, algorithm="ring", on="cpu", **keys):
         given = {"config": MODEL, "dtype": dtype, "microbatches": microbatches, "optimizer": optimizer_of(**keys)}
         context = {"algorithm": algorithm, "on": on, "total_steps": STEPS}
         super().__init__(comm, partial(server_exchange, config=config), servers=config, **given, **context)
         assert isinstance(self.exchange, LockStepExchange)
 
-    def served(self) -> list[bytes]:
+    def served(self):
         """The bits of all that this rank serves: parameters and optimizer state."""
         return [piece.array.tobytes() for piece in self.exchange.pieces()]
 
-    def weights(self) -> dict[int, bytes]:
+    def weights(self):
         """The bits of every part that this rank holds, by where it starts."""
         store = self.exchange.parameters
         return {part.start: store.range(part).tobytes() for part in self.exchange.sharded_update.parts or store.parts}
 
 
-def configs(size: int) -> list[ParameterServerConfig]:
+def configs(size):
     dedicated = [ParameterServerConfig(servers=servers) for servers in range(1, size)]
     return dedicated + [ParameterServerConfig(servers=s, placement="colocated") for s in range(1, size + 1)]
 
@@ -249,13 +238,13 @@ def test_a_colocated_rank_keeps_its_own_part_to_itself():
     assert served[1] == [] and len(served[0]) == 1
 
 
-def ends(size: int) -> list[ParameterServerConfig]:
+def ends(size):
     """The most servers of each placement."""
     dedicated = [ParameterServerConfig(servers=max(1, size // 2))] if size > 1 else []
     return [*dedicated, ParameterServerConfig(placement="colocated")]
 
 
-def kept(comm: Communicator, config: ParameterServerConfig, data: np.ndarray, **keys: object) -> tuple[object, ...]:
+def kept(comm, config, data, **keys):
     """The losses, all parameters that the rank holds, and its optimizer state, as bits."""
     run = Run(comm, config, **keys)
     return run.losses(data), run.weights(), run.served()

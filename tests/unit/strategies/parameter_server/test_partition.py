@@ -9,18 +9,18 @@ from hpcdist.arrays.layout import ALIGN_ELEMENTS, Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
-from hpcdist.strategies.parameter_server.partition import BALANCE, KeyPartition, partition_keys
+from hpcdist.strategies.parameter_server.partition import BALANCE, partition_keys
 
 
-def layout_of(*sizes: int) -> Layout:
+def layout_of(*sizes):
     return Layout.of([TensorSpec(index // 3, f"w{index}", (size,)) for index, size in enumerate(sizes)])
 
 
-def loads(found: KeyPartition) -> list[int]:
+def loads(found):
     return [sum(part.size for part in found.parts(server)) for server in range(found.servers)]
 
 
-def check(layout: Layout, servers: int) -> KeyPartition:
+def check(layout, servers):
     found = partition_keys(layout, servers)
     assert found == partition_keys(layout, servers), "the same on every rank"
     assert [0, *(key.stop for key in found.keys)] == [*(key.start for key in found.keys), layout.size], "keys tile"
@@ -34,7 +34,7 @@ def check(layout: Layout, servers: int) -> KeyPartition:
     return found
 
 
-def check_messages(layout: Layout, found: KeyPartition) -> None:
+def check_messages(layout, found):
     messages = found.messages(layout.units)
     assert sum(part.size for part, _ in messages) == layout.size
     assert all(any(part.intersect(own) == part for own in found.parts(server)) for part, server in messages)

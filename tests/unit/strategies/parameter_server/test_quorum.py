@@ -7,7 +7,7 @@ from hpcdist.strategies.parameter_server.asynchronous.backup_workers import Quor
 BATCH = 12
 
 
-def push(quorum: Quorum, worker: int, clock: int, samples: int = 3) -> list[Turn]:
+def push(quorum, worker, clock, samples=3):
     return quorum.push(worker, clock, samples, BATCH)
 
 
@@ -52,8 +52,8 @@ def test_any_schedule_takes_each_clock_once_and_answers_every_push():
         workers, steps = range(draw.randint(1, 5)), draw.randint(1, 6)
         spare = draw.randrange(len(workers))
         quorum, clock_of = Quorum(workers, spare), dict.fromkeys(workers, 0)
-        waiting: set[int] = set()
-        taken: list[tuple[int, ...]] = []
+        waiting = set()
+        taken = []
         while ready := [worker for worker in workers if worker not in waiting and clock_of[worker] < steps]:
             worker = draw.choice(ready)
             waiting.add(worker)

@@ -13,7 +13,7 @@ LAYOUT = Layout.of([TensorSpec(0, "w", (40,)), TensorSpec(1, "w", (24,))])
 WHOLE = Range(0, LAYOUT.size)
 
 
-def in_the_tree(rows: np.ndarray, node: Range) -> np.ndarray:
+def in_the_tree(rows, node):
     """What the definition of the tree says."""
     if node.size == 1:
         return rows[node.start]
@@ -21,7 +21,7 @@ def in_the_tree(rows: np.ndarray, node: Range) -> np.ndarray:
     return in_the_tree(rows, left) + in_the_tree(rows, right)
 
 
-def pushed(tree: ShardTree, worker: int, rows: np.ndarray) -> list[np.ndarray]:
+def pushed(tree, worker, rows):
     """What a worker brings that computes its ``rows`` one after the other in the same memory, in two ranges."""
     gradients = FlatStore(LAYOUT, rows.dtype)
     partials = PartialSums(tree, worker, gradients, lambda slot: FlatStore(LAYOUT, rows.dtype))

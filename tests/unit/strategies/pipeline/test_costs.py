@@ -1,7 +1,5 @@
 """Closed forms of what units cost, against what they do: products counted, memory in the arena."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,6 @@ from hpcdist import models
 from hpcdist.arrays.store import FlatStore
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.layers import linear
-from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.runtime.split_backward import release_first_pass, split_operations
 from hpcdist.strategies.pipeline.costs import TensorSplit, attention_scores, unit_costs
@@ -19,17 +16,17 @@ ALIGNED = 64  # bytes to which the arena rounds each of its blocks
 BLOCKS = 16  # that a unit takes at most
 
 
-def gpt(context: int, *, tied: bool = False, dropout: float = 0.0) -> tuple[Model, np.ndarray]:
+def gpt(context, *, tied=False, dropout=0.0):
     config = ModelConfig(layers=2, hidden=32, heads=4, vocabulary=48, tied=tied, dropout=dropout)
     return models.build(config, "float32", context=context), np.zeros((SAMPLES, context), np.int64)
 
 
-def mlp() -> tuple[Model, np.ndarray]:
+def mlp():
     config = ModelConfig(kind="mlp", layers=2, hidden=24, activation="relu")
     return models.build(config, "float64", features=20, classes=7), np.zeros((SAMPLES, 20), np.uint8)
 
 
-def options() -> tuple[Model, np.ndarray]:
+def options():
     config = ModelConfig(
         layers=2, hidden=32, heads=4, vocabulary=48, kv_heads=2, positions="rotary", norm="rms", activation="swiglu",
         bias=False,
@@ -37,12 +34,12 @@ def options() -> tuple[Model, np.ndarray]:
     return models.build(config, "float32", context=70), np.zeros((SAMPLES, 70), np.int64)
 
 
-def encoder() -> tuple[Model, np.ndarray]:
+def encoder():
     config = ModelConfig(kind="encoder", layers=2, hidden=32, heads=4, vocabulary=48, feed_forward=40)
     return models.build(config, "float64", context=130), np.zeros((SAMPLES, 130), np.int64)
 
 
-def convnet() -> tuple[Model, np.ndarray]:
+def convnet():
     config = ModelConfig(kind="convnet", layers=3, hidden=8, activation="relu", norm="rms")
     model = models.build(config, "float32", height=9, width=10, channels=3, classes=5)
     return model, np.zeros((SAMPLES, 9, 10, 3), np.float32)
@@ -51,7 +48,7 @@ def convnet() -> tuple[Model, np.ndarray]:
 class Walked:
     """A micro-batch through all units: bytes in the arena and operations in products, by unit."""
 
-    def __init__(self, model: Model, x: np.ndarray, counted: list[int], *, split: bool) -> None:
+    def __init__(self, model, x, counted, *, split):
         stores = [FlatStore(model.layout, model.dtype) for _ in range(2)]
         parameters, gradients = model.bind(stores[0]), model.bind_gradients(stores[1])
         operations = split_operations(model.operations) if split else model.operations
@@ -65,7 +62,7 @@ class Walked:
             self.kept.append(self.taken() - before)
             self.forward.append(sum(counted) - begun)
             before = self.taken()
-        d: Any = model.loss.backward(1.0, model.operations, self.arena.saved(model.stages[last].layer))
+        d = model.loss.backward(1.0, model.operations, self.arena.saved(model.stages[last].layer))
         for unit, stage in reversed(list(enumerate(model.stages))):
             saved, begun = self.arena.saved(stage.layer), sum(counted)
             d = stage.backward(parameters[unit], gradients[unit], d, operations, saved)
@@ -73,18 +70,18 @@ class Walked:
             if split:
                 release_first_pass(saved)
 
-    def taken(self) -> int:
+    def taken(self):
         """Bytes of all blocks that somebody holds."""
         return sum(block.nbytes for block, uses in zip(self.arena._blocks, self.arena._uses, strict=True) if uses)
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def counted(monkeypatch):
     """Operations of every matrix product from here on."""
-    found: list[int] = []
+    found = []
     multiply = np.matmul
 
-    def matmul(a: Any, b: Any, **given: Any) -> Any:
+    def matmul(a, b, **given):
         product = multiply(a, b, **given)
         found.append(2 * product.size * a.shape[-1])
         return product
@@ -128,7 +125,7 @@ def test_memory_is_that_of_the_arena(build):
     costs = unit_costs(model, SAMPLES)
     for cost, kept in zip(costs, walked.kept, strict=True):
         assert cost.kept_bytes <= kept <= cost.kept_bytes + ALIGNED * BLOCKS
-    expected: dict[str, int] = {}
+    expected = {}
     for cost in costs:
         for name, size in cost.scratch.items():
             expected[name] = max(expected.get(name, 0), size)

@@ -15,24 +15,24 @@ from hpcdist.strategies.pipeline.partition import StageDevices, least_memory, pa
 CASES = 120
 
 
-def every_cut(units: int, chunks: int) -> list[tuple[range, ...]]:
+def every_cut(units, chunks):
     inner = itertools.combinations(range(1, units), chunks - 1)
     return [tuple(range(a, b) for a, b in itertools.pairwise((0, *edges, units))) for edges in inner]
 
 
-def largest(parts, ranks, seconds, speeds) -> float:
+def largest(parts, ranks, seconds, speeds):
     loads = [0.0] * len(speeds)
     for rank, part in zip(ranks, parts, strict=True):
         loads[rank] += sum(seconds[unit] for unit in part) / speeds[rank]
     return max(loads)
 
 
-def memories(parts, ranks, memory, count) -> list[float]:
+def memories(parts, ranks, memory, count):
     own = [[part for part, owner in zip(parts, ranks, strict=True) if owner == rank] for rank in range(count)]
     return [memory.on(r, [p.start for p in mine], [p.stop for p in mine]) for r, mine in enumerate(own)]
 
 
-def units_of(draw: np.random.Generator, count: int) -> list[UnitCost]:
+def units_of(draw, count):
     borders = [0, *map(int, draw.integers(1, 20, count - 1)), 0]
     return [
         UnitCost(
@@ -46,7 +46,7 @@ def units_of(draw: np.random.Generator, count: int) -> list[UnitCost]:
     ]
 
 
-def problem(draw: np.random.Generator, ranks: int, chunks: int):
+def problem(draw, ranks, chunks):
     """Units, their seconds and memory, and the ranks they are for; sometimes with room for a few cuts only."""
     count = int(draw.integers(ranks * chunks, 13))
     live = [
@@ -93,7 +93,7 @@ def test_one_chunk_a_rank_is_the_best_of_all_cuts(ranks):
     assert ranks == 1 or refused
 
 
-def dealt(ranks: int, chunks: int, folded: bool) -> list[int]:
+def dealt(ranks, chunks, folded):
     return [*range(ranks), *reversed(range(ranks))] if folded else [n % ranks for n in range(ranks * chunks)]
 
 

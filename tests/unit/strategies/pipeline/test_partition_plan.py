@@ -1,7 +1,5 @@
 """Cuts that a recipe gets: what is counted, what is measured, what is refused, and what a run really holds."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -13,12 +11,11 @@ from hpcdist.cli.plan.schedule import command as schedule
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.model import Model
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.pipeline import costs
 from hpcdist.strategies.pipeline.costs import PassSeconds, agree, measure
 from hpcdist.strategies.pipeline.memory import StateBytes, moments
-from hpcdist.strategies.pipeline.plan import PartitionPlan, plan
+from hpcdist.strategies.pipeline.plan import plan
 from hpcdist.strategies.schedule.generate.operation_list import generated
 from hpcdist.strategies.schedule.generate.passes import expand
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES, chunks_of
@@ -30,15 +27,13 @@ from hpcdist.training.run.saving import CheckpointSaver
 STATES = StateBytes(per_parameter=16, itemsize=4)
 
 
-def gpt(layers: int = 8, **changed: object) -> Model:
-    config = ModelConfig(layers=layers, hidden=16, heads=2, vocabulary=64, **changed)  # type: ignore[arg-type]
+def gpt(layers=8, **changed):
+    config = ModelConfig(layers=layers, hidden=16, heads=2, vocabulary=64, **changed)
     return models.build(config, "float32", context=8)
 
 
-def planned(
-    model: Model, *, seconds: list[PassSeconds] | None = None, kept: tuple[int, ...] = (), **keys: object
-) -> PartitionPlan:
-    parallel = ParallelConfig(**{"pipeline": 2, "microbatches": 4, **keys})  # type: ignore[arg-type]
+def planned(model, *, seconds=None, kept=(), **keys):
+    parallel = ParallelConfig(**{"pipeline": 2, "microbatches": 4, **keys})
     schedule = generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
     return plan(model, parallel, schedule, STATES, 2, seconds=seconds, earlier_units=kept)
 
@@ -152,12 +147,12 @@ def test_states_follow_the_exchange():
 
 
 def test_kinds_of_units_are_measured_once(monkeypatch):
-    probed: list[int] = []
+    probed = []
     probe = costs._Probe
 
     def counted(model, unit, *rest):
         probed.append(unit)
-        return probe(model, unit, *rest)  # type: ignore[arg-type]
+        return probe(model, unit, *rest)
 
     monkeypatch.setattr(costs, "_Probe", counted)
     for model in (gpt(3, tied=True, dropout=0.1), models.build(ModelConfig(kind="mlp"), features=5, classes=3)):
@@ -191,14 +186,14 @@ def test_a_gpu_is_waited_for_at_both_ends(gpu):
     assert gpu.LOG.sites()[gpu.SYNCHRONISE, "costs._clock"] == 3 * turns * spans * 2 and len(found) == 3
 
 
-KEYS: dict[str, object] = recipe_keys(
+KEYS = recipe_keys(
     "layers=5 hidden=32 heads=2 vocabulary=256 tied=true data.context=32 steps=2 global_batch=16 log_every_s=100 "
     "pipeline=2 microbatches=4"
 )
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> dict[str, object]:
+def text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes(np.random.default_rng(1).integers(97, 120, 20_000, np.uint8).tobytes())
     return {**KEYS, "data.path": path}
@@ -258,7 +253,7 @@ def test_a_measured_cut_is_kept_by_a_start_that_goes_on(text, tmp_path, monkeypa
     assert run_threads(3, lambda comm: units_of(trainer_of(comm, other, path))) == [(2, 2, 3)] * 3
 
 
-def slow_at_the_end(count: int) -> tuple[PassSeconds, ...]:
+def slow_at_the_end(count):
     return tuple(PassSeconds(1.0 + 0.1 * unit, 2.0, 1.0, 1.0) for unit in range(count))
 
 

@@ -4,24 +4,22 @@ What the verifier accepts is also performed by rules of its own (`step_lists`), 
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from harness.step_lists import EXCHANGES, Step, build, can, perform
+from harness.step_lists import EXCHANGES, build, can, perform
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.schedule.generate.operation_list import insert_polls, overlap_reductions, prefetch_gathers
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
-from hpcdist.strategies.schedule.operations import ENDS, Kind, Operation
+from hpcdist.strategies.schedule.operations import ENDS, Kind
 
 PAIRS = [(schedule, exchange) for schedule in SCHEDULES for exchange in EXCHANGES if can(schedule, exchange)]
 
 
-def sizes(schedule: str, rng: np.random.Generator) -> Iterator[tuple[int, int, int]]:
+def sizes(schedule, rng):
     """(ranks, micro-batches, chunks): the corners of what is legal up to 8, 32 and 4, and two from within."""
     row = SCHEDULES[schedule]
     most = 8 if row.pipelines else 1
@@ -65,7 +63,7 @@ def test_steps_add_up_every_microbatch_of_every_replica_once(schedule, exchange)
                 assert old == "old" and set(summed) == everything
 
 
-def early(step: Step, in_flight: int | None, ahead: int) -> Step:
+def early(step, in_flight, ahead):
     """The step with reductions and gathers that go on behind the computation."""
     lists = []
     for rank, steps in enumerate(step.lists):
@@ -76,7 +74,7 @@ def early(step: Step, in_flight: int | None, ahead: int) -> Step:
     return replace(step, lists=lists)
 
 
-def some_step(draw: st.DrawFn) -> Step:
+def some_step(draw):
     schedule, exchange = draw(st.sampled_from(PAIRS))
     row = SCHEDULES[schedule]
     ranks = draw(st.sampled_from([1, 2, 2, 3])) if row.pipelines else 1
@@ -85,13 +83,13 @@ def some_step(draw: st.DrawFn) -> Step:
 
 
 @st.composite
-def overlapped(draw: st.DrawFn) -> tuple[Step, Step, int | None, int]:
+def overlapped(draw):
     step = some_step(draw)
     in_flight, ahead = draw(st.sampled_from([None, 1, 2])), draw(st.integers(0, 2))
     return step, early(step, in_flight, ahead), in_flight, ahead
 
 
-def most(steps: list[Operation], begins: Kind) -> int:
+def most(steps, begins):
     """The most that are under way at once."""
     found = under_way = 0
     for op in steps:
@@ -120,7 +118,7 @@ def test_pipelines_overlap_as_they_say(case):
 
 
 @st.composite
-def changed(draw: st.DrawFn) -> tuple[Step, Step, str]:
+def changed(draw):
     """A step, and the same with one operation of one rank missing, doubled, moved, or of another name."""
     step = some_step(draw)
     if draw(st.booleans()):

@@ -25,21 +25,21 @@ ARRAY = np.zeros(1)
 
 
 class Kept:
-    def __init__(self) -> None:
-        self.rows: list[tuple[object, ...]] = []
+    def __init__(self):
+        self.rows = []
 
-    def add(self, *row: object) -> None:
+    def add(self, *row):
         self.rows.append(row)
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def clock(monkeypatch):
     """Each look at the clock is 10 ns later than the one before."""
     times = itertools.count(1000, 10)
     monkeypatch.setattr(observers, "now_ns", lambda: next(times))
 
 
-def booked(kept: Kept | None) -> dict[str, float]:
+def booked(kept):
     seconds = dict.fromkeys(("compute_s", "communication_s", "update_s"), 0.0)
     book = PhaseTimer(OPERATIONS, seconds, 7, ARRAY, *([] if kept is None else [kept]))
     for place in range(len(OPERATIONS)):
@@ -62,7 +62,7 @@ def test_without_spans_the_clock_is_looked_at_once_a_phase(clock):
 
 
 def test_a_gpu_is_waited_for_once_a_phase(clock, monkeypatch):
-    waits: list[object] = []
+    waits = []
     monkeypatch.setattr(backend, "is_device", lambda array: True)
     monkeypatch.setattr(backend, "synchronise", waits.append)
     kept = Kept()

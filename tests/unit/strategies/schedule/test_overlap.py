@@ -19,13 +19,13 @@ from hpcdist.strategies.schedule.generate.operation_list import (
     prefetch_gathers,
 )
 from hpcdist.strategies.schedule.operations import ENDS, Kind, Operation, StagePlacement
-from hpcdist.strategies.schedule.verify.proof import Proof, verify
+from hpcdist.strategies.schedule.verify.proof import verify
 
 UNIT = 40
 Needs = dict[int, list[int]]
 
 
-def zero3(units: int, microbatches: int, needs: Needs, schedule: str = "sequential") -> list[Operation]:
+def zero3(units, microbatches, needs, schedule="sequential"):
     ranges = {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(units)}
     steps = insert_gathers(compute_operations(schedule, microbatches, StagePlacement((range(units),), (0,))), needs)
     reduces = [Operation(Kind.REDUCE, range=ranges[unit]) for unit in reversed(range(units))]
@@ -33,7 +33,7 @@ def zero3(units: int, microbatches: int, needs: Needs, schedule: str = "sequenti
     return insert_exchange(steps, [*reduces, Operation(Kind.AGREE), *update], ranges, every_microbatch=True)
 
 
-def prove(lists: list[list[Operation]], units: int, microbatches: int, needs: Needs) -> Proof:
+def prove(lists, units, microbatches, needs):
     ranges = {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(units)}
     return verify(
         lists,
@@ -45,7 +45,7 @@ def prove(lists: list[list[Operation]], units: int, microbatches: int, needs: Ne
     )
 
 
-def most(steps: list[Operation], begins: Kind, ends: Kind) -> int:
+def most(steps, begins, ends):
     """The most that are under way at once."""
     found = under_way = 0
     for op in steps:
@@ -55,11 +55,11 @@ def most(steps: list[Operation], begins: Kind, ends: Kind) -> int:
     return found
 
 
-def own(units: int) -> Needs:
+def own(units):
     return {unit: [unit] for unit in range(units)}
 
 
-def tied(units: int) -> Needs:
+def tied(units):
     return own(units) | {units - 1: [0, units - 1]}
 
 
@@ -117,12 +117,12 @@ def test_what_stays_gathered_or_comes_behind_the_update_is_left_alone():
 Break = Callable[[list[Operation]], object]
 
 
-def where(steps: list[Operation], text: str) -> int:
+def where(steps, text):
     return [str(op) for op in steps].index(text)
 
 
-def move(text: str, to: str) -> Break:
-    def change(steps: list[Operation]) -> None:
+def move(text, to):
+    def change(steps):
         op = steps.pop(where(steps, text))
         steps.insert(where(steps, to), op)
 

@@ -1,11 +1,11 @@
 """Passes of one rank: the textbook orders, and what they become."""
 
 from hpcdist.strategies.schedule.generate.operation_list import compute_operations, insert_gathers
-from hpcdist.strategies.schedule.generate.passes import Pass, Passes, expand, gpipe, one_f_one_b
-from hpcdist.strategies.schedule.operations import Kind, StagePlacement, looped
+from hpcdist.strategies.schedule.generate.passes import Pass, expand, gpipe, one_f_one_b
+from hpcdist.strategies.schedule.operations import Kind, looped
 
 
-def short(passes: Passes) -> str:
+def short(passes):
     return " ".join(f"{'F' if direction is Pass.FORWARD else 'B'}{microbatch}" for direction, microbatch, _ in passes)
 
 
@@ -32,12 +32,12 @@ def test_one_f_one_b_with_fewer_microbatches_than_stages():
     ]
 
 
-def of_two(stages: int) -> StagePlacement:
+def of_two(stages):
     """Two units for each stage."""
     return looped([range(2 * stage, 2 * stage + 2) for stage in range(stages)], stages)
 
 
-def ends(stage: int, stages: int) -> list[str]:
+def ends(stage, stages):
     return [str(op) for op in expand(one_f_one_b(stage, stages, 1), of_two(stages), stage)]
 
 

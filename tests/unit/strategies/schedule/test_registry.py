@@ -7,16 +7,16 @@ import pytest
 from harness import jobs
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.schedule.generate.operation_list import evaluation_operations
-from hpcdist.strategies.schedule.generate.passes import Pass, Passes, interleaved, interleaved_group, spell, zb_h1, zb_v
+from hpcdist.strategies.schedule.generate.passes import Pass, interleaved, interleaved_group, spell, zb_h1, zb_v
 from hpcdist.strategies.schedule.generate.registry import NAMES, SCHEDULES, check_schedule
-from hpcdist.strategies.schedule.operations import Kind, StagePlacement, folded, looped
+from hpcdist.strategies.schedule.operations import Kind, folded, looped
 from hpcdist.strategies.schedule.verify import liveness
 
 RANKS = range(1, 9)
 MICROBATCHES = range(1, 33)
 
 
-def legal(name: str) -> list[tuple[int, int, int]]:
+def legal(name):
     """(ranks, micro-batches, chunks) of all that are not refused, up to 8, 32 and 4."""
     row = SCHEDULES[name]
     chunks = [row.most] if row.most is not None else range(row.least, 5)
@@ -27,7 +27,7 @@ def legal(name: str) -> list[tuple[int, int, int]]:
     ]
 
 
-def units(count: int) -> list[range]:
+def units(count):
     return [range(unit, unit + 1) for unit in range(count)]
 
 
@@ -43,7 +43,7 @@ def test_ranks_fit_together_and_hold_exactly_what_the_schedule_says(name):
             assert (peak.live, peak.both) == (bound.live, bound.both), f"rank {rank} of {p}, {m} x {v}"
             assert peak.held == bound.held if exact else peak.held <= bound.held
         for steps in passes:  # gradients are summed in the order of the micro-batches
-            done: dict[int, int] = {}
+            done = {}
             for way, microbatch, chunk in steps:
                 if way in (Pass.BACKWARD, Pass.BACKWARD_WEIGHT):
                     assert done.get(chunk, -1) == microbatch - 1
@@ -51,10 +51,10 @@ def test_ranks_fit_together_and_hold_exactly_what_the_schedule_says(name):
             assert row.splits == any(way is Pass.BACKWARD_WEIGHT for way, _, _ in steps)
 
 
-def times(passes: list[Passes], placement: StagePlacement, seconds: dict[Pass, float]) -> tuple[float, float]:
+def times(passes, placement, seconds):
     """The longest idle time of a rank between its first pass and its last, and the end; messages take none."""
     numbers = [[n for n, owner in enumerate(placement.ranks) if owner == rank] for rank in range(len(passes))]
-    ends: dict[tuple[bool, int, int], float] = {}
+    ends = {}
     at, clock, begin = [0] * len(passes), [0.0] * len(passes), [-1.0] * len(passes)
     left = sum(map(len, passes))
     while left:
@@ -100,7 +100,7 @@ def test_idle_times_are_those_of_the_papers(f, b, w):
                 assert found == pytest.approx(expected(p)), (name, p, m, v)
 
 
-def text(passes: Passes) -> str:
+def text(passes):
     return " ".join(map(spell, passes))
 
 

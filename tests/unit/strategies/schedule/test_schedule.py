@@ -10,7 +10,7 @@ from hpcdist.strategies.schedule.generate.operation_list import (
 from hpcdist.strategies.schedule.operations import USES, Kind, Operation, StagePlacement, looped
 
 
-def whole(units: int) -> StagePlacement:
+def whole(units):
     return StagePlacement((range(units),), (0,))
 
 
@@ -73,7 +73,7 @@ def test_units_that_are_kept_are_gathered_once_and_weights_need_none():
         last = [index for index, op in enumerate(once) if op.kind is Kind.BACKWARD_INPUT][-1]
         assert {op.kind for op in once[last + 1 :]} - {Kind.SEND_GRADIENT} == {Kind.FREE, Kind.BACKWARD_WEIGHT}
         each = insert_gathers(steps, {unit: [unit] for unit in units})
-        there: set[int] = set()
+        there = set()
         for op in each:
             if op.kind is Kind.GATHER:
                 there.add(op.unit)

@@ -1,6 +1,5 @@
 """The simulator: its times by another way, in closed form and by hand; what decides them, and what is alive."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +9,6 @@ from harness.rank_run import RankRun
 from hpcdist import models
 from hpcdist.arrays.ranges import Range
 from hpcdist.bench.pipeline.schedules import bars
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError, UsageError
 from hpcdist.models.config import ModelConfig
@@ -19,23 +17,22 @@ from hpcdist.strategies.build import EXCHANGES
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.schedule.generate import registry
-from hpcdist.strategies.schedule.generate.operation_list import ScheduleText, generated
+from hpcdist.strategies.schedule.generate.operation_list import generated
 from hpcdist.strategies.schedule.generate.passes import Pass, expand
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
-from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement, looped
+from hpcdist.strategies.schedule.operations import Kind, Operation, looped
 from hpcdist.strategies.schedule.simulate import passes, timeline
 from hpcdist.strategies.schedule.simulate.program import LinkCost, Rate, StepCosts
-from hpcdist.strategies.schedule.simulate.timeline import StepTimeline
 from hpcdist.strategies.schedule.verify.deadlock import RECEIVES, SENDS
 
 PIPELINES = [name for name, schedule in SCHEDULES.items() if schedule.pipelines]
 
 
-def written(name: str, stages: int, microbatches: int, chunks: int = 2) -> ScheduleText:
+def written(name, stages, microbatches, chunks=2):
     return generated(name, stages, microbatches, chunks if SCHEDULES[name].most is None else 1)
 
 
-def cases() -> Iterator[tuple[str, int, int, int]]:
+def cases():
     """Yield (schedule, stages, micro-batches, chunks)."""
     for name in PIPELINES:
         for stages in range(1, 5):
@@ -45,7 +42,7 @@ def cases() -> Iterator[tuple[str, int, int, int]]:
                         yield name, stages, microbatches, chunks
 
 
-def uneven(placement: StagePlacement, draw: np.random.Generator, link: LinkCost | None = None) -> StepCosts:
+def uneven(placement, draw, link=None):
     """Costs in whole seconds, so that every order of sums is exact."""
     units = placement.units.stop
     rows = draw.integers(0, 6, (4, units)).astype(float).tolist()
@@ -56,18 +53,18 @@ def uneven(placement: StagePlacement, draw: np.random.Generator, link: LinkCost 
     return replace(costs, links=quick) if link else costs
 
 
-def parts(chunks: int, draw: np.random.Generator) -> list[range]:
+def parts(chunks, draw):
     """So many chunks of one to three units."""
     ends = np.cumsum(draw.integers(1, 4, chunks)).tolist()
     return [range(first, stop) for first, stop in zip([0, *ends], ends, strict=False)]
 
 
-def of_lists(of: ScheduleText, placement: StagePlacement, costs: StepCosts, recompute: bool = False) -> StepTimeline:
+def of_lists(of, placement, costs, recompute=False):
     steps = [expand(row, placement, rank, recompute=recompute) for rank, row in enumerate(of.passes)]
     return timeline.simulate_lists(steps, placement, costs)
 
 
-def of_passes(of: ScheduleText, placement: StagePlacement, costs: StepCosts, recompute: bool = False) -> StepTimeline:
+def of_passes(of, placement, costs, recompute=False):
     return timeline.simulate_passes([passes.compact(row) for row in of.passes], placement, costs, recompute=recompute)
 
 
@@ -85,9 +82,7 @@ def test_lists_and_passes_have_the_same_times_and_memory(recompute, rng):
         assert peaks[0] == peaks[1], (name, stages, microbatches)
 
 
-def relaxed(
-    of: ScheduleText, placement: StagePlacement, costs: StepCosts, latency_s: float
-) -> dict[tuple[int, Pass, int], float]:
+def relaxed(of, placement, costs, latency_s):
     """Return when each (chunk, pass, micro-batch) ends, by repeating what it has to wait for until nothing changes."""
     rows = {Pass.FORWARD: costs.forward_s, Pass.BACKWARD: costs.backward_s}
     rows |= {Pass.BACKWARD_INPUT: costs.input_s, Pass.BACKWARD_WEIGHT: costs.weight_s}
@@ -95,7 +90,7 @@ def relaxed(
         [(number, way, microbatch) for way, microbatch, local in row for number in [_number(placement, rank, local)]]
         for rank, row in enumerate(of.passes)
     ]
-    ends: dict[tuple[int, Pass, int], float] = {}
+    ends = {}
     changed = True
     while changed:
         changed = False
@@ -113,7 +108,7 @@ def relaxed(
     return ends
 
 
-def _number(placement: StagePlacement, rank: int, local: int) -> int:
+def _number(placement, rank, local):
     return [number for number, owner in enumerate(placement.ranks) if owner == rank][local]
 
 
@@ -130,9 +125,7 @@ def test_times_are_those_of_the_longest_way_to_each_pass(rng):
         assert found == relaxed(of, placement, costs, 3.0), (name, stages, microbatches)
 
 
-def equal(
-    name: str, stages: int, microbatches: int, costs: tuple[float, float, float], chunks: int = 2
-) -> StepTimeline:
+def equal(name, stages, microbatches, costs, chunks=2):
     of = written(name, stages, microbatches, chunks)
     count = stages * of.chunks
     placement = of.place([range(number, number + 1) for number in range(count)])
@@ -257,7 +250,7 @@ def test_costs_are_checked():
 WHOLE = Range(0, 100)
 
 
-def replicas(*behind: list[Operation]) -> list[list[Operation]]:
+def replicas(*behind):
     """Lists of two replicas of one unit; the first computes one micro-batch, the second two."""
     lists = []
     for count, rest in enumerate(behind, 1):
@@ -323,9 +316,7 @@ def test_rows_are_summed_over_the_tensor_axis():
     assert [float(found.times.end_s[found.program.row(rank)][-1]) for rank in range(4)] == [2.5, 2.5, 1.5, 1.5]
 
 
-def real_lists(
-    strategy: str, grid: ProcessGrid, parallel: ParallelConfig, overlap: str
-) -> tuple[list[list[Operation]], StagePlacement]:
+def real_lists(strategy, grid, parallel, overlap):
     """The lists that a run of a tiny model would execute."""
     model = models.build(ModelConfig(layers=3, hidden=8, heads=2, tied=strategy != "zero3"), "float32", context=4)
     written = generated(parallel.order, grid.pipeline, parallel.microbatches)
@@ -333,7 +324,7 @@ def real_lists(
     if grid.pipeline * written.chunks == 2:
         placement = written.place([range(2), range(2, 5)])
 
-    def body(comm: Communicator) -> list[Operation]:
+    def body(comm):
         keys = {"placement": placement, "optimizer": OptimizerConfig(name="lamb"), "overlap": overlap}
         with RankRun(comm, EXCHANGES[strategy], model=model, parallel=parallel, proven=False, **keys) as run:
             return run.operations

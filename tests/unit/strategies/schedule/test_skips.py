@@ -22,9 +22,9 @@ from hpcdist.strategies.schedule.verify.proof import verify
 from stubs import late_messages
 
 
-def compare(plan: Plan, *, late: bool = False) -> None:
+def compare(plan, *, late=False):
     loss, evaluated, expected = alone(plan.microbatches)
-    found: dict[str, bytes] = {}
+    found = {}
     with pytest.MonkeyPatch.context() as patch:
         if late:  # messages are read and written at the last moment
             late_messages.install(patch)
@@ -82,7 +82,7 @@ def test_a_model_alone_has_the_gradients_of_its_loss():
         np.testing.assert_allclose(own, gradient.array[segment.range.slice], rtol=1e-12, atol=1e-14)
 
 
-def proven(placement: StagePlacement, change: dict[int, list[Operation]]) -> None:
+def proven(placement, change):
     written = generated("1f1b", 3, 2)
     steps = [expand(written.passes[rank], placement, rank) for rank in range(3)]
     built = model()

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from harness.pipelines import legal, parts
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import CommunicationError, ScheduleError
 from hpcdist.models.config import ModelConfig
@@ -24,7 +23,7 @@ from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule import messages
 from hpcdist.strategies.schedule.generate.operation_list import generated, insert_exchange
 from hpcdist.strategies.schedule.generate.passes import Pass, Passes, expand
-from hpcdist.strategies.schedule.operations import Operation, StagePlacement, folded, looped
+from hpcdist.strategies.schedule.operations import StagePlacement, folded, looped
 from hpcdist.strategies.schedule.verify.proof import verify
 from stubs import late_messages
 
@@ -42,7 +41,7 @@ class Plan:
     recompute: bool = False
 
 
-def run(comm: Communicator, plan: Plan, model: ModelConfig, dtype: str) -> tuple[float, dict[str, bytes]]:
+def run(comm, plan, model, dtype):
     """One step; the loss, and the gradients of the own tensors. An SGD with rate 0 changes nothing."""
     built = models.build(model, dtype, context=8, features=5, classes=3)
     context = RankContext(
@@ -64,7 +63,7 @@ def run(comm: Communicator, plan: Plan, model: ModelConfig, dtype: str) -> tuple
     steps = expand(plan.passes[comm.rank], plan.placement, comm.rank, recompute=plan.recompute)
     steps = insert_exchange(steps + executor.copies.after_backward(), exchange.plan(), context.ranges)
     steps += executor.copies.after_update()
-    lists: list[list[Operation]] = comm.allgather_object(steps)
+    lists = comm.allgather_object(steps)
     units = {unit: built.layout.units[stage.layer] for unit, stage in enumerate(built.stages)}
     grid = ProcessGrid(pipeline=comm.size)
     verify(lists, grid=grid, units=units, microbatches=plan.microbatches, needs=built.needs)
@@ -75,13 +74,13 @@ def run(comm: Communicator, plan: Plan, model: ModelConfig, dtype: str) -> tuple
     else:
         whole = noise.standard_normal((SAMPLES, 5)).astype(dtype), noise.integers(0, 3, SAMPLES)
     cut = list(zip(*(np.array_split(values, plan.microbatches) for values in whole), strict=True))
-    gradients: dict[str, bytes] = {}
+    gradients = {}
 
-    def look(scale: float) -> None:
+    def look(scale):
         for segment, where in exchange.gradients.tensors():
             gradients[segment.key] = exchange.gradients.range(where).tobytes()
 
-    exchange.begin_update = look  # type: ignore[method-assign]
+    exchange.begin_update = look
     steps = [op for op in steps if op.kind.name not in ("DIRECTION", "APPLY", "NORMS")]
     loss = executor.run(steps, cut, SAMPLES, 1, np.zeros(0)).loss
     arena = executor.arena
@@ -93,17 +92,17 @@ def run(comm: Communicator, plan: Plan, model: ModelConfig, dtype: str) -> tuple
 
 
 @cache
-def alone(model: ModelConfig, microbatches: int, dtype: str) -> tuple[float, dict[str, bytes]]:
+def alone(model, microbatches, dtype):
     units = len(models.build(model, dtype, context=8, features=5, classes=3).stages)
     passes = [(way, microbatch, 0) for microbatch in range(microbatches) for way in (Pass.FORWARD, Pass.BACKWARD)]
     plan = Plan(looped([range(units)], 1), (passes,), microbatches)
     return run_threads(1, lambda comm: run(comm, plan, model, dtype))[0]
 
 
-def compare(plan: Plan, model: ModelConfig, dtype: str = "float32", *, exact: bool = True, late: bool = False) -> None:
+def compare(plan, model, dtype="float32", *, exact=True, late=False):
     """Compare with one process; ``late`` messages are read and written at the last moment."""
     loss, expected = alone(model, plan.microbatches, dtype)
-    found: dict[str, bytes] = {}
+    found = {}
     with pytest.MonkeyPatch.context() as patch:
         if late:
             late_messages.install(patch)

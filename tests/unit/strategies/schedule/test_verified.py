@@ -6,31 +6,26 @@ import pytest
 
 from harness.rank_run import RankRun
 from hpcdist import models
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.model import Model
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.build import EXCHANGES
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.pipeline.partition import split_by_parameters
-from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.verify.proof import verify
 
 MICROBATCHES = 3
 
 
-def gpt(tied: bool) -> Model:
+def gpt(tied):
     return models.build(ModelConfig(layers=3, hidden=8, heads=2, tied=tied), "float32", context=4)
 
 
-def lists(
-    grid: ProcessGrid, model: Model, parallel: ParallelConfig, optimizer: str
-) -> tuple[list[list[Operation]], bool]:
+def lists(grid, model, parallel, optimizer):
     """The list of every rank, and whether gradients of micro-batches are added up."""
 
-    def body(comm: Communicator) -> tuple[list[Operation], bool]:
+    def body(comm):
         keys = {"optimizer": OptimizerConfig(name=optimizer), "bucket_bytes": 2000}
         run = RankRun(comm, EXCHANGES[parallel.strategy], model=model, parallel=parallel, **keys)
         return run.operations, run.exchange.accumulates

@@ -1,6 +1,5 @@
 """The verifier: it proves the schedules that run, bounds their memory, and refuses each way to break them."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,14 +9,13 @@ from hypothesis import strategies as st
 
 from harness.marks import cases
 from hpcdist.arrays.ranges import Range, coverage, cut, split
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
 from hpcdist.strategies.schedule.generate.operation_list import insert_exchange, insert_gathers
-from hpcdist.strategies.schedule.generate.passes import Pass, Passes, expand, gpipe, one_f_one_b
+from hpcdist.strategies.schedule.generate.passes import Pass, expand, gpipe, one_f_one_b
 from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement, looped
-from hpcdist.strategies.schedule.verify.proof import Proof, verify
+from hpcdist.strategies.schedule.verify.proof import verify
 
 UNIT = 40  # elements of a unit
 UPDATE = (Kind.DIRECTION, Kind.APPLY)
@@ -35,7 +33,7 @@ class Step:
     needs: dict[int, set[int]] | None = None
     accumulates: bool = True
 
-    def verify(self) -> Proof:
+    def verify(self):
         return verify(
             self.lists,
             grid=self.grid,
@@ -45,41 +43,34 @@ class Step:
             accumulates=self.accumulates,
         )
 
-    def refuse(self, match: str) -> None:
+    def refuse(self, match):
         with pytest.raises(ScheduleError, match=match):
             self.verify()
 
-    def at(self, rank: int, text: str) -> int:
+    def at(self, rank, text):
         """Return where the operation that prints as ``text`` is in the list of ``rank``."""
         return [str(op) for op in self.lists[rank]].index(text)
 
-    def move(self, rank: int, text: str, to: str) -> None:
+    def move(self, rank, text, to):
         """Move an operation right before another one."""
         op = self.lists[rank].pop(self.at(rank, text))
         self.lists[rank].insert(self.at(rank, to), op)
 
 
-def part_of(units: range) -> Range:
+def part_of(units):
     return Range(UNIT * units.start, UNIT * units.stop)
 
 
-def reduces(part: Range) -> list[Operation]:
+def reduces(part):
     """Buckets that do not end where units end, last ones first."""
     return [Operation(Kind.REDUCE, range=bucket) for bucket in reversed(list(cut(part, UNIT * 3 // 2)))]
 
 
-def update(parts: Sequence[Range]) -> list[Operation]:
+def update(parts):
     return [Operation(kind, range=part) for kind in UPDATE for part in parts]
 
 
-def allreduce_step(
-    passes_of: Callable[[int, int, int], Passes],
-    stages: int,
-    microbatches: int,
-    data: int = 1,
-    units_per_stage: int = 2,
-    recompute: bool = False,
-) -> Step:
+def allreduce_step(passes_of, stages, microbatches, data=1, units_per_stage=2, recompute=False):
     """A pipeline under an allreduce: buckets are reduced as early as they are complete, all replicas step."""
     step = Step(
         ProcessGrid(data=data, pipeline=stages),
@@ -126,21 +117,21 @@ def test_replicas_of_pipelines_are_proven(schedule, recompute, stages, data):
             assert proof.whole == proof.live
 
 
-def sequential(stage: int, stages: int, microbatches: int) -> Passes:
+def sequential(stage, stages, microbatches):
     return [(way, microbatch, 0) for microbatch in range(microbatches) for way in (Pass.FORWARD, Pass.BACKWARD)]
 
 
-def one_rank(units: int) -> StagePlacement:
+def one_rank(units):
     return StagePlacement((range(units),), (0,))
 
 
-def zero_step(zero: int, data: int, units: int, microbatches: int) -> Step:
+def zero_step(zero, data, units, microbatches):
     """Sharded data parallelism without a pipeline, ZeRO stage 1 to 3; the smallest units leave some shares empty."""
     step = Step(ProcessGrid(data=data), microbatches, {u: Range(20 * u, 20 * (u + 1)) for u in range(units)})
     step.accumulates = zero == 1
     compute = expand(sequential(0, 1, microbatches), one_rank(units), 0)
     for rank in range(data):
-        steps: list[Operation] = []
+        steps = []
         for op in compute:
             around = [Operation(kind, op.microbatch, op.unit) for kind in (Kind.GATHER, Kind.FREE)]
             steps += [around[0], op, around[1]] if zero == 3 else [op]
@@ -193,7 +184,7 @@ def test_parameter_servers_are_proven(colocated):
     step.refuse(r"PULL\(\[0:64\]\) waits for a PUBLISH that no rank has")
 
 
-def tied_step() -> Step:
+def tied_step():
     """Two stages; the last one holds a copy of the first unit's tensor."""
     step = allreduce_step(PIPELINES["1f1b"], 2, 3, data=2)
     step.needs = {3: {0}}
@@ -368,7 +359,7 @@ def test_reductions_of_every_microbatch_are_refused_where_gradients_accumulate()
 
 
 @st.composite
-def broken(draw: st.DrawFn) -> tuple[Step, str]:
+def broken(draw):
     """A step of which one operation of one rank is missing, doubled, or names another micro-batch."""
     step = allreduce_step(
         PIPELINES[draw(st.sampled_from(list(PIPELINES)))],
@@ -407,7 +398,7 @@ def test_no_operation_can_be_missing_doubled_or_renamed(case):
 
 
 @st.composite
-def shuffled(draw: st.DrawFn) -> Step:
+def shuffled(draw):
     """A step in which a few operations have changed places."""
     step = allreduce_step(
         PIPELINES[draw(st.sampled_from(list(PIPELINES)))], draw(st.integers(1, 3)), draw(st.integers(1, 4)), 2, 1
@@ -430,7 +421,7 @@ def test_what_is_accepted_runs_to_its_end_and_what_hangs_is_refused(step):
     run_threads(step.grid.size, lambda comm: play(comm, step), deadline_s=20)
 
 
-def play(comm: Communicator, step: Step) -> None:
+def play(comm, step):
     data = GridCommunicators(step.grid, comm).data
     stride = step.grid.data
     number = np.zeros(1)

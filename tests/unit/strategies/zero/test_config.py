@@ -8,7 +8,7 @@ from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
 from hpcdist.training.recipe import recipe
 
 
-def refused(*overrides: str) -> str:
+def refused(*overrides):
     with pytest.raises(ConfigurationError) as found:
         recipe.load(None, overrides, {})
     return str(found.value)

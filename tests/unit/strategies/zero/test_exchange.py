@@ -1,6 +1,5 @@
 """ZeRO of any degrees trains as one process: parameters, gradients and optimizer state cut over groups of their own."""
 
-from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -8,17 +7,14 @@ import pytest
 
 from harness.marks import cases, on_threads
 from harness.rank_run import RankRun, optimizer_of
-from harness.trainings import TOLERANCE, State, difference
-from hpcdist.comm.communicator import Communicator
+from harness.trainings import TOLERANCE, difference
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError
 from hpcdist.models.config import ModelConfig
 from hpcdist.strategies import build
 from hpcdist.strategies.allreduce import AllreduceExchange
-from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.grid import ProcessGrid
-from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.strategies.zero.exchange import ZeroExchange
@@ -29,7 +25,7 @@ SAMPLES, STEPS = 11, 50
 MODEL = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64)
 
 
-def degrees(size: int) -> list[ZeroConfig]:
+def degrees(size):
     divisors = [d for d in range(1, size + 1) if size % d == 0]
     return [
         ZeroConfig(parameters=p, gradients=g, optimizer=o)
@@ -43,44 +39,35 @@ def degrees(size: int) -> list[ZeroConfig]:
 class Run(RankRun):
     """A tiny model on one rank of a data axis; ``keys`` are those of the optimizer."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        make: Callable[[RankContext], Exchange],
-        dtype: str = "float64",
-        config: ModelConfig = MODEL,
-        microbatches: int = 1,
-        algorithm: str = "ring",
-        **keys: object,
-    ):
+    def __init__(self, comm, make, dtype="float64", config=MODEL, microbatches=1, algorithm="ring", **keys):
         given = {"config": config, "dtype": dtype, "microbatches": microbatches, "algorithm": algorithm}
         super().__init__(comm, make, optimizer=optimizer_of(**keys), total_steps=STEPS, **given)
 
 
-def zero(stage: int = 1, config: ZeroConfig = ZeroConfig()) -> Callable[[RankContext], Exchange]:  # noqa: B008 (frozen)
+def zero(stage=1, config=ZeroConfig()):  # noqa: B008 (frozen)
     return lambda context: ZeroExchange(context, stage, config)
 
 
 @cache
-def text() -> np.ndarray:
+def text():
     """Sequences in which each token decides the next one."""
     return ((np.random.default_rng(5).integers(0, 8, (STEPS, SAMPLES, 1)) + np.arange(9)) % 8 * 7).astype(np.uint8)
 
 
-def alone(**keys: object) -> tuple[list[float], State]:
+def alone(**keys):
     return _alone(tuple(sorted(keys.items(), key=lambda item: item[0])))
 
 
 @cache
-def _alone(keys: tuple[tuple[str, object], ...]) -> tuple[list[float], State]:
-    def body(comm: Communicator) -> tuple[list[float], State]:
+def _alone(keys):
+    def body(comm):
         run = Run(comm, AllreduceExchange, **dict(keys))
         return run.losses(text()), run.state()
 
     return run_threads(1, body)[0]
 
 
-def trained(comm: Communicator, make: Callable[[RankContext], Exchange], steps: int = STEPS, **keys: object):
+def trained(comm, make, steps=STEPS, **keys):
     run = Run(comm, make, **keys)
     return run.losses(text()[:steps]), run.state()
 
@@ -123,12 +110,7 @@ def test_a_step_without_its_second_half_is_refused(comm, kind, config, why):
         build.prove(run.context, ProcessGrid(data=4), steps, 1, accumulates=False, degrees=run.exchange.degrees)
 
 
-OPTIMIZERS: dict[str, dict[str, object]] = {
-    "sgd": {"learning_rate": 0.05},
-    "adamw": {},
-    "lars": {"learning_rate": 0.5},
-    "lamb": {},
-}
+OPTIMIZERS = {"sgd": {"learning_rate": 0.05}, "adamw": {}, "lars": {"learning_rate": 0.5}, "lamb": {}}
 MIXED = ZeroConfig(parameters=1, gradients=2, optimizer=4, persistent_below=0)
 SHARED = ZeroConfig(shared_parameters=True)
 # name -> (ranks, ranks of a node, stage, config)
@@ -176,7 +158,7 @@ def test_every_algorithm_serves_every_level(algorithm, config):
         np.testing.assert_allclose(found, losses[:4], rtol=1e-12)
 
 
-def volume(size: int, config: ZeroConfig, microbatches: int, first: float, last: float) -> float:
+def volume(size, config, microbatches, first, last):
     """What a rank sends in a step, in units of Psi, as the module's docstring has it; of two layers, their shares."""
     p, g, o = config.parameters, config.gradients, config.optimizer
     gradients = (microbatches * (1 - 1 / g) if g > 1 else 0) + (1 / g - 1 / o) + 2 / o * (1 - o / size)
@@ -261,7 +243,7 @@ def test_more_ranks_than_elements(config):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def without(operations: list[Operation], unit: int) -> list[Operation]:
+def without(operations, unit):
     """The list of a rank that takes a branch in which a unit is not computed."""
     return [op for op in operations if op.unit != unit]
 
@@ -333,9 +315,7 @@ def test_a_step_that_fails_leaves_shared_parameters_as_they_were(comm):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_model_states_take_what_the_closed_form_says(size):
     model = ModelConfig(layers=8, hidden=32, heads=2, vocabulary=64)
-    forms: list[
-        tuple[Callable[[RankContext], Exchange], float, int]
-    ] = [  # bytes for each parameter, and layers beside them
+    forms = [  # bytes for each parameter, and layers beside them
         (AllreduceExchange, 16, 0),
         (zero(1), 8 + 8 / size, 0),
         (zero(2), 4 + 12 / size, 1),

@@ -4,9 +4,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,14 +21,12 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.optim import norms, optimizer
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.strategies.zero.levels import PARAMETERS
 from hpcdist.strategies.zero.offload import BlockedOptimizer
-from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -47,19 +43,19 @@ LAYOUT = Layout.of(
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch):
     monkeypatch.setattr(filestore, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(staging, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr("hpcdist.strategies.zero.offload.BLOCK_BYTES", BLOCK)
 
 
-def in_file(directory: Path, store: FlatStore) -> FileStore:
+def in_file(directory, store):
     found = FileStore(LAYOUT, store.dtype, store.parts, directory=directory)
     found.copy_from(store)
     return found
 
 
-def content(store: FlatStore) -> bytes:
+def content(store):
     return b"".join(block.tobytes() for part in store.parts for block in store.blocks(part))
 
 
@@ -119,11 +115,7 @@ def test_a_value_that_is_not_finite_is_found_in_a_file(tmp_path, rng):
     assert norms.first_nonfinite(stored) == "1.weight"
 
 
-STORES: dict[str, tuple[bool, bool]] = {
-    "optimizer": (False, True),
-    "everything": (True, True),
-    "weights": (True, False),
-}
+STORES = {"optimizer": (False, True), "everything": (True, True), "weights": (True, False)}
 
 
 @pytest.mark.parametrize("where", STORES)
@@ -210,7 +202,7 @@ def test_an_update_that_fails_leaves_nothing_under_way(fails, tmp_path, rng, mon
     def apply(block, *rest):
         if fails == "compute" and block.start:
             raise ZeroDivisionError("of the second block")
-        plain_apply(block, *rest)  # type: ignore[arg-type]
+        plain_apply(block, *rest)
 
     monkeypatch.setattr(inner, "apply", apply)
     blocked.begin_step()
@@ -261,7 +253,7 @@ def test_a_file_is_gone_with_its_store(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-REFUSED: dict[str, tuple[dict[str, str], str, str, str]] = {
+REFUSED = {
     "a place that is none": ({"offload_optimizer": "disk"}, "zero3", "cpu", "choose one of none, host, file"),
     "no directory": ({"offload_optimizer": "file"}, "zero1", "cpu", "zero.offload_directory = '' with"),
     "a directory for nothing": (
@@ -311,25 +303,25 @@ ALL_AWAY = OPTIMIZER_AWAY | {"zero.offload_parameters": "file"}
 
 
 @pytest.fixture
-def text(text: Path, tmp_path: Path) -> dict[str, object]:
+def text(text, tmp_path):
     (tmp_path / "scratch").mkdir()
     return {"data.path": text, "parallel.microbatches": 2}
 
 
-def away(tmp_path: Path, keys: dict[str, str]) -> dict[str, object]:
+def away(tmp_path, keys):
     return {**keys, "zero.offload_directory": tmp_path / "scratch"}
 
 
-def steps(trainer: Trainer, last: int = STEPS) -> list[float]:
+def steps(trainer, last=STEPS):
     return trainings.losses(trainer, last)
 
 
-def state(trainer: Trainer) -> dict[str, bytes]:
+def state(trainer):
     return {f"{p.name} {p.flat.start}": backend.to_host(p.array).copy().tobytes() for p in trainer.exchange.pieces()}
 
 
-def run(settings: dict[str, object]) -> Callable[[Communicator], tuple[list[float], dict[str, bytes], float]]:
-    def body(comm: Communicator) -> tuple[list[float], dict[str, bytes], float]:
+def run(settings):
+    def body(comm):
         trainer = assembled(comm, settings)
         return steps(trainer), state(trainer), mean_validation_loss(trainer)
 

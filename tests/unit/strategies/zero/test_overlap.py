@@ -13,7 +13,6 @@ from hpcdist import collectives
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives.nonblocking import progress
 from hpcdist.comm import config
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, ScheduleError
 from hpcdist.models.config import ModelConfig
@@ -33,19 +32,15 @@ KINDS = ("thread", "poll")
 class Run(RankRun):
     """A run of a tiny gpt, tied, on one rank of ``grid``."""
 
-    def __init__(
-        self, comm: Communicator, overlap: str, algorithm: str, grid: ProcessGrid | None = None, microbatches: int = 1
-    ):
+    def __init__(self, comm, overlap, algorithm, grid=None, microbatches=1):
         keys = {"microbatches": microbatches, "pipeline": 1 if grid is None else grid.pipeline}
         context = {"algorithm": algorithm, "bucket_bytes": 4096, "overlap": overlap, "total_steps": STEPS}
         super().__init__(comm, AllreduceExchange, config=MODEL, dtype="float32", **keys, **context)
 
 
-def trained(
-    overlap: str, algorithm: str, data: np.ndarray, size: int, **keys: object
-) -> list[tuple[list[float], bytes]]:
-    def body(comm: Communicator) -> tuple[list[float], bytes]:
-        with Run(comm, overlap, algorithm, **keys) as run:  # type: ignore[arg-type]
+def trained(overlap, algorithm, data, size, **keys):
+    def body(comm):
+        with Run(comm, overlap, algorithm, **keys) as run:
             return run.train(data)
 
     return run_threads(size, body, 2 if algorithm == "hierarchical" else None)
@@ -116,8 +111,8 @@ def test_what_is_exposed_is_measured(overlap, rng):
 # --- the list -------------------------------------------------------------------------------------------------------
 
 
-def lists(overlap: str, grid: ProcessGrid, microbatches: int) -> tuple[list[list[Operation]], Run]:
-    def body(comm: Communicator) -> Run:
+def lists(overlap, grid, microbatches):
+    def body(comm):
         with Run(comm, overlap, "ring", grid, microbatches) as run:
             return run
 
@@ -125,7 +120,7 @@ def lists(overlap: str, grid: ProcessGrid, microbatches: int) -> tuple[list[list
     return [run.operations for run in runs], runs[0]
 
 
-def prove(steps: list[list[Operation]], run: Run) -> None:
+def prove(steps, run):
     units = dict(enumerate(run.model.layout.units.values()))
     verify(steps, grid=run.grid, units=units, microbatches=run.parallel.microbatches, needs=run.model.needs)
 
@@ -153,7 +148,7 @@ def test_the_list_is_proven(overlap, grid):
 Break = Callable[[list[Operation]], object]
 
 
-def where(steps: list[Operation], kind: Kind) -> int:
+def where(steps, kind):
     return [op.kind for op in steps].index(kind)
 
 

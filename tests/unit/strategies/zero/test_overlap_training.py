@@ -11,7 +11,6 @@ from harness.rank_run import RankRun, text
 from harness.trainings import refused
 from hpcdist import collectives
 from hpcdist.collectives.nonblocking import progress
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, ScheduleError
@@ -38,17 +37,17 @@ class Run(RankRun):
 
     def __init__(
         self,
-        comm: Communicator,
-        stage: int,
-        overlap: str = "none",
-        algorithm: str = "ring",
-        prefetch: int = 0,
+        comm,
+        stage,
+        overlap="none",
+        algorithm="ring",
+        prefetch=0,
         *,
-        microbatches: int = 1,
-        schedule: str = "auto",
-        tied: bool = False,
-        pipeline: int = 1,
-        **zero: int,
+        microbatches=1,
+        schedule="auto",
+        tied=False,
+        pipeline=1,
+        **zero,
     ):
         make = partial(ZeroExchange, stage=stage, config=ZeroConfig(prefetch=prefetch, **zero))
         parallel = ParallelConfig(pipeline=pipeline, microbatches=microbatches, schedule=schedule)
@@ -56,7 +55,7 @@ class Run(RankRun):
         context = {"algorithm": algorithm, "overlap": overlap, "total_steps": STEPS}
         super().__init__(comm, make, config=config, dtype="float32", parallel=parallel, **context)
 
-    def train(self, data: np.ndarray) -> tuple[list[float], list[float], bytes]:
+    def train(self, data):
         """Losses of steps, of evaluations after each, and the own weights."""
         losses, evaluated = [], []
         for number, samples in enumerate(data):
@@ -65,9 +64,9 @@ class Run(RankRun):
         return losses, evaluated, self.exchange.parameters.array.tobytes()
 
 
-def trained(size: int, data: np.ndarray, *args: object, **keys: object) -> list[tuple[list[float], list[float], bytes]]:
-    def body(comm: Communicator) -> tuple[list[float], list[float], bytes]:
-        with Run(comm, *args, **keys) as run:  # type: ignore[arg-type]
+def trained(size, data, *args, **keys):
+    def body(comm):
+        with Run(comm, *args, **keys) as run:
             return run.train(data)
 
     return run_threads(size, body, 2 if "hierarchical" in args else None)
@@ -77,7 +76,7 @@ DATA = text(np.random.default_rng(11), STEPS, SAMPLES)
 
 
 @cache
-def plain(size: int, stage: int, algorithm: str = "ring", **keys: object) -> object:
+def plain(size, stage, algorithm="ring", **keys):
     """What a run has whose exchanges are all in their turn."""
     return trained(size, DATA, stage, "none", algorithm, **keys)
 
@@ -112,7 +111,7 @@ def test_a_pipeline_with_zero1_trains_to_the_same_bits(overlap, rng):
     data, keys = text(rng, STEPS, SAMPLES), {"microbatches": 2, "pipeline": 2, "tied": True}
 
     def body(comm, overlap):
-        with Run(comm, 1, overlap, **keys) as run:  # type: ignore[arg-type]
+        with Run(comm, 1, overlap, **keys) as run:
             return [run.step(samples, 1) for samples in data], run.exchange.parameters.array.tobytes()
 
     assert run_threads(4, lambda comm: body(comm, overlap)) == run_threads(4, lambda comm: body(comm, "none"))
@@ -179,15 +178,15 @@ def test_a_gather_that_is_there_is_a_hit():
 class Watched:
     """A handle that lets the other rank go on only once it was found not to be there."""
 
-    def __init__(self, comm: Communicator, behind: object, run: Run) -> None:
-        self.comm, self.inner = comm, behind._under_way[run.model.stages[1].layer]  # type: ignore[attr-defined]
+    def __init__(self, comm, behind, run):
+        self.comm, self.inner = comm, behind._under_way[run.model.stages[1].layer]
 
-    def test(self) -> bool:
+    def test(self):
         found = self.inner.test()
         self.comm.send(np.zeros(1), 1)
         return bool(found)
 
-    def wait(self) -> None:
+    def wait(self):
         self.inner.wait()
 
 
@@ -224,7 +223,7 @@ def test_the_list_is_proven(overlap, stage, prefetch):
             return run
 
     for tied, schedule in ((False, "auto"), (True, "auto"), (True, "gpipe")):
-        runs = run_threads(2, lambda comm, tied=tied, schedule=schedule: body(comm, tied, schedule))  # type: ignore[misc]
+        runs = run_threads(2, lambda comm, tied=tied, schedule=schedule: body(comm, tied, schedule))
         proof = verify(
             [run.operations for run in runs],
             grid=runs[0].grid,

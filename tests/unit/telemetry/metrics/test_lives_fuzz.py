@@ -7,10 +7,7 @@ again, take their state back, or leave. HPCDIST_TEST_LIFE_SEEDS=n tries n seeds 
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +15,13 @@ import pytest
 from harness.trainings import survive
 from hpcdist.comm.threads.communicator import ThreadCommunicator
 from hpcdist.comm.threads.group import RankDeath
-from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.training.elastic.job import ElasticJob
 
 RANKS, SPARES, STEPS = 4, 2, 4
 AT_THE_END = 1105  # a spare dies when some have come to the end, and another spare has not been told
 SEEDS = int(os.environ.get("HPCDIST_TEST_LIFE_SEEDS", "0"))
 MANY = int(os.environ.get("HPCDIST_TEST_SEED", "0")) % 100_000 * 1000  # other seeds in every run
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "allreduce": {},
     "overlapped": {"communication.overlap": "thread"},
     "delayed": {"communication.delayed": "true", "communication.overlap": "poll", "communication.algorithm": "ring"},
@@ -43,16 +39,16 @@ OPERATIONS = ("_send", "_post", "_arrived", "_everyone", "_iallreduce", "_poll",
 class Clock:
     """Counts the operations of each thread that is a rank from where its lives begin; ``limits`` say who dies when."""
 
-    def __init__(self, limits: Mapping[str, int]) -> None:
-        self.counts: Counter[str] = Counter()
+    def __init__(self, limits):
+        self.counts = Counter()
         self._limits, self._begun = limits, set[str]()
-        self.struck: list[str] = []
+        self.struck = []
 
-    def begin(self) -> None:
+    def begin(self):
         """Count this thread's operations from here on."""
         self._begun.add(threading.current_thread().name)
 
-    def tick(self, what: str) -> None:
+    def tick(self, what):
         """Take note of an operation; dies where it is one too many."""
         name = threading.current_thread().name
         if name not in self._begun:  # a thread beside a rank: that one dies for it
@@ -64,18 +60,18 @@ class Clock:
 
 
 @contextmanager
-def ticking(clock: Clock) -> Iterator[None]:
+def ticking(clock):
     """Let ``clock`` count all operations between threads."""
     patch = pytest.MonkeyPatch()
 
-    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
-        def called(self: ThreadCommunicator, *arguments: Any) -> Any:
+    def counted(method):
+        def called(self, *arguments):
             clock.tick(f"{method.__name__} of {self.name}")
             return method(self, *arguments)
 
         return called
 
-    def train(lives: ElasticJob, origin: Any = None, before: Callable[..., int] = ElasticJob.train) -> int:
+    def train(lives, origin=None, before=ElasticJob.train):
         clock.begin()
         return before(lives, origin)
 
@@ -89,11 +85,11 @@ def ticking(clock: Clock) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory, shared_text: Path) -> Callable[[str], tuple[np.ndarray, int]]:
+def calm(tmp_path_factory, shared_text):
     """What a layout comes to where nobody dies: its losses, and the operations of a rank."""
-    known: dict[str, tuple[np.ndarray, int]] = {}
+    known = {}
 
-    def found(name: str) -> tuple[np.ndarray, int]:
+    def found(name):
         if name not in known:
             clock = Clock({})
             with ticking(clock):
@@ -104,14 +100,12 @@ def calm(tmp_path_factory: pytest.TempPathFactory, shared_text: Path) -> Callabl
     return found
 
 
-def train(
-    name: str, out: Path, shared_text: Path, spares: int, ranks_per_node: int | None = None
-) -> step_metrics.MetricsData:
+def train(name, out, shared_text, spares, ranks_per_node=None):
     keys = {"run.steps": STEPS, "run.seed": 3, "precision.mode": "float64", "checkpoint.every_steps": 2}
     return survive(RANKS, out, shared_text, keys | LAYOUTS[name], spares=spares, ranks_per_node=ranks_per_node)
 
 
-def limits(rng: np.random.Generator, spares: int, operations: int) -> dict[str, int]:
+def limits(rng, spares, operations):
     """Who dies after how many operations; never more than there are to go on."""
     victims = rng.choice(RANKS + spares, rng.integers(1, 3), replace=False)
     first, second = rng.integers(1, operations + 1, 2).tolist()

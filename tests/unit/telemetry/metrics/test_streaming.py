@@ -3,15 +3,12 @@
 import json
 import math
 from collections import defaultdict
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from harness.inputs import write_text
 from harness.trainings import assembled, recipe_keys, session_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record import spans as record_spans
 from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.threads.communicator import run_threads
@@ -30,7 +27,7 @@ STEPS = 12
 
 
 @pytest.fixture
-def settings(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
+def settings(tmp_path, rng):
     return {"data.path": write_text(tmp_path / "text.txt", rng)} | recipe_keys(
         f"steps={STEPS} checkpoint.every_steps=5 energy.sources=none telemetry.jsonl=true"
     )
@@ -39,15 +36,15 @@ def settings(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
 class Said(ConsoleProgress):
     """Keeps what a person would read."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(STEPS, 0, 1e9, shown=False)
-        self.lines: list[str] = []
+        self.lines = []
 
-    def say(self, text: str) -> None:
+    def say(self, text):
         self.lines.append(text)
 
 
-def trained(comm: Communicator, settings: dict[str, object], out: Path, **changes: object) -> TrainingLoop:
+def trained(comm, settings, out, **changes):
     """Train to the end on the ranks of ``comm``, as a job does it."""
     session = session_of(comm)
     session.spans = Spans(out / f"rank-{comm.rank:05d}.spans", comm.rank, comm.size)
@@ -55,12 +52,12 @@ def trained(comm: Communicator, settings: dict[str, object], out: Path, **change
     trainer = assembled(comm, keys, session=session)
     energy = EnergyRecorder(comm, trainer.recipe, None, out)
     loop = TrainingLoop(session, trainer, out, Said(), {}, StopRequests(), energy)
-    result = TrainingJob.steps(None, loop)  # type: ignore[arg-type]
+    result = TrainingJob.steps(None, loop)
     loop.metrics.finish(result.outcome.done, result.val_loss)
     return loop
 
 
-def events_of(out: Path) -> dict[str, list[dict[str, Any]]]:
+def events_of(out):
     found = defaultdict(list)
     for line in (out / "events.jsonl").read_text().splitlines():
         event = json.loads(line)
@@ -96,7 +93,7 @@ def test_a_run_tells_every_step_once(settings, tmp_path, ranks):
 
 def test_names_are_those_of_the_catalogue_and_counters_never_fall(settings, tmp_path):
     run_threads(2, lambda comm: trained(comm, settings, tmp_path))
-    last: dict[str, float] = {}
+    last = {}
     for events in events_of(tmp_path).values():
         for event in events:
             for key, value in event["values"].items():

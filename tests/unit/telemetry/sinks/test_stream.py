@@ -1,7 +1,6 @@
 """The stream: every sink sees everything, and none of them can end a run; names follow one convention."""
 
 import re
-from collections.abc import Sequence
 
 import pytest
 
@@ -11,7 +10,7 @@ from hpcdist.telemetry.sinks.stream import EventStream, RunEvent
 
 
 class Keeping:
-    def __init__(self, name: str, fails: Sequence[int] = ()) -> None:
+    def __init__(self, name, fails=()):
         self.name, self.fails, self.calls, self.seen, self.closed = name, fails, 0, [], None
 
     def write(self, events):

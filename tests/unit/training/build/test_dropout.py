@@ -1,7 +1,6 @@
 """Training with dropout: the same run under every layout, when a forward is repeated, and after a resume."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from harness import trainings
 from harness.inputs import write_text
 from harness.trainings import STEPS, assembled
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.training.data import SampleShares
@@ -19,7 +17,7 @@ PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 3, "run.global_batc
 CHUNKS = {"parallel.schedule": "interleaved", "parallel.chunks": 2, "parallel.microbatches": 2}
 SHARDS = {"run.logical_shards": 3, "communication.algorithm": "auto"}
 # Name: ranks, the keys of the run alone that it equals, its own keys.
-LAYOUTS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
+LAYOUTS = {
     "micro-batches": (1, {}, {"parallel.microbatches": 3}),
     "uneven replicas": (3, {}, {"parallel.microbatches": 2}),
     "recomputed layers": (1, {}, {"parallel.recompute": "true"}),
@@ -38,9 +36,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
 }
 
 
-def _train(
-    comm: Communicator, keys: dict[str, object], save: Path | None = None, resume: Path | None = None
-) -> tuple[list[float], dict[object, np.ndarray]]:
+def _train(comm, keys, save=None, resume=None):
     """Return the losses and the pieces of parameters after all steps, or after the first half, which are saved."""
     trainer = assembled(comm, keys, resume)
     losses = trainings.losses(trainer, STEPS // 2 if save else STEPS)
@@ -52,14 +48,14 @@ def _train(
     return losses, state
 
 
-def _keys(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
+def _keys(tmp_path, rng):
     text = write_text(tmp_path / "text.txt", rng)
     return {"data.path": text, "model.dropout": 0.2, "precision.mode": "float64", "run.global_batch": 7}
 
 
-def _whole(ranks: list[tuple[list[float], dict[object, np.ndarray]]]) -> np.ndarray:
+def _whole(ranks):
     """Return all parameters; the bias of keys is left out, which has no true gradient."""
-    tensors: dict[str, np.ndarray] = {}
+    tensors = {}
     for _, state in ranks:
         for (tensor, shape, box, flat), values in state.items():
             whole = tensors.setdefault(tensor, np.full(shape, np.nan))

@@ -16,7 +16,6 @@ from harness.marks import on_threads
 from harness.trainings import LAYOUTS, STEPS, TRAININGS, Trained, assembled, check_same, recipe_keys, with_pointers
 from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DataError, DivergenceError, MissingCapabilityError
 from hpcdist.strategies.core.replica_check import check_replicas
@@ -61,7 +60,7 @@ def test_a_step_transfers_no_more_than_it_must(gpu, words, layout, ranks, pointe
         if pointers:
             with_pointers(comm)
         watch = Watch(gpu, pointers)
-        comm.events = watch  # type: ignore[misc]
+        comm.events = watch
         return Trained(comm, settings, watch.before_step, watch.after_step), watch
 
     for run, watch in run_threads(ranks, body):
@@ -70,7 +69,7 @@ def test_a_step_transfers_no_more_than_it_must(gpu, words, layout, ranks, pointe
             assert (messages.total() > 0) == (ranks > 1)
 
 
-def without_lock_step(comm: Communicator, settings: dict[str, object]) -> tuple[list[float], np.ndarray]:
+def without_lock_step(comm, settings):
     """Train under asp with one worker, which is as reproducible as lock-step; return losses and parameters."""
     trainer = assembled(comm, settings | recipe_keys("strategy=parameter_server parameter_server.consistency=asp"))
     exchange, losses = trainer.exchange, []
@@ -99,7 +98,7 @@ def test_a_run_without_lock_step_is_that_of_the_cpu(gpu, words, ranks, placement
     def on_device(comm):
         if pointers:
             with_pointers(comm)
-        comm.events = Watch(gpu, pointers)  # type: ignore[misc]
+        comm.events = Watch(gpu, pointers)
         return without_lock_step(comm, {**settings, "run.device": "gpu"})
 
     host = run_threads(ranks, lambda comm: without_lock_step(comm, settings))

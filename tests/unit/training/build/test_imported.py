@@ -1,7 +1,6 @@
 """Recipes that import their model: trained, saved, looked at, on text, tables and pictures."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -61,7 +60,7 @@ def build(context):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, rng, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     (tmp_path / "own.py").write_text(SOURCE)
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
@@ -72,7 +71,7 @@ def folder(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyP
     return tmp_path
 
 
-def refuses_other_code(folder: Path, recipe: recipes.Recipe) -> None:
+def refuses_other_code(folder, recipe):
     """The file of the training makes the model; another one, or one that nobody sealed, is not executed."""
     own, run = folder / "own.py", folder / "run"
     own.write_text(f"{SOURCE}\nopen({str(folder / 'executed')!r}, 'w').close()\n")

@@ -1,7 +1,6 @@
 """New runs that begin with the parameters of another one: any layout, any type, and what does not fit is named."""
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,17 +15,15 @@ from hpcdist.checkpoint.convert.importing import import_checkpoint
 from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.listing import PARAMETERS, stored_tensors
 from hpcdist.checkpoint.restoring.restore import restore
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import StorageError
-from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.run.saving import CheckpointSaver
 
 Keys = dict[str, Any]
 
 SMALL = {"model.layers": 2, "model.hidden": 8, "model.heads": 2, "data.context": 4, "run.global_batch": 8}
 SERVED = {"parallel.strategy": "parameter_server"}
-LAYOUTS: dict[str, tuple[int, Keys]] = {
+LAYOUTS = {
     "one process": (1, {}),
     "bfloat16": (2, {"precision.mode": "bfloat16"}),
     "float64": (2, {"precision.mode": "float64"}),
@@ -40,18 +37,18 @@ LAYOUTS: dict[str, tuple[int, Keys]] = {
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> Keys:
+def keys(tmp_path):
     (tmp_path / "text.txt").write_text("to be or not to be " * 40)
     return {**SMALL, "data.path": tmp_path / "text.txt"}
 
 
 @pytest.fixture
-def trained(keys: Keys, tmp_path: Path, rng: np.random.Generator) -> Path:
+def trained(keys, tmp_path, rng):
     """The checkpoint of a run on other data, by two ranks."""
     (tmp_path / "other.txt").write_text("another text of other words " * 40)
     drawn = rng.standard_normal(1 << 16).astype(np.float32)
 
-    def body(comm: Communicator) -> Path:
+    def body(comm):
         trainer = trainer_of(comm, {**keys, "data.path": tmp_path / "other.txt"})
         for piece in trainer.exchange.wanted():
             piece.array[...] = drawn[: piece.flat.size]
@@ -61,7 +58,7 @@ def trained(keys: Keys, tmp_path: Path, rng: np.random.Generator) -> Path:
     return run_threads(2, body)[0]
 
 
-def parameters(path: Path) -> dict[str, np.ndarray]:
+def parameters(path):
     pieces = [
         Piece.whole(one.kind, one.name, np.empty(one.shape, one.dtype))
         for one in stored_tensors(manifest.load(path), {PARAMETERS})
@@ -70,7 +67,7 @@ def parameters(path: Path) -> dict[str, np.ndarray]:
     return {piece.tensor: piece.array for piece in pieces}
 
 
-def begun(trainer: Trainer, right: dict[str, np.ndarray]) -> None:
+def begun(trainer, right):
     """The parameters are those, and nothing else is of the old run."""
     for piece in trainer.exchange.wanted():
         found, where = backend.to_host(piece.array.copy()), runs(piece.global_shape, piece.box, piece.flat)
@@ -94,7 +91,7 @@ def test_any_layout_begins_with_the_parameters_of_another(layout, keys, trained,
     def body(comm):
         trainer = trainer_of(comm, settings)
         begun(trainer, right)
-        exchange: Any = trainer.exchange
+        exchange = trainer.exchange
         if layout == "bfloat16":
             assert (exchange.parameters.array == exchange.weights.array.astype(exchange.parameters.dtype)).all()
         if layout == "DiLoCo":

@@ -94,7 +94,7 @@ def test_a_step_allocates_nothing(kind, folder):
     """Neither the pictures, unfolded or not, nor the masked text are made anew by the model."""
     with h5py.File(folder / "large.h5", "w") as file:
         file["x"], file["y"] = np.zeros((64, 24, 24, 3), np.uint8), np.arange(64) % 5
-    keys: dict[str, object] = {"model.kind": kind, "model.hidden": 128, "model.heads": 2, "data.context": 128}
+    keys = {"model.kind": kind, "model.hidden": 128, "model.heads": 2, "data.context": 128}
     if kind == "convnet":
         keys = {"model.kind": kind, "model.hidden": 48, "data.path": folder / "large.h5"}
     keys |= {"run.steps": 20, "run.global_batch": 8, "parallel.microbatches": 2, "communication.algorithm": "ring"}

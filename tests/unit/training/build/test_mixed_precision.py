@@ -1,18 +1,15 @@
 """16-bit working copies with a float32 master: the rule, and that every architecture keeps it."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from harness import trainings
 from harness.marks import cases, on_threads
-from harness.trainings import State, difference, refused, small
+from harness.trainings import difference, refused, small
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.store import FlatStore
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import NonFiniteError
@@ -21,7 +18,6 @@ from hpcdist.optim.master_weights import BLOCK
 from hpcdist.optim.norms import clip_scale
 from hpcdist.strategies.core.mixed_precision import DynamicLossScale
 from hpcdist.training import inference
-from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -31,7 +27,7 @@ SAMPLES = 12
 SERVED = ["precision.mode=bfloat16", "parallel.strategy=parameter_server"]
 
 
-def trainer_of(comm: Communicator, path: Path, keys: dict[str, Any], resume: Path | None = None) -> Trainer:
+def trainer_of(comm, path, keys, resume=None):
     settings = {
         "model.layers": 2,
         "run.steps": 40,
@@ -48,7 +44,7 @@ def trainer_of(comm: Communicator, path: Path, keys: dict[str, Any], resume: Pat
     return small(comm, path, settings, resume)
 
 
-def state_of(trainer: Trainer) -> State:
+def state_of(trainer):
     """Master and moments of the whole model, from what the ranks save. Collective."""
     whole = trainings.state(trainer)
     assert all(values.dtype == np.float32 for values in whole.values()), "never a rounded copy"
@@ -58,7 +54,7 @@ def state_of(trainer: Trainer) -> State:
 class Reference:
     """The rule, by the letter, with numpy's and ml_dtypes' own conversions and AdamW in a few lines of float32."""
 
-    def __init__(self, trainer: Trainer, scale: float) -> None:
+    def __init__(self, trainer, scale):
         self.model, self.config, self.trainer = trainer.model, trainer.recipe.optimizer, trainer
         self.scale = scale
         self.half = dtype_of(trainer.recipe.precision.mode)
@@ -67,7 +63,7 @@ class Reference:
         self.m, self.v = np.zeros_like(self.master.array), np.zeros_like(self.master.array)
         self.arena, self.count = Arena(), 0
 
-    def step(self, batches: list[tuple[np.ndarray, np.ndarray]]) -> float:
+    def step(self, batches):
         loss, total = 0.0, np.zeros(self.master.size, self.half)
         self.wide.array[...] = self.master.array.astype(self.half).astype(np.float32)
         parameters = self.model.bind(self.wide)
@@ -83,7 +79,7 @@ class Reference:
         self._update(total)
         return loss * per_target
 
-    def _update(self, gradient: np.ndarray) -> None:
+    def _update(self, gradient):
         config, real = self.config, np.float32
         squared = float(np.sum(gradient.astype(np.float64) ** 2)) / self.scale**2
         factor = clip_scale(squared, config.clip_norm) / self.scale
@@ -120,7 +116,7 @@ def test_one_rank_follows_the_rule(text, mode, microbatches, clip):
         assert working.dtype == rule.half and working.tobytes() == found.astype(rule.half).tobytes()
 
 
-def run_of(comm: Communicator, text: Path, keys: dict[str, Any], steps: int = 6) -> tuple[Any, ...]:
+def run_of(comm, text, keys, steps=6):
     trainer = trainer_of(comm, text, keys)
     return trainings.losses(trainer, steps), state_of(trainer), mean_validation_loss(trainer)
 
@@ -169,7 +165,7 @@ def test_memory_is_that_of_the_closed_form(comm, text, strategy, parameters, gra
     trainings.losses(trainer, 2)
     psi = trainer.model.layout.parameters
     layer = max(part.size for part in trainer.context.ranges.values())
-    update = 4 * min(BLOCK["cpu"], max(part.size for part in trainer.exchange.sharded_update.parts))  # type: ignore[attr-defined]
+    update = 4 * min(BLOCK["cpu"], max(part.size for part in trainer.exchange.sharded_update.parts))
     named = {  # a layer in float32; where it is cut, one in 16 bits; and what an update widens
         "parameters": 4 * layer + (2 * layer if parameters > 1 else 0),
         "gradients": 4 * layer + (2 * layer if gradients > 1 else 0) + update,
@@ -203,11 +199,11 @@ def test_bytes_sent_are_half_of_float32(comm, text, strategy, algorithm, volumes
     assert traffic.sent_bytes == pytest.approx(sent * (comm.size - 1) / comm.size, rel=0.01, abs=1024)
 
 
-def overflowing(trainer: Trainer, rank: int) -> None:
+def overflowing(trainer, rank):
     """Make one gradient of ``rank`` overflow: its share of the sum is computed of a loss that much larger."""
     if trainer.comm.rank == rank:
         backward = trainer.model.loss.backward
-        trainer.model.loss.backward = lambda scale, *rest: backward(1e9 * scale, *rest)  # type: ignore[method-assign]
+        trainer.model.loss.backward = lambda scale, *rest: backward(1e9 * scale, *rest)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -228,7 +224,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(text, size, strategy):
                 if step in (2, 3, 4):
                     overflowing(trainer, size - 1)
                 done = trainer.executor.run(trainer.operations, trainer.cut(batch), SAMPLES, step, np.ones(2))
-                trainer.model.loss.backward = healthy  # type: ignore[method-assign]
+                trainer.model.loss.backward = healthy
                 assert done.stop_requests.tolist() == [size] * 2 and np.isfinite(done.loss)
                 same = all(values.tobytes() == before[key].tobytes() for key, values in state_of(trainer).items())
                 assert same == done.skipped == (working.tobytes() == trainer.exchange.parameters.array.tobytes())
@@ -260,7 +256,7 @@ def test_skipped_steps_leave_no_trace(text):
                     if step in bad:
                         overflowing(trainer, 1)
                     trainer.executor.run(trainer.operations, trainer.cut(batch), SAMPLES, step, np.zeros(2))
-                    trainer.model.loss.backward = healthy  # type: ignore[method-assign]
+                    trainer.model.loss.backward = healthy
         return state_of(trainer)
 
     met = run_threads(2, lambda comm: body(comm, (3, 4), (1, 2, 3, 4, 5, 6)))[0]
@@ -284,7 +280,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_explained(text, mode):
 def test_a_bfloat16_gradient_that_is_not_finite_ends_the_run(text):
     trainer = trainer_of(solo(), text, {})
     backward = trainer.model.loss.backward
-    trainer.model.loss.backward = lambda scale, *rest: backward(1e38 * scale, *rest) * 1e38  # type: ignore[method-assign]
+    trainer.model.loss.backward = lambda scale, *rest: backward(1e38 * scale, *rest) * 1e38
     with trainer.batches(1) as batches:
         parts = trainer.cut(next(iter(batches)))
     before = state_of(trainer)

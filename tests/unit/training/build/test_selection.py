@@ -1,6 +1,5 @@
 """Where the algorithm of a run comes from: recipe, checkpoint, cache or measurement."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,13 +8,11 @@ from harness.marks import cases
 from harness.trainings import recipe_of, refused, session_of
 from hpcdist import models
 from hpcdist.collectives.dispatch import parse_algorithm
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import CommunicationConfig
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
 from hpcdist.training.build import selection, state_source
 from hpcdist.training.build.assemble import assemble
-from hpcdist.training.build.selection import AlgorithmSelection
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -23,21 +20,19 @@ SMALL = {"model.layers": 1, "model.hidden": 16, "model.heads": 1, "data.context"
 
 
 @pytest.fixture(autouse=True)
-def measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def measuring(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("to be or not to be " * 200)
     monkeypatch.setenv("HPCDIST_TUNING", "on")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(selection.autotune, "BUDGET_S", 0.05)
 
 
-def run(
-    folder: Path, ranks: int, resume: Path | None = None, ranks_per_node: int | None = None, **keys: object
-) -> tuple[AlgorithmSelection, Path]:
+def run(folder, ranks, resume=None, ranks_per_node=None, **keys):
     """Assemble a run, save its state, and return what it chose and where it is saved."""
     settings = {**SMALL, "data.path": folder / "text.txt", **{k.replace("__", "."): v for k, v in keys.items()}}
     recipe = recipe_of(settings)
 
-    def body(comm: Communicator) -> tuple[AlgorithmSelection, Path]:
+    def body(comm):
         trainer = assemble(session_of(comm), recipe, resume)
         assert trainer.context.algorithm == trainer.selection.algorithm
         return trainer.selection, CheckpointSaver(trainer, folder / "saved").save(trainer.first_step + 1)
@@ -84,8 +79,8 @@ def test_a_checkpoint_of_before_nodes_were_kept(tmp_path, monkeypatch):
     assert anew.source == "measured" and "was for 2 ranks" in anew.note
 
 
-def _resolved(ranks: int, saved: Path) -> AlgorithmSelection:
-    def body(comm: Communicator) -> AlgorithmSelection:
+def _resolved(ranks, saved):
+    def body(comm):
         recipe = recipe_of(SMALL)
         model = models.build(recipe.model, recipe.precision.mode, context=8)
         session = session_of(comm)

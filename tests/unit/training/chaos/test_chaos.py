@@ -1,7 +1,6 @@
 """Stragglers made on purpose: as slow as was asked for, in the same steps every time, with the same numbers."""
 
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from harness import trainings
 from harness.marks import cases, on_threads
 from harness.trainings import assembled, refused
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.schedule.operations import Kind
@@ -22,7 +20,7 @@ STEPS = 4
 
 
 @pytest.fixture
-def text(text: Path) -> dict[str, object]:
+def text(text):
     return {"data.path": text, "run.steps": STEPS}
 
 
@@ -64,7 +62,7 @@ def test_sleep_that_took_too_long_is_made_up_for():
     assert pace.lacking_s(0.25) == pytest.approx(0.25)
 
 
-def losses(comm: Communicator, settings: dict[str, object]) -> tuple[list[float], list[float], bytes]:
+def losses(comm, settings):
     """The losses and times of computing of a run, and its parameters."""
     trainer = assembled(comm, settings)
     steps = trainings.results(trainer, STEPS)
@@ -103,7 +101,7 @@ def test_whoever_serves_looks_meanwhile_what_has_come(text):
 
     def looks(comm):
         trainer = assembled(comm, settings)
-        seen: list[float] = []
+        seen = []
         look = trainer.exchange.handlers[Kind.COLLECT]
 
         def noted(op):

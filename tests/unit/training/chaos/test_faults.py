@@ -3,7 +3,6 @@
 import os
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,17 +12,15 @@ from harness.marks import cases, on_threads
 from harness.trainings import assembled, refused
 from hpcdist.arrays import backend
 from hpcdist.checkpoint.restoring.restore import newest, restore
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, DivergenceError, StorageError
 from hpcdist.strategies.core.replica_check import check_replicas
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.chaos import injection
 from hpcdist.training.chaos.config import ChaosConfig
 from hpcdist.training.chaos.injection import flip_bit, largest_index, make_infinite
 from hpcdist.training.recipe import recipe as recipes
-from hpcdist.training.run.saving import CheckpointSaver, build_saver
+from hpcdist.training.run.saving import build_saver
 
 Settings = dict[str, object]
 
@@ -33,33 +30,33 @@ class Killed(Exception):  # noqa: N818 - a process would not live to raise it
 
 
 @pytest.fixture
-def text(text: Path) -> Settings:
+def text(text):
     return {"data.path": text, "run.steps": 4}
 
 
 @pytest.fixture
-def mortal(monkeypatch: pytest.MonkeyPatch) -> None:
-    def die() -> None:
+def mortal(monkeypatch):
+    def die():
         raise Killed
 
     monkeypatch.setattr(injection, "kill_process", die)
 
 
-def armed(comm: Communicator, settings: Settings, run: Path) -> tuple[Trainer, CheckpointSaver]:
+def armed(comm, settings, run):
     trainer = assembled(comm, settings, directory=run)
     writers = trainer.recipe.checkpoint.writers
     injection.refuse_impossible_faults(trainer.recipe.chaos, comm, writers, trainer.exchange)
     return trainer, build_saver(trainer, run / "checkpoints")
 
 
-def make_steps(trainer: Trainer, first: int = 1, last: int | None = None) -> list[float]:
+def make_steps(trainer, first=1, last=None):
     return trainings.losses(trainer, last or trainer.recipe.run.steps, first - 1)
 
 
-def trained(ranks: int, settings: Settings, run: Path) -> list[tuple[list[float], list[bytes]]]:
+def trained(ranks, settings, run):
     """The losses of each rank, and what it would save."""
 
-    def body(comm: Communicator) -> tuple[list[float], list[bytes]]:
+    def body(comm):
         trainer, _ = armed(comm, settings, run)
         return make_steps(trainer), [np.asarray(piece.array).tobytes() for piece in trainer.exchange.pieces()]
 
@@ -76,7 +73,7 @@ def trained(ranks: int, settings: Settings, run: Path) -> list[tuple[list[float]
 def test_a_kill_is_where_it_was_asked_for_and_only_once(comm, phase, last, text, tmp_path):
     trainer, _ = armed(comm, {**text, "chaos.kill": f"['0@2:{phase}']"}, tmp_path)
     assert len(make_steps(trainer, last=1)) == 1 and not (tmp_path / "chaos").exists()
-    seen: list[Kind] = []
+    seen = []
 
     def noted(handler, op):
         seen.append(op.kind)
@@ -96,7 +93,7 @@ RING = {"communication.algorithm": "ring"}
 PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 2, "run.global_batch": 8}
 SERVER = {"parallel.strategy": "parameter_server", "parameter_server.placement": "colocated"}
 TENSOR = {"parallel.tensor": 2, "model.tied": "false"}
-CORRUPTED: dict[str, Settings] = {
+CORRUPTED = {
     "allreduce": RING,
     "overlapped": {**RING, "communication.overlap": "thread"},
     "delayed": {**RING, "communication.delayed": "true", "communication.overlap": "poll"},

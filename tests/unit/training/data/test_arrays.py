@@ -1,7 +1,6 @@
 """Arrays in files: tokens in .npy and HDF5, tables in HDF5, read from the file itself where they can be."""
 
 import os
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -19,7 +18,7 @@ DTYPES = ("uint8", "uint16", "uint32")
 
 
 @pytest.fixture
-def tokens(rng: np.random.Generator) -> np.ndarray:
+def tokens(rng):
     return rng.integers(0, 250, 5000)
 
 
@@ -59,7 +58,7 @@ def test_hdf5_tokens_behind_a_user_block_and_in_foreign_byte_order(tmp_path, tok
 STORAGE = ("link", "chain", "soft", "virtual", "nested", "external")
 
 
-def _store(folder: Path, storage: str, tokens: np.ndarray) -> Path:
+def _store(folder, storage, tokens):
     """Write a file whose dataset ``tokens`` has its elements in another one, at an offset where this one has others."""
     whole, part = folder / "whole.h5", folder / "part.h5"
     with h5py.File(part, "w") as file:
@@ -202,7 +201,7 @@ def test_classes_of_many_rows_are_read_in_blocks(tmp_path, monkeypatch):
     assert data_files.hdf5_table(tmp_path / "a.h5")[2] == 23
 
 
-def _short(array: FileArray, index: slice) -> np.ndarray:
+def _short(array, index):
     assert index.stop - index.start <= 7, "all rows at once may not fit into memory"
     return array.gather(np.array([index.start]), min(index.stop, len(array)) - index.start)[0]
 

@@ -2,22 +2,19 @@
 
 import os
 from dataclasses import fields
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import h5py
 import numpy as np
 import pytest
 
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, DataError, StorageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.reporting import user_cache
 from hpcdist.training.build import state
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.data import Source, files, open_source
+from hpcdist.training.data import files, open_source
 from hpcdist.training.data import source as module
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.config import DataConfig
@@ -28,7 +25,7 @@ UNSEEN = 1500  # between the first two of 64 probes of 1,024 bytes
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "_memory_cache", {})
     monkeypatch.setattr(module, "BLOCK_BYTES", 10_000)
@@ -37,26 +34,26 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def data(tmp_path: Path, rng: np.random.Generator) -> Path:
+def data(tmp_path, rng):
     path = tmp_path / "data.txt"
     path.write_bytes(rng.integers(1, 256, SIZE).astype(np.uint8).tobytes())
     return path
 
 
 @pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def blocks(monkeypatch):
     """Where the blocks begin that are read."""
-    read: list[int] = []
+    read = []
     block = module._block
     monkeypatch.setattr(module, "_block", lambda column, start: read.append(start) or block(column, start))
     return read
 
 
-def opened(path: Path, comm: Communicator | None = None, **keys: Any) -> Source:
+def opened(path, comm=None, **keys):
     return open_source(DataConfig(path=str(path), context=16, **keys), ModelConfig(), comm or solo())
 
 
-def change(path: Path, place: int) -> None:
+def change(path, place):
     """Change a byte, and let the file look as it was to those who ask for its size and time."""
     status = path.stat()
     with path.open("r+b") as file:
@@ -153,7 +150,7 @@ def test_what_was_read_is_not_read_again(data, cache, blocks, monkeypatch):
         for path in cache.iterdir():
             write(path)
 
-    found: list[str] = []
+    found = []
     assert reads(lambda: None)
     assert reads(lambda: None), "it could change again without another time"
     monkeypatch.setattr(module, "SETTLED_NS", -1)

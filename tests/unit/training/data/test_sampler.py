@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -18,10 +17,10 @@ from hpcdist.training.data.samples import TokenWindows
 class Numbers:
     """Samples whose input is their number and whose target is the shift."""
 
-    def __init__(self, count: int, shifts: int = 1) -> None:
+    def __init__(self, count, shifts=1):
         self.count, self.shifts = count, shifts
 
-    def take(self, indices: np.ndarray, shift: int) -> tuple[np.ndarray, np.ndarray]:
+    def take(self, indices, shift):
         return indices.copy(), np.full(len(indices), shift)
 
 
@@ -78,11 +77,11 @@ def test_the_order_is_pinned(rule, count, expected):
     assert shifts.tolist() == [57] * 5 + [106] * 5
 
 
-def _orders(count: int, seeds: int) -> list[tuple[int, ...]]:
+def _orders(count, seeds):
     return [tuple(Sampler(Numbers(count), seed).batch(0, count)[0].tolist()) for seed in range(seeds)]
 
 
-def _is_odd(order: Sequence[int]) -> bool:
+def _is_odd(order):
     """Whether it takes an odd number of exchanges: a cycle of even length is one."""
     seen, odd = [False] * len(order), False
     for start in range(len(order)):

@@ -67,7 +67,7 @@ def test_a_part_slices_like_an_array(index):
 
 
 def test_warmup_knows_the_kernel_that_reads(monkeypatch):
-    modules: list[str] = []
+    modules = []
     monkeypatch.setattr(importlib, "import_module", modules.append)
     tune._import_kernels()
     assert {"hpcdist.training.data.samples", "hpcdist.models.layers.activation"} <= set(modules)

@@ -2,9 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ import pytest
 from harness.marks import cases
 from harness.trainings import assembled, recipe_keys, refused, session_of
 from hpcdist.checkpoint.format import manifest
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.hdf5 import files
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
@@ -24,14 +21,13 @@ from hpcdist.training.data.sampler import (
     READ_AHEAD,
     LoadBalancer,
     SampleShares,
-    ShareSizes,
     balanced_shares,
     even_part,
     even_shares,
 )
 from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.observe.instrumentation import ConsoleProgress
-from hpcdist.training.run.loop import RunOutcome, TrainingLoop
+from hpcdist.training.run.loop import TrainingLoop
 from hpcdist.training.run.stop_requests import StopRequests
 
 SAMPLES, STEPS = 7, 6
@@ -87,10 +83,10 @@ def test_shares_hold_from_a_batch_on_and_survive_a_checkpoint():
     assert not SampleShares(10, 3).restore([])
 
 
-def balanced(needs: Sequence[float], steps: int, samples: int = 24, pipeline: int = 1) -> list[list[ShareSizes]]:
+def balanced(needs, steps, samples=24, pipeline=1):
     """The shares of every batch on every rank, where rank r needs ``needs[r]`` for a sample."""
 
-    def body(comm: Communicator) -> list[ShareSizes]:
+    def body(comm):
         axes = GridCommunicators(ProcessGrid(data=comm.size // pipeline, pipeline=pipeline), comm)
         shares = SampleShares(samples, axes.data.size)
         balance = LoadBalancer(axes.data, axes.pipeline, shares)
@@ -151,7 +147,7 @@ SERVED = {"parallel.strategy": "parameter_server"}
 COLOCATED = {**SERVED, "parameter_server.placement": "colocated"}
 NODES = {"communication.algorithm": "hierarchical"}
 # name -> (keys, ranks, ranks of a node, samples of the replicas by batch); nobody has a sample of 0
-LAYOUTS: dict[str, tuple[dict[str, object], int, int | None, list[ShareSizes]]] = {
+LAYOUTS = {
     "allreduce": ({}, 3, None, [(5, 1, 1), (0, 0, 7), (7, 0, 0)]),
     "allreduce beside the backward": ({"communication.overlap": "thread"}, 2, None, [(6, 1), (0, 7)]),
     "allreduce accumulating": ({"parallel.microbatches": 3}, 2, None, [(6, 1), (7, 0)]),
@@ -169,11 +165,11 @@ LAYOUTS: dict[str, tuple[dict[str, object], int, int | None, list[ShareSizes]]] 
 
 
 @pytest.fixture
-def text(text: Path) -> dict[str, object]:
+def text(text):
     return {"data.path": text, "precision.mode": "float64"}
 
 
-def trained(comm: Communicator, settings: dict[str, object], sizes: Sequence[ShareSizes]) -> tuple[list[float], dict]:
+def trained(comm, settings, sizes):
     """The losses, and the parameters that this rank would save; ``sizes`` take turns from the second batch on."""
     trainer = assembled(comm, settings)
     if sizes and trainer.context.computes:
@@ -193,7 +189,7 @@ def trained(comm: Communicator, settings: dict[str, object], sizes: Sequence[Sha
     return losses, kept
 
 
-def whole(ranks: Sequence[dict[tuple[str, int], np.ndarray]]) -> np.ndarray:
+def whole(ranks):
     """All parameters in one order, without the biases of attention, whose true gradient is zero."""
     found = {key: values for kept in ranks for key, values in kept.items() if not key[0].endswith("qkv.bias")}
     return np.concatenate([found[key].reshape(-1) for key in sorted(found)])
@@ -212,7 +208,7 @@ def test_who_takes_a_sample_changes_nothing_and_nobody_needs_one(name, text):
     assert np.linalg.norm(got - wanted) <= 1e-12 * np.linalg.norm(wanted)
 
 
-def run_loop(comm: Communicator, settings: dict[str, object], out: Path, resume: Path | None = None) -> RunOutcome:
+def run_loop(comm, settings, out, resume=None):
     trainer = assembled(comm, settings, resume)
     energy = EnergyRecorder(comm, trainer.recipe, resume)
     session = session_of(comm)
@@ -246,7 +242,7 @@ def test_a_slow_rank_gets_fewer_samples_and_a_resumed_run_goes_on_with_them(text
     assert table["first_step"].tolist() == [11] and table["samples"].tolist() == [now]
 
 
-def _made(path: Path) -> Path:
+def _made(path):
     path.mkdir(exist_ok=True)
     return path
 

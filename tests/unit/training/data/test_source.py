@@ -1,7 +1,6 @@
 """Sources: every kind of data opened for every kind of model, agreed on by all ranks; and data that cannot be used."""
 
 import socket
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -19,16 +18,16 @@ GPT, MLP = ModelConfig(), ModelConfig(kind="mlp")
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCDIST_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
-def tokens(rng: np.random.Generator) -> np.ndarray:
+def tokens(rng):
     return rng.integers(1, 256, 2000).astype(np.uint8)
 
 
-def _store(folder: Path, kind: str, tokens: np.ndarray) -> str:
+def _store(folder, kind, tokens):
     path = (
         folder
         / {"text": "a.txt", "npy": "a.npy", "hdf5": "a.h5", "chunked": "a.h5", "nameless": "a", "folder": "f"}[kind]

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,14 +12,14 @@ from hpcdist.training.data import files as data_files
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     monkeypatch.setenv("HPCDIST_CACHE", str(folder))
     return folder
 
 
 @pytest.fixture
-def folder(tmp_path: Path, rng: np.random.Generator) -> Path:
+def folder(tmp_path, rng):
     root = tmp_path / "text"
     for name in ("a.txt", "b/c.txt", "b/d/e.md", ".hidden", "b/.git/f.txt"):
         path = root / name
@@ -81,7 +80,7 @@ def test_processes_of_a_node_put_a_directory_together_once(folder, monkeypatch):
         write(target, files)
 
     monkeypatch.setattr(data_files, "_write_concatenation", counted)
-    found: list[bytes] = []
+    found = []
     threads = [
         threading.Thread(target=lambda: found.append(bytes(data_files.text_of_directory(folder)[0]))) for _ in range(8)
     ]

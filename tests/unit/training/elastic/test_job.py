@@ -7,7 +7,6 @@ import gc
 import os
 import threading
 import weakref
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run import job
 from hpcdist.training.run.stop_requests import GROW_FILE
 
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "allreduce": {},
     "lars": {"optimizer.name": "lars"},
     "delayed": {"communication.delayed": "true", "communication.overlap": "poll", "communication.algorithm": "ring"},
@@ -49,12 +48,12 @@ DRAWN = [*LAYOUTS] if EVERY else [*np.random.default_rng(int(os.environ["HPCDIST
 WHEN = ("begin", "exchange", "update", "save", "backward")
 
 
-def moments(name: str) -> tuple[str, ...]:
+def moments(name):
     """When a rank may die; one that only serves computes nothing."""
     return WHEN[:4] if name == "dedicated server" else WHEN
 
 
-def losses(steps: dict[str, np.ndarray]) -> np.ndarray:
+def losses(steps):
     assert steps["step"].tolist() == list(range(1, len(steps["step"]) + 1))
     return steps["loss"]
 
@@ -232,7 +231,7 @@ def test_the_mode_is_that_of_the_launcher():
 def test_nothing_of_a_life_that_ended_is_kept(tmp_path, text, monkeypatch):
     mine = threading.local()
     assemble = job.assemble
-    seen: list[int] = []
+    seen = []
 
     def watched(session, recipe, origin, *more):
         earlier = vars(mine).setdefault("trainers", [])
@@ -242,7 +241,7 @@ def test_nothing_of_a_life_that_ended_is_kept(tmp_path, text, monkeypatch):
         earlier.append(weakref.ref(trainer))
         return trainer
 
-    remembered: list[weakref.ref[Any]] = []
+    remembered = []
     recall, finish = elastic_job.recover_newest, job.TrainingJob.finish
 
     def remembering(*arguments):

@@ -9,7 +9,7 @@ import pytest
 from hpcdist.training.observe import figures
 
 
-def _plain(tokens: list[int], order: int) -> float:
+def _plain(tokens, order):
     grams = [tuple(tokens[i : i + order]) for i in range(len(tokens) - order + 1)]
     counts, contexts = Counter(grams), Counter(gram[:-1] for gram in grams)
     return -sum(n / len(grams) * math.log(n / contexts[gram[:-1]]) for gram, n in counts.items())

@@ -10,7 +10,6 @@ import pytest
 
 from harness import trainings
 from harness.trainings import assembled, recipe_keys, refused
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim.rates import SMOOTHING, SmoothedNoise, estimate_noise
@@ -81,7 +80,7 @@ def test_numerator_and_denominator_are_averaged_apart_and_kept():
     assert math.isnan(again.mean.trace)
 
 
-STILL: Settings = {  # every step is one of the same weights
+STILL = {  # every step is one of the same weights
     "optimizer.learning_rate": 1e-30,
     "optimizer.weight_decay": 0,
     "precision.mode": "float64",
@@ -89,9 +88,9 @@ STILL: Settings = {  # every step is one of the same weights
     "run.steps": 3,
     "communication.algorithm": "ring",
 }
-SERVER: Settings = {"parallel.strategy": "parameter_server"}
+SERVER = {"parallel.strategy": "parameter_server"}
 # name -> (ranks, keys, small batches)
-LAYOUTS: dict[str, tuple[int, Settings, int]] = {
+LAYOUTS = {
     "allreduce": (3, {}, 3),
     "accumulated": (2, {"parallel.microbatches": 2}, 2),
     "thread": (3, {"communication.overlap": "thread"}, 3),
@@ -126,12 +125,12 @@ class Measured:
 
 
 @pytest.fixture
-def words(text: Path) -> Settings:
+def words(text):
     return {"data.path": text, **STILL}
 
 
-def trained(ranks: int, settings: Settings) -> list[Measured]:
-    def body(comm: Communicator) -> Measured:
+def trained(ranks, settings):
+    def body(comm):
         trainer = assembled(comm, settings, directory=Path(str(settings["data.path"])).parent)
         found = trainings.results(trainer, trainer.recipe.run.steps)
         context, sizes, parts = trainer.context, trainer.executor.sizes, []
@@ -147,7 +146,7 @@ def trained(ranks: int, settings: Settings) -> list[Measured]:
     return run_threads(ranks, body)
 
 
-def norms_alone(settings: Settings, parts: list[tuple[int, int]], step: int) -> list[float]:
+def norms_alone(settings, parts, step):
     """Return the norms of the mean gradients of ``parts`` of the batch of a step, in one process without any layout."""
     kept = {key: value for key, value in settings.items() if not key.startswith(("parallel", "communication"))}
     kept |= {"run.logical_shards": 0, "run.noise_scale_every_steps": 0, "precision.mode": "float64"}
@@ -239,7 +238,7 @@ def test_the_table_the_summary_and_the_report_have_it(tmp_path):
     )
 
 
-EACH: Settings = {"run.noise_scale_every_steps": 1}
+EACH = {"run.noise_scale_every_steps": 1}
 REFUSED = [
     ({"run.noise_scale_every_steps": -1}, "run.noise_scale_every_steps = -1; it must be at least 0"),
     ({**EACH, "parallel.strategy": "gossip"}, "no step has the gradient of all replicas"),
@@ -274,7 +273,7 @@ def test_a_backward_that_mixes_micro_batches_is_refused_where_the_first_counts(w
         assert "its schedule computes BACKWARD_INPUT(" in rank and "choose another parallel.schedule" in rank
 
 
-def _refusal(comm: Communicator, settings: Settings) -> str:
+def _refusal(comm, settings):
     try:
         assembled(comm, settings)
     except ConfigurationError as error:

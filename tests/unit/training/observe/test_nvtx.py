@@ -17,11 +17,11 @@ from stubs import nvtx_tool
 class Recorded:
     """A double of the module: writes down what is pushed and popped."""
 
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.made: list[dict[str, object]] = []
+    def __init__(self):
+        self.calls = []
+        self.made = []
 
-    def module(self) -> ModuleType:
+    def module(self):
         recorded = self
 
         class annotate:  # noqa: N801 - the name in the module

@@ -1,9 +1,7 @@
 """Steps that are computed again: the same bits where nothing errs, and where something does, the bits of a calm run."""
 
 import socket
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,22 +9,20 @@ import pytest
 from harness import trainings
 from harness.trainings import assembled, recipe_keys, refused
 from hpcdist.checkpoint.format.shard_layout import blocks_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DivergenceError
-from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.step import RecomputeVerdict
-from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.observe import sdc_check
 
 Settings = dict[str, object]
 Steps = tuple[list[float], list[RecomputeVerdict | None], list[bytes]]  # losses, what was found, the state at the end
 
-RING: Settings = {"communication.algorithm": "ring"}
-SERVER: Settings = {"parallel.strategy": "parameter_server"}
-EACH: Settings = {"run.recompute_every_steps": 1}
+RING = {"communication.algorithm": "ring"}
+SERVER = {"parallel.strategy": "parameter_server"}
+EACH = {"run.recompute_every_steps": 1}
 # name -> (ranks, keys)
-LAYOUTS: dict[str, tuple[int, Settings]] = {
+LAYOUTS = {
     "alone": (1, {}),
     "allreduce": (3, {**RING, "parallel.microbatches": 2}),
     "dropout": (2, {"model.dropout": 0.2}),
@@ -50,20 +46,20 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
 
 
 @pytest.fixture
-def text(text: Path, tmp_path: Path) -> Settings:
+def text(text, tmp_path):
     kept = tmp_path / "offloaded"
     kept.mkdir()
     return {"data.path": text, "run.steps": 4, "zero.offload_directory": kept}
 
 
-def make_steps(trainer: Trainer) -> Steps:
+def make_steps(trainer):
     steps = trainings.results(trainer, trainer.recipe.run.steps)
     losses, found = [step.loss for step in steps], [step.recomputed for step in steps]
     return losses, found, [b"".join(map(bytes, blocks_of(piece.array))) for piece in trainer.exchange.pieces()]
 
 
-def trained(ranks: int, settings: Settings, run: Path, between: Callable[[Trainer], None] | None = None) -> list[Steps]:
-    def body(comm: Communicator) -> Steps:
+def trained(ranks, settings, run, between=None):
+    def body(comm):
         trainer = assembled(comm, settings, directory=run)
         if between is not None:
             between(trainer)
@@ -120,8 +116,8 @@ def test_unusual_data_is_computed_again_to_the_same_bits(text, tmp_path, monkeyp
         assert again[2].ranks == () and again[2].fault == ""
 
 
-def failure(settings: Settings, tmp_path: Path, between: Callable[[Trainer], None] | None = None) -> list[str]:
-    def body(comm: Communicator) -> str:
+def failure(settings, tmp_path, between=None):
+    def body(comm):
         trainer = assembled(comm, {**settings, **RING, **EACH}, directory=tmp_path)
         if between is not None:
             between(trainer)
@@ -158,11 +154,11 @@ def test_a_rank_that_errs_each_time_stops_the_run(text, tmp_path):
         assert "step 2: rank 1 on " in said and "twice in a row" in said and "exclude that node" in said
 
 
-def damages(trainer: Trainer, times: int) -> None:
+def damages(trainer, times):
     """Let what rank 1 gets of a sum be wrong, each time by more, in the first computations of step 2."""
     reduce, left = trainer.exchange.handlers[Kind.REDUCE], [times if trainer.comm.rank == 1 else 0]
 
-    def reduced(op: Operation) -> None:
+    def reduced(op):
         reduce(op)
         if left[0] and trainer.executor.number == 2:
             trainer.executor.gradients_in(op.range)[0] += left[0]

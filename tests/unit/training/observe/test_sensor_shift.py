@@ -15,32 +15,32 @@ PART = PowerSensor(0.1, 0.025)
 class Clock:
     """A clock that moves when somebody sleeps or steps."""
 
-    def __init__(self, start_ns: int) -> None:
+    def __init__(self, start_ns):
         self.now = start_ns
-        self.slept_s: list[float] = []
+        self.slept_s = []
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.slept_s.append(seconds)
         self.now += round(seconds * 1e9)
 
 
 class Kept:
-    def __init__(self) -> None:
-        self.rows: list[tuple[object, ...]] = []
+    def __init__(self):
+        self.rows = []
 
-    def add(self, *row: object) -> None:
+    def add(self, *row):
         self.rows.append(row)
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> Clock:
+def clock(monkeypatch, rng):
     found = Clock(int(rng.integers(10**12)))
     monkeypatch.setattr(instrumentation, "now_ns", lambda: found.now)
     monkeypatch.setattr(instrumentation.time, "sleep", found.sleep)
     return found
 
 
-def positions(clock: Clock, shifted: StepShifter, step_s: float, steps: int) -> np.ndarray:
+def positions(clock, shifted, step_s, steps):
     """Return where in the sensor's period each step began, from 0 to 1."""
     found = []
     for step in range(steps):
@@ -72,7 +72,7 @@ def test_where_no_sensor_looks_part_of_the_time_nobody_waits(clock, sensor):
 
 
 def test_a_sensor_that_is_found_later_counts_from_then_on(clock):
-    known: list[PowerSensor | None] = [None, PART]
+    known = [None, PART]
     shifted = StepShifter(lambda: known.pop(0), Kept())
     positions(clock, shifted, 0.1, SHIFTED_STEPS)
     assert clock.slept_s == []

@@ -2,7 +2,6 @@
 
 import json
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from harness.trainings import assembled
 from hpcdist.arrays import matmul_peak
 from hpcdist.arrays.backend import to_host
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.counts import counts
 from hpcdist.training.observe import figures
@@ -20,10 +18,10 @@ PEAK = 5e9
 SPEED = 1000.0  # tokens/s
 
 
-def told(settings: dict[str, object], ranks: int, speed: float = SPEED) -> tuple[dict[str, Any], Any]:
+def told(settings, ranks, speed=SPEED):
     """Return the figures, the same on all ranks, and the closed forms."""
 
-    def body(comm: Communicator) -> Any:
+    def body(comm):
         trainer = assembled(comm, settings)
         inputs = trainer.source.model_inputs()
         return utilisation_figures(comm, trainer, speed, "no step"), counts(trainer.recipe.model, **inputs), inputs

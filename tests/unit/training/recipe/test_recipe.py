@@ -20,7 +20,7 @@ from hpcdist.training.recipe.recipe import Recipe
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> dict[str, str]:
+def home(tmp_path):
     """An environment without any file of the user or the site."""
     return {"HOME": str(tmp_path / "home")}
 

@@ -19,7 +19,7 @@ KEYS = {
 
 
 @pytest.fixture
-def none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def none_is_installed(monkeypatch):
     known = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in KEYS.values() else known(name))
     for name in KEYS.values():

@@ -2,7 +2,6 @@
 
 import json
 import tomllib
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -13,11 +12,11 @@ from hpcdist.training.recipe.recipe import Recipe
 
 
 @pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def invoke(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
     monkeypatch.delenv("HPCDIST_SITE", raising=False)
 
-    def run(*arguments: str) -> str:
+    def run(*arguments):
         done = CliRunner().invoke(command, ["show", *arguments], catch_exceptions=False)
         assert done.exit_code == 0
         return done.output

@@ -4,19 +4,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from harness.marks import cases
 from harness.trainings import assembled, recipe_keys, session_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import OperationTiming
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.telemetry.metrics import step_metrics as files
 from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
 from hpcdist.training.observe import metrics
@@ -30,7 +27,7 @@ from hpcdist.training.run.stop_requests import StopReason, StopRequests
 from hpcdist.training.run.summary import NO_STEP_MADE, describe, summarise
 
 STEPS, LIMIT_S = 12, 30
-ASP: dict[str, object] = recipe_keys(
+ASP = recipe_keys(
     f"strategy=parameter_server parameter_server.consistency=asp steps={STEPS} checkpoint.every_steps=0 "
     "energy.sources=none"
 )
@@ -42,35 +39,28 @@ class Watched(AsyncTrainingLoop):
     before: Callable[["Watched", int], None]
     after: Callable[["Watched", int], None]
 
-    def _step(self, step: int, batches: list[MicroBatch]) -> None:
+    def _step(self, step, batches):
         self.before(self, step)
         super()._step(step, batches)
         self._attend()
         self.after(self, step)
 
     @property
-    def held(self) -> int:
+    def held(self):
         """Meetings so far."""
         return self.exchange.meetings._held
 
 
-def nothing(loop: Watched, step: int) -> None:
+def nothing(loop, step):
     return None
 
 
 @pytest.fixture
-def text(text: Path) -> dict[str, object]:
+def text(text):
     return {**ASP, "data.path": text}
 
 
-def loop_on(
-    comm: Communicator,
-    settings: dict[str, object],
-    out: Path,
-    before: Callable[[Watched, int], None] = nothing,
-    after: Callable[[Watched, int], None] = nothing,
-    clocks: list[int] | None = None,
-) -> Watched:
+def loop_on(comm, settings, out, before=nothing, after=nothing, clocks=None):
     """The loop of one rank; ``clocks`` are those of a checkpoint from which it goes on."""
     trainer = assembled(comm, settings)
     assert loop_class(trainer) is AsyncTrainingLoop
@@ -84,7 +74,7 @@ def loop_on(
     return loop
 
 
-def serve_until(loop: Watched, ready: Callable[[], bool]) -> None:
+def serve_until(loop, ready):
     """Compute for a long time: a colocated rank looks after those whom it serves meanwhile."""
     limit = time.monotonic() + LIMIT_S
     while not ready():
@@ -107,8 +97,8 @@ def test_no_worker_waits_for_another_though_rows_are_always_due(placement, slow,
     """The quick one makes all its steps during the third of the slow one; rows are written without any meeting."""
     monkeypatch.setattr(metrics, "FLUSH_EVERY_S", 0.0)
     quick_is_done = threading.Event()
-    meetings_at_steps: list[int] = []
-    written: list[int] = []
+    meetings_at_steps = []
+    written = []
     append = MetricsWriter.append
 
     def noted(writer, **row):
@@ -327,7 +317,7 @@ def test_a_quick_worker_waits_at_the_bound(text, tmp_path):
     """Worker 0 begins no step before the other is as far ahead as it may; there are meetings nevertheless."""
     settings = {**text, "parameter_server.consistency": "ssp", "parameter_server.staleness": 2}
     settings |= {"checkpoint.every_steps": 5, "parameter_server.staleness_aware": "true"}
-    loops: dict[int, Watched] = {}
+    loops = {}
     begun = {0: 0, 1: 0}
 
     def before(loop, step):

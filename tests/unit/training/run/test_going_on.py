@@ -21,7 +21,7 @@ TYPED = ["hpcdist", "run", "-n", "2", "train", "my recipe.toml"]
 
 
 @pytest.fixture
-def text(text: Path) -> dict[str, object]:
+def text(text):
     return {"data.path": text, "run.steps": 40}
 
 

@@ -46,7 +46,7 @@ def test_memory_does_not_grow_with_the_steps(last, keys, tmp_path, rng, monkeypa
         "energy.sources": "none", "energy.utilisation_s": 0, "run.sentinel_every_steps": 0, **keys,
     }  # fmt: skip
     held = np.full(last + 2, np.inf)  # made here: what it takes is no growth
-    seen: list[tracemalloc.Snapshot] = []
+    seen = []
 
     def body(comm):
         session = session_of(comm)
@@ -66,7 +66,7 @@ def test_memory_does_not_grow_with_the_steps(last, keys, tmp_path, rng, monkeypa
                 if made == last:
                     seen.append(tracemalloc.take_snapshot())
 
-        loop.checkpoint_timer.stepped = stepped  # type: ignore[method-assign]
+        loop.checkpoint_timer.stepped = stepped
         return loop.run()
 
     tracemalloc.start()

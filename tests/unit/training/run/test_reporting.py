@@ -3,8 +3,6 @@
 import errno
 import os
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -30,8 +28,8 @@ from hpcdist.training.run.start_record import STARTS_FILE, StartRecord
 
 
 @pytest.fixture(autouse=True)
-def no_hang() -> Iterator[None]:
-    def fail(number: int, frame: object) -> None:
+def no_hang():
+    def fail(number, frame):
         raise AssertionError("it waits for the other end of a pipe")
 
     before = signal.signal(signal.SIGALRM, fail)
@@ -45,7 +43,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     atomic.write(path, "one")
     with pytest.raises(TypeError), atomic.replacing(path) as file:
-        file.write(b"half" * 100_000 + "of another type")  # type: ignore[operator]
+        file.write(b"half" * 100_000 + "of another type")
     assert path.read_text() == "one" and os.listdir(tmp_path) == ["file"]
     atomic.write(path, b"two", durable=True, mode=0o600)
     assert path.read_text() == "two" and path.stat().st_mode & 0o777 == 0o600 and os.listdir(tmp_path) == ["file"]
@@ -81,18 +79,18 @@ def test_what_is_set_aside_has_a_name_of_its_own(tmp_path):
     assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["1", "2"]
 
 
-def record_usage(run: Path) -> None:
+def record_usage(run):
     EnergyRecorder(solo(), Recipe(), None, run).note()
 
 
-def edit_metrics(run: Path) -> None:
+def edit_metrics(run):
     for _ in range(2):  # made, and then changed by way of a journal
         with files.edit(run / "metrics.h5", "hpcdist.test", 1) as file:
             file.attrs["a"] = "b"
 
 
 # Writer -> names beside its file that it once wrote through.
-WRITERS: dict[Callable[[Path], object], tuple[str, ...]] = {
+WRITERS = {
     lambda run: checkpoints.replace(run / "latest", "step-1\n"): ("latest.tmp", "latest"),
     lambda run: StartRecord(run).alive(certainly=True): ("starts.tmp", "starts.json"),
     record_usage: ("usage.tmp", "usage.json"),
@@ -121,7 +119,7 @@ def test_a_link_in_the_place_of_a_directory_of_ours_is_not_followed(tmp_path):
     assert os.listdir(elsewhere) == []
 
 
-def lock(path: Path) -> None:
+def lock(path):
     """Take the lock of a directory whose lock is a pipe as old as a stale one."""
     os.utime(path, (1, 1))
     held = RunLock()
@@ -129,7 +127,7 @@ def lock(path: Path) -> None:
     held.release()
 
 
-READERS: dict[str, Callable[[Path], object]] = {
+READERS = {
     "recipe.toml": recipes.load_stored,
     "site.toml": lambda path: search.load(str(path)),
     "cluster.toml": lambda path: toml_file.read(str(path)),

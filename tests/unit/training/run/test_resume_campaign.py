@@ -6,14 +6,11 @@ HPCDIST_TEST_RESUMES=all. A kill is that nothing is left of the trainer that sav
 
 import os
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness.combinations import HALF, legal, ranks_of
 from harness.trainings import bits, outcomes, trainer_of
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.training.run.saving import CheckpointSaver
@@ -22,7 +19,7 @@ EVERYTHING = os.environ.get("HPCDIST_TEST_RESUMES") == "all"
 SAMPLE = 4  # combinations, where not all of them are taken
 
 
-def whole(comm: Communicator, keys: dict[str, Any], *, meets: bool) -> tuple[Any, ...]:
+def whole(comm, keys, *, meets):
     """The run that nobody stops; one whose replicas differ makes one model of them where the other is saved."""
     trainer = trainer_of(comm, keys)
     outcomes(trainer, HALF, 0)
@@ -35,7 +32,7 @@ def whole(comm: Communicator, keys: dict[str, Any], *, meets: bool) -> tuple[Any
     return kept
 
 
-def killed(comm: Communicator, keys: dict[str, Any], directory: Path) -> Path:
+def killed(comm, keys, directory):
     trainer = trainer_of(comm, keys)
     outcomes(trainer, HALF, 0)
     path = CheckpointSaver(trainer, directory).save(HALF)
@@ -43,7 +40,7 @@ def killed(comm: Communicator, keys: dict[str, Any], directory: Path) -> Path:
     return path
 
 
-def resumed(comm: Communicator, keys: dict[str, Any], path: Path) -> tuple[Any, ...]:
+def resumed(comm, keys, path):
     trainer = trainer_of(comm, keys, path)
     assert trainer.first_step == HALF
     found = outcomes(trainer, 2 * HALF, HALF)
@@ -53,7 +50,7 @@ def resumed(comm: Communicator, keys: dict[str, Any], path: Path) -> tuple[Any, 
     return kept
 
 
-def compare(ranks: int, keys: dict[str, Any], directory: Path, *, meets: bool) -> str:
+def compare(ranks, keys, directory, *, meets):
     """How the resumed run differs from the whole one; "" where it does not."""
     right = run_threads(ranks, lambda comm: whole(comm, keys, meets=meets))
     path = run_threads(ranks, lambda comm: killed(comm, keys, directory))[0]

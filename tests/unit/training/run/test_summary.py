@@ -3,14 +3,12 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from harness import trainings
 from harness.trainings import assembled
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.reporting.units import format_bytes
 from hpcdist.training.run.loop import SAMPLED_STEPS, RunOutcome, StepStatistics
@@ -23,14 +21,14 @@ from hpcdist.training.run.summary import (
     summarise,
 )
 
-SERVED: dict[str, object] = {"parallel.strategy": "parameter_server"}
+SERVED = {"parallel.strategy": "parameter_server"}
 TARGETS = 7 * 8  # of a whole step in these recipes
 
 
-def summaries(settings: dict[str, object], outcomes: list[RunOutcome]) -> dict[str, Any]:
+def summaries(settings, outcomes):
     """The summary of ranks that measured this; the same on all of them, and JSON."""
 
-    def body(comm: Communicator) -> dict[str, Any]:
+    def body(comm):
         return summarise(comm, assembled(comm, settings), outcomes[comm.rank], Path("run"), math.nan, {})
 
     found = run_threads(len(outcomes), body)
@@ -39,9 +37,7 @@ def summaries(settings: dict[str, object], outcomes: list[RunOutcome]) -> dict[s
     return found[0]
 
 
-def outcome(
-    step_s: list[float], comm_s: list[float], sent: list[float], targets: list[int] | None = None, loss: float = 2.0
-) -> RunOutcome:
+def outcome(step_s, comm_s, sent, targets=None, loss=2.0):
     found = RunOutcome(0, 5, None, loss)
     for step, seconds in enumerate(step_s):
         figures = {"communication_s": comm_s[step], "messages": sent[step], "targets": (targets or step_s)[step]}
