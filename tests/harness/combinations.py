@@ -124,7 +124,7 @@ BY_ROWS = {"parallel.tensor": 2, "parallel.sequence_parallel": "true"}
 PRODUCTS: dict[str, tuple[int, dict[str, object]]] = {
     "interleaved, recomputing": (
         2,
-        PIPELINE_PRODUCT | recipe_keys("schedule=interleaved chunks=2 recompute=true") | {"parallel.microbatches": 2},
+        PIPELINE_PRODUCT | recipe_keys("schedule=interleaved chunks=2 recompute=true microbatches=2"),
     ),
     "tensor": (2, PRODUCT | recipe_keys("tensor=2 microbatches=2")),
     "zb-v, tied": (2, {**PIPELINE_PRODUCT, "parallel.schedule": "zb-v"}),
@@ -138,8 +138,6 @@ PRODUCTS: dict[str, tuple[int, dict[str, object]]] = {
     "zero3 x tensor by rows": (4, {**PRODUCT, "parallel.strategy": "zero3", **BY_ROWS}),
     "zb-h1 x servers": (
         4,
-        PIPELINE_PRODUCT
-        | recipe_keys("schedule=zb-h1 strategy=parameter_server")
-        | {"parameter_server.placement": "colocated"},
+        PIPELINE_PRODUCT | recipe_keys("schedule=zb-h1 strategy=parameter_server parameter_server.placement=colocated"),
     ),
 }

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import numpy as np
 
+from harness.inputs import model_case
 from harness.trainings import Trained
 from hpcdist import models
 from hpcdist.arrays import backend
@@ -20,7 +21,6 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import split as split_range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.models.config import ModelConfig
 from hpcdist.models.runtime import split_backward
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import IGNORED, Draw
@@ -35,30 +35,24 @@ Batches = list[tuple[np.ndarray, np.ndarray]]
 LLAMA = {"positions": "rotary", "norm": "rms", "activation": "swiglu", "kv_heads": 2, "bias": False}
 GPT = {"layers": 2, "hidden": 12, "heads": 3, "vocabulary": 11}
 MODELS = {
-    "gpt": (ModelConfig(**GPT), {"context": 7}),
-    "gpt tied": (ModelConfig(**GPT, tied=True), {"context": 7}),
-    "gpt, more than one block of queries": (ModelConfig(**GPT), {"context": 70}),
-    "gpt tied, dropout": (ModelConfig(**GPT, tied=True, dropout=0.2), {"context": 70}),
-    "gpt with the options of Llama": (
-        ModelConfig(**LLAMA, layers=2, hidden=16, heads=4, vocabulary=11),
-        {"context": 70},
+    "gpt": model_case(**GPT, context=7),
+    "gpt tied": model_case(**GPT, tied=True, context=7),
+    "gpt, more than one block of queries": model_case(**GPT, context=70),
+    "gpt tied, dropout": model_case(**GPT, tied=True, dropout=0.2, context=70),
+    "gpt with the options of Llama": model_case(**LLAMA, layers=2, hidden=16, heads=4, vocabulary=11, context=70),
+    "encoder": model_case(kind="encoder", **GPT, context=9),
+    "encoder with the options of Llama": model_case(
+        kind="encoder", **LLAMA, layers=1, hidden=16, heads=4, vocabulary=11, context=9
     ),
-    "encoder": (ModelConfig(kind="encoder", **GPT), {"context": 9}),
-    "encoder with the options of Llama": (
-        ModelConfig(kind="encoder", **LLAMA, layers=1, hidden=16, heads=4, vocabulary=11),
-        {"context": 9},
+    "convnet, bytes": model_case(
+        kind="convnet", layers=3, hidden=4, activation="relu", height=5, width=6, channels=3, classes=4
     ),
-    "convnet, bytes": (
-        ModelConfig(kind="convnet", layers=3, hidden=4, activation="relu"),
-        {"height": 5, "width": 6, "channels": 3, "classes": 4},
+    "convnet rms, dropout": model_case(
+        kind="convnet", layers=3, hidden=4, norm="rms", dropout=0.3, height=4, width=1, channels=2, classes=3
     ),
-    "convnet rms, dropout": (
-        ModelConfig(kind="convnet", layers=3, hidden=4, norm="rms", dropout=0.3),
-        {"height": 4, "width": 1, "channels": 2, "classes": 3},
-    ),
-    "mlp gelu": (ModelConfig(kind="mlp", layers=2, hidden=9), {"features": 5, "classes": 4}),
-    "mlp relu, bytes": (ModelConfig(kind="mlp", layers=1, hidden=9, activation="relu"), {"features": 5, "classes": 4}),
-    "mlp, dropout": (ModelConfig(kind="mlp", layers=2, hidden=9, dropout=0.4), {"features": 5, "classes": 4}),
+    "mlp gelu": model_case(kind="mlp", layers=2, hidden=9, features=5, classes=4),
+    "mlp relu, bytes": model_case(kind="mlp", layers=1, hidden=9, activation="relu", features=5, classes=4),
+    "mlp, dropout": model_case(kind="mlp", layers=2, hidden=9, dropout=0.4, features=5, classes=4),
 }
 MICROBATCHES = 2
 

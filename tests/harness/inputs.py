@@ -1,6 +1,7 @@
 """Files that small trainings read, a recipe of every kind of model on them, and states of made-up layouts."""
 
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -11,7 +12,9 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
+from hpcdist.models.config import ModelConfig
 
+SIZES = ("context", "height", "width", "channels", "features", "classes")  # of inputs
 STEPS = 6
 KEYS: dict[str, object] = recipe_keys(
     f"layers=2 hidden=16 heads=4 steps={STEPS} global_batch=8 validation_samples=12 "
@@ -77,3 +80,9 @@ def filled(layout: Layout, rng: np.random.Generator, dtype: object = "float32") 
     for segment in layout.segments:
         store.range(segment.range)[...] = rng.standard_normal(segment.range.size).astype(store.dtype)
     return store
+
+
+def model_case(**keys: Any) -> tuple[ModelConfig, dict[str, int]]:
+    """Return the config of a model that has ``keys``, without those that are sizes of its inputs; and these."""
+    sizes = {key: keys.pop(key) for key in SIZES if key in keys}
+    return ModelConfig(**keys), sizes

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.inputs import model_case
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError
@@ -12,65 +13,32 @@ from hpcdist.models.stage import IGNORED
 from hpcdist.models.transformer import masked_predictions
 
 GPT = {"layers": 2, "hidden": 6, "heads": 2, "vocabulary": 7}
+SMALL = GPT | {"layers": 1, "vocabulary": 6}
+LLAMA = {"positions": "rotary", "norm": "rms", "activation": "swiglu", "bias": False}
+ONE_PIXEL = {"height": 1, "width": 1, "channels": 1}
 CASES = {
-    "gpt": (ModelConfig(**GPT), {"context": 5}),
-    "gpt tied": (ModelConfig(**GPT, tied=True), {"context": 5}),
-    "gpt context 1, one head": (ModelConfig(layers=1, hidden=3, heads=1, vocabulary=4), {"context": 1}),
-    "gpt with all options": (
-        ModelConfig(
-            layers=1,
-            hidden=12,
-            heads=3,
-            kv_heads=1,
-            vocabulary=7,
-            positions="rotary",
-            norm="rms",
-            activation="swiglu",
-            feed_forward=5,
-            bias=False,
-            tied=True,
-        ),
-        {"context": 5},
+    "gpt": model_case(**GPT, context=5),
+    "gpt tied": model_case(**GPT, tied=True, context=5),
+    "gpt context 1, one head": model_case(layers=1, hidden=3, heads=1, vocabulary=4, context=1),
+    "gpt with all options": model_case(
+        **LLAMA, layers=1, hidden=12, heads=3, kv_heads=1, vocabulary=7, feed_forward=5, tied=True, context=5
     ),
-    "gpt grouped, rotary": (
-        ModelConfig(layers=2, hidden=8, heads=4, kv_heads=2, vocabulary=6, positions="rotary"),
-        {"context": 4},
+    "gpt grouped, rotary": model_case(
+        layers=2, hidden=8, heads=4, kv_heads=2, vocabulary=6, positions="rotary", context=4
     ),
-    "gpt rotary": (ModelConfig(layers=1, hidden=8, heads=2, vocabulary=6, positions="rotary"), {"context": 4}),
-    "gpt swiglu, rms": (
-        ModelConfig(layers=1, hidden=6, heads=2, vocabulary=6, norm="rms", activation="swiglu", feed_forward=7),
-        {"context": 4},
+    "gpt rotary": model_case(layers=1, hidden=8, heads=2, vocabulary=6, positions="rotary", context=4),
+    "gpt swiglu, rms": model_case(**SMALL, norm="rms", activation="swiglu", feed_forward=7, context=4),
+    "gpt relu": model_case(**SMALL, activation="relu", feed_forward=9, context=4),
+    "encoder": model_case(kind="encoder", **GPT, context=6),
+    "encoder with all options": model_case(
+        kind="encoder", **LLAMA, layers=1, hidden=8, heads=4, kv_heads=2, vocabulary=6, context=9
     ),
-    "gpt relu": (
-        ModelConfig(layers=1, hidden=6, heads=2, vocabulary=6, activation="relu", feed_forward=9),
-        {"context": 4},
+    "convnet": model_case(kind="convnet", layers=3, hidden=3, height=5, width=4, channels=2, classes=3),
+    "convnet of one pixel, rms": model_case(
+        **ONE_PIXEL, kind="convnet", layers=3, hidden=2, norm="rms", activation="relu", classes=2
     ),
-    "encoder": (ModelConfig(kind="encoder", **GPT), {"context": 6}),
-    "encoder with all options": (
-        ModelConfig(
-            kind="encoder",
-            layers=1,
-            hidden=8,
-            heads=4,
-            kv_heads=2,
-            vocabulary=6,
-            positions="rotary",
-            norm="rms",
-            activation="swiglu",
-            bias=False,
-        ),
-        {"context": 9},
-    ),
-    "convnet": (
-        ModelConfig(kind="convnet", layers=3, hidden=3),
-        {"height": 5, "width": 4, "channels": 2, "classes": 3},
-    ),
-    "convnet of one pixel, rms": (
-        ModelConfig(kind="convnet", layers=3, hidden=2, norm="rms", activation="relu"),
-        {"height": 1, "width": 1, "channels": 1, "classes": 2},
-    ),
-    "mlp gelu": (ModelConfig(kind="mlp", layers=2, hidden=7), {"features": 5, "classes": 4}),
-    "mlp relu": (ModelConfig(kind="mlp", layers=1, hidden=9, activation="relu"), {"features": 3, "classes": 2}),
+    "mlp gelu": model_case(kind="mlp", layers=2, hidden=7, features=5, classes=4),
+    "mlp relu": model_case(kind="mlp", layers=1, hidden=9, activation="relu", features=3, classes=2),
 }
 
 

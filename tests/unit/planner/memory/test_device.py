@@ -31,80 +31,63 @@ CLUSTER = cluster_of(
 BARE = replace(CLUSTER, device=replace(CLUSTER.device, reserved_bytes=0.0))
 
 MODEL = {"layers": 6, "hidden": 64, "heads": 4, "vocabulary": 256}
-RUN = {
-    **{f"model.{key}": value for key, value in MODEL.items()},
-    "data.context": 32,
-    "run.steps": 2,
-    "run.global_batch": 8,
-    "optimizer.name": "adamw",
-    "communication.algorithm": "ring",
-}
+RUN = {f"model.{key}": value for key, value in MODEL.items()} | recipe_keys(
+    "data.context=32 steps=2 global_batch=8 optimizer.name=adamw algorithm=ring"
+)
 OURS = ParallelLayout(precision="float32", algorithm="ring")
-PIPELINE = {"pipeline": 2, "microbatch": 2}
+PAIR, PIPELINE = {"data": 2, "microbatch": 4}, {"pipeline": 2, "microbatch": 2}
 
 # (ranks, keys of the recipe, fields of the layout): 4 samples on each of two replicas, or what is said.
 RUNS = {
-    "one rank": (1, {}, {"microbatch": 8}),
-    "accumulation": (1, {"parallel.microbatches": 4}, {"microbatch": 2}),
-    "recomputation": (1, {"parallel.recompute": "true"}, {"microbatch": 8, "recompute": "full"}),
-    "tied": (1, {"model.tied": "true"}, {"microbatch": 8}),
-    "allreduce": (2, {}, {"data": 2, "microbatch": 4}),
-    "zero1": (2, {"parallel.strategy": "zero1"}, {"data": 2, "microbatch": 4, "strategy": "zero1"}),
-    "zero2": (2, {"parallel.strategy": "zero2"}, {"data": 2, "microbatch": 4, "strategy": "zero2"}),
-    "zero3": (2, {"parallel.strategy": "zero3"}, {"data": 2, "microbatch": 4, "strategy": "zero3"}),
+    "one rank": (1, "", dict(microbatch=8)),
+    "accumulation": (1, "microbatches=4", dict(microbatch=2)),
+    "recomputation": (1, "recompute=true", dict(microbatch=8, recompute="full")),
+    "tied": (1, "tied=true", dict(microbatch=8)),
+    "allreduce": (2, "", PAIR),
+    "zero1": (2, "strategy=zero1", dict(PAIR, strategy="zero1")),
+    "zero2": (2, "strategy=zero2", dict(PAIR, strategy="zero2")),
+    "zero3": (2, "strategy=zero3", dict(PAIR, strategy="zero3")),
     "bfloat16": (
         2,
-        recipe_keys("precision.mode=bfloat16 strategy=zero1"),
-        {"data": 2, "microbatch": 4, "strategy": "zero1", "precision": "bfloat16", "activations": "float32"},
+        "precision.mode=bfloat16 strategy=zero1",
+        dict(PAIR, strategy="zero1", precision="bfloat16", activations="float32"),
     ),
     "server": (
         2,
-        recipe_keys("strategy=parameter_server parameter_server.placement=dedicated"),
-        {"data": 1, "microbatch": 8, "strategy": "parameter_server", "servers": 1},
+        "strategy=parameter_server placement=dedicated",
+        dict(data=1, microbatch=8, strategy="parameter_server", servers=1),
     ),
-    "int8": (2, {"communication.compression": "int8"}, {"data": 2, "microbatch": 4, "compression": "int8"}),
-    "top k": (
-        2,
-        recipe_keys("compression=topk strategy=zero3"),
-        {"data": 2, "microbatch": 4, "compression": "topk", "strategy": "zero3"},
-    ),
+    "int8": (2, "communication.compression=int8", dict(PAIR, compression="int8")),
+    "top k": (2, "compression=topk strategy=zero3", dict(PAIR, compression="topk", strategy="zero3")),
     "one bit": (
         2,
-        recipe_keys("compression=onebit compression.warmup_steps=1 optimizer.warmup_steps=1"),
-        {"data": 2, "microbatch": 4, "compression": "onebit"},
+        "compression=onebit compression.warmup_steps=1 optimizer.warmup_steps=1",
+        dict(PAIR, compression="onebit"),
     ),
     "four ranks": (
         4,
-        recipe_keys("pipeline=2 microbatches=4 strategy=zero2"),
-        {"data": 2, "pipeline": 2, "microbatch": 1, "strategy": "zero2"},
+        "pipeline=2 microbatches=4 strategy=zero2",
+        dict(PIPELINE, data=2, microbatch=1, strategy="zero2"),
     ),
-    "gpipe": (2, {"parallel.schedule": "gpipe"}, {**PIPELINE, "schedule": "gpipe"}),
-    "1f1b": (2, {"parallel.schedule": "1f1b"}, PIPELINE),
-    "1f1b, computed again": (2, {"parallel.recompute": "true"}, {**PIPELINE, "recompute": "full"}),
-    "interleaved": (
-        2,
-        recipe_keys("schedule=interleaved chunks=2"),
-        {**PIPELINE, "schedule": "interleaved", "chunks": 2},
-    ),
-    "zb-h1": (2, {"parallel.schedule": "zb-h1"}, {**PIPELINE, "schedule": "zb-h1"}),
-    "zb-v": (2, {"parallel.schedule": "zb-v"}, {**PIPELINE, "schedule": "zb-v"}),
-    "tensor": (2, {"parallel.tensor": 2}, {"tensor": 2, "microbatch": 8}),
-    "sequence": (
-        2,
-        recipe_keys("tensor=2 sequence_parallel=true"),
-        {"tensor": 2, "microbatch": 8, "sequence_parallel": True},
-    ),
+    "gpipe": (2, "schedule=gpipe", dict(PIPELINE, schedule="gpipe")),
+    "1f1b": (2, "schedule=1f1b", PIPELINE),
+    "1f1b, computed again": (2, "recompute=true", dict(PIPELINE, recompute="full")),
+    "interleaved": (2, "schedule=interleaved chunks=2", dict(PIPELINE, schedule="interleaved", chunks=2)),
+    "zb-h1": (2, "schedule=zb-h1", dict(PIPELINE, schedule="zb-h1")),
+    "zb-v": (2, "schedule=zb-v", dict(PIPELINE, schedule="zb-v")),
+    "tensor": (2, "tensor=2", dict(tensor=2, microbatch=8)),
+    "sequence": (2, "tensor=2 sequence_parallel=true", dict(tensor=2, microbatch=8, sequence_parallel=True)),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_our_runs_hold_what_was_planned(name):
     ranks, keys, fields = RUNS[name]
-    if "pipeline" in fields and "parallel.pipeline" not in keys:
-        keys = {**keys, "parallel.pipeline": 2, "parallel.microbatches": 4}
+    if "pipeline" in fields and "pipeline" not in keys:
+        keys += " pipeline=2 microbatches=4"
 
     def body(comm):
-        trainer = trainer_of(comm, {**RUN, **keys})
+        trainer = trainer_of(comm, RUN | recipe_keys(keys))
         losses(trainer, 2)
         return trainer.ledger.peak_total
 

@@ -41,25 +41,17 @@ TRAININGS = {
     "qwZ alone": (3, {**ZERO3, "compression.parameters": "int8"}),
     "qwZ, kept and recomputed": (
         2,
-        ZERO3
-        | recipe_keys("compression.parameters=int8 zero.keep_parameters=true recompute_every_steps=2")
-        | {"parallel.microbatches": 2},
+        ZERO3 | recipe_keys("compression.parameters=int8 keep_parameters=true recompute_every_steps=2 microbatches=2"),
     ),
     "ZeRO++": (4, PLUS),
     "ZeRO++ on all levels": (4, {**PLUS, "compression.across_nodes": False, "zero.persistent_below": 1100}),
-    "a pipeline": (
-        4,
-        ZERO3 | recipe_keys("pipeline=2 microbatches=2 compression=int8") | {"compression.parameters": "int8"},
-    ),
+    "a pipeline": (4, ZERO3 | recipe_keys("pipeline=2 microbatches=2 compression=int8 compression.parameters=int8")),
     "a tensor axis, cut unevenly": (
         4,
-        ZERO3 | recipe_keys("tensor=2 compression=int8 compression.parameters=int8") | {"model.vocabulary": 257},
+        ZERO3 | recipe_keys("tensor=2 compression=int8 compression.parameters=int8 vocabulary=257"),
     ),
     "shared parameters": (2, recipe_keys("strategy=zero1 zero.shared_parameters=true compression=int8")),
-    "offloaded": (
-        2,
-        recipe_keys("strategy=zero2 compression=int8 zero.offload_optimizer=file") | {"zero.offload_directory": "."},
-    ),
+    "offloaded": (2, recipe_keys("strategy=zero2 compression=int8 offload_optimizer=file offload_directory=.")),
 }
 
 
@@ -112,14 +104,11 @@ REFUSED = [
     (ZERO3 | recipe_keys("compression.parameters=int8 overlap=thread"), "communication.overlap = "),
     (
         ZERO3
-        | recipe_keys("compression.parameters=int8 zero.offload_optimizer=file zero.offload_parameters=file")
-        | {"zero.offload_directory": "."},
+        | recipe_keys("compression.parameters=int8 offload_optimizer=file offload_parameters=file offload_directory=."),
         "zero.offload_parameters = 'file' is not built",
     ),
     (
-        ZERO3
-        | recipe_keys("compression=int8 zero.offload_optimizer=file")
-        | recipe_keys("zero.offload_parameters=file zero.offload_directory=."),
+        ZERO3 | recipe_keys("compression=int8 offload_optimizer=file offload_parameters=file offload_directory=."),
         "zero.offload_parameters = 'file' is not built",
     ),
     (ZERO3 | recipe_keys("compression.parameters=int8 logical_shards=4"), "where the ranks cut them"),
