@@ -6,6 +6,7 @@ import secrets
 import shutil
 import subprocess
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,6 @@ import pytest
 from harness.inputs import write_text
 
 SEED_VARIABLE = "HPCDIST_TEST_SEED"
-# Jobs that go to the half of the unit tests, which is the shorter one: what they start is small.
-BESIDE = ("test_trace_job.py", "test_report_page_job.py", "test_dashboard.py", "test_monitoring_exporters.py",
-          "test_monitoring_job.py", "test_bench_power_job.py", "test_modulefiles.py")  # fmt: skip
-
 # One seed for all ranks and for the suites that a test starts; CI sets it, so that a run can be repeated.
 _fixed = SEED_VARIABLE in os.environ
 SEED = int(os.environ.setdefault(SEED_VARIABLE, str(secrets.randbits(32))))
@@ -35,9 +32,42 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"random inputs: {SEED_VARIABLE}={SEED}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
     # JAX starts threads, and a process that has them should fork no more: its tests come after those that do.
     items.sort(key=lambda item: "jax" in item.path.name)
+    # Of a test over a product of parameters, each value is tried once; the rest of the product is for the full tier.
+    cases = {}
+    for item in items:
+        if hasattr(item, "callspec"):
+            mark = item.get_closest_marker("full_except")
+            if mark is not None:
+                if item.callspec.id not in mark.args:
+                    item.add_marker(pytest.mark.full)
+                continue
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for product in cases.values():
+        covering = covering_cases([values_of(item) for item in product])
+        for number in set(range(len(product))) - covering:
+            product[number].add_marker(pytest.mark.full)
+
+
+def values_of(item: pytest.Item) -> set[tuple[Any, ...]]:
+    """Return the values of a parametrised test, those of the names that one mark sets together as one."""
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    together = [[part.strip() for part in own.split(",")] if isinstance(own, str) else own for own in names]
+    together += [[name] for name in item.callspec.params if not any(name in own for own in together)]
+    return {(*own, *(id(item.callspec.params.get(name)) for name in own)) for own in together}
+
+
+def covering_cases(cases: Sequence[set[Any]]) -> set[int]:
+    """Return the numbers of a few of ``cases`` that together have each value that there is."""
+    missing, chosen = set().union(*cases), set()
+    while missing:
+        best = max(range(len(cases)), key=lambda number: len(missing & cases[number]))
+        chosen.add(best)
+        missing -= cases[best]
+    return chosen
 
 
 @pytest.hookimpl(trylast=True)
@@ -49,18 +79,18 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let one process of `pytest -n 2` start jobs, one after the other, and the other one run the rest.
+    """Let the processes of `pytest -n` take the unit tests and the rank suites on one rank as one, jobs file by file.
 
-    Both go in the order of the files: which test follows which does not depend on how fast they are.
+    Unit tests stay in one process and in order: which follows which does not depend on how fast they are.
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class Halves(LoadScopeScheduling):
+    class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            return "launch" if path.startswith("tests/launch/") and not path.endswith(BESIDE) else "others"
+            return path if path.startswith("tests/launch/") else "others"
 
-    return Halves(config, log)
+    return ByFile(config, log)
 
 
 @pytest.fixture

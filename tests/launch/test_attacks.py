@@ -41,7 +41,7 @@ LAYOUTS = {
 }
 RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
 
-pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi")]
+pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi"), pytest.mark.full]
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from harness.marks import cases
 from hpcdist.bench.collectives import results
 from hpcdist.errors import STORAGE, USAGE
 
+pytestmark = pytest.mark.full
+
 LIMIT_S = 120.0
 FEW = ["--algorithm", "ring", "--algorithm", "node_shared", "--bytes", "4K 64K", "--iterations", "12", "--hot"]
 

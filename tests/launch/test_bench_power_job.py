@@ -24,7 +24,7 @@ run = {steps = 200, global_batch = 6, validation_samples = 8}
 energy = {interval_s = 0.01, powercap = "nowhere"}
 """
 
-pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi")]
+pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi"), pytest.mark.full]
 
 
 @pytest.fixture

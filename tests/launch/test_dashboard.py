@@ -40,6 +40,7 @@ LABELS = {
 }
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.timeout(400),
     pytest.mark.skipif(
         not (shutil.which("prometheus") and shutil.which("promtool")),

@@ -176,6 +176,7 @@ def test_skipped_collective_then_another_one(die, tmp_path):
     assert line_of(tmp_path, "    comm.barrier()").strip() in found.text
 
 
+@pytest.mark.full
 def test_skipped_ring_names_both_lines(die, tmp_path):
     ended = die(
         2,
@@ -194,6 +195,7 @@ def test_skipped_ring_names_both_lines(die, tmp_path):
     assert line_of(tmp_path, "    comm.barrier()") in found.text
 
 
+@pytest.mark.full
 def test_absent_rank_meets_the_deadline(die, tmp_path):
     ended = die(
         2,
@@ -219,6 +221,7 @@ def test_absent_rank_meets_the_deadline(die, tmp_path):
     assert found.event is not None and found.event.op == "barrier"
 
 
+@pytest.mark.full
 def test_rank_that_finished_without_the_others(die, tmp_path):
     ended = die(
         2,
@@ -234,6 +237,7 @@ def test_rank_that_finished_without_the_others(die, tmp_path):
     assert line_of(tmp_path, "    comm.barrier()") in cause(tmp_path).event.site
 
 
+@pytest.mark.full
 def test_stopped_rank(die, tmp_path):
     ended = die(
         2,

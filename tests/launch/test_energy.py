@@ -69,6 +69,7 @@ def test_joules_in_the_summary_and_in_the_file(text, tmp_path, driver):
         assert len(series) > 20 and (np.diff(series) >= 0).all()
 
 
+@pytest.mark.full
 def test_starts_of_a_run_add_up(text, tmp_path, driver):
     out, nowhere = tmp_path / "run", tmp_path / "nowhere"
     first = train(text, out, driver, energy__powercap=nowhere)

@@ -22,6 +22,7 @@ def told(done, words):
     return (done.stdout + (done.stderr or "")).count(words)
 
 
+@pytest.mark.full
 def test_a_run_is_looked_at_on_any_number_of_ranks(tmp_path, rng):
     text, run = tmp_path / "text.txt", tmp_path / "run"
     words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]

@@ -17,7 +17,7 @@ from hpcdist.errors import MissingCapabilityError
 
 LIMIT_S = 90.0  # generous: a loaded machine must not fail a test
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
 
 PROGRAM = """
 import json, pathlib, socket

@@ -32,7 +32,7 @@ SETTINGS = (
 )
 RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
 
-pytestmark = pytest.mark.timeout(60 * KILLS + 600)
+pytestmark = [pytest.mark.timeout(60 * KILLS + 600), pytest.mark.full]
 
 
 class Job:

@@ -13,6 +13,8 @@ from harness import jobs
 from hpcdist.batch import job
 from hpcdist.batch.packaging import modulefile
 
+pytestmark = pytest.mark.full
+
 NAME = f"hpcdist/{hpcdist.__version__}"
 CLONE = Path(hpcdist.__file__).parents[1]
 ALONE = CLONE / "hpcdist" / "libexec"

@@ -21,6 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hpcdist.telemetry.sinks.prometheus import PrometheusSink
 
+pytestmark = pytest.mark.full
+
 LIMIT_S = 60
 
 

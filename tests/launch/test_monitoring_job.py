@@ -27,7 +27,7 @@ SETTINGS = (
     "checkpoint.every_steps=50",
 )  # fmt: skip
 
-pytestmark = pytest.mark.timeout(3 * LIMIT_S)
+pytestmark = [pytest.mark.timeout(3 * LIMIT_S), pytest.mark.full]
 
 
 @pytest.fixture(autouse=True)

@@ -89,6 +89,7 @@ def test_few_lines_are_other_ones():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.full_except("allreduce")
 def test_the_twin_makes_the_same_steps(layout, expected, mpiexec, tmp_path):
     ranks, keys = LAYOUTS[layout]
     (tmp_path / "train.py").write_text(examples()[1])
@@ -159,6 +160,7 @@ with Training(wrap(model, loss_of, example=example), keys, out="run") as trainin
 """
 
 
+@pytest.mark.full
 def test_masks_groups_and_a_sampler_in_a_pipeline_of_shards(mpiexec, tmp_path):
     """The losses are those of plain PyTorch; ranks that draw by themselves are named, and make no step."""
     (tmp_path / "train.py").write_text(SEVERAL + ON_RANKS)
@@ -189,6 +191,7 @@ def test_masks_groups_and_a_sampler_in_a_pipeline_of_shards(mpiexec, tmp_path):
     assert f"refused: {refused}" in done.stdout and "batch_sampler=training.sampler(dataset)" in done.stdout
 
 
+@pytest.mark.full
 def test_a_script_is_started_again_saves_at_a_signal_and_goes_on(tmp_path, mpi):
     (tmp_path / "train.py").write_text(SCRIPT)
     run = [sys.executable, "-m", "hpcdist", "run", "-n", "2", "--out", "run"]

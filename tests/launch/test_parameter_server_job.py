@@ -66,6 +66,7 @@ def test_what_a_rank_serves_after_its_last_step_counts(text, tmp_path):
 
 
 @pytest.mark.parametrize(("ranks", "placement"), [(3, "dedicated"), (2, "colocated")])
+@pytest.mark.full_except("2-colocated")
 def test_stopped_and_resumed_it_makes_every_step_once(text, tmp_path, ranks, placement):
     out = tmp_path / "run"
     keys = {"parameter_server__placement": placement, "run__steps": 4000, "checkpoint__every_steps": 10}

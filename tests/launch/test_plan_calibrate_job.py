@@ -3,8 +3,12 @@
 import json
 import sys
 
+import pytest
+
 from harness import jobs
 from hpcdist.planner.cluster import toml_file
+
+pytestmark = pytest.mark.full
 
 LIMIT_S = 600.0
 HPCDIST = [sys.executable, "-P", "-m", "hpcdist"]

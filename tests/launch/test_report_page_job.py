@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 # What the browser asks for itself, whatever page it shows: time, updates, accounts.
 OWN = re.compile(rb"\b[\w.-]*\b(google|googleapis|gstatic)\.com\b")

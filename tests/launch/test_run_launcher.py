@@ -429,6 +429,7 @@ def training(tmp_path, mpi):
         job.clean_up()
 
 
+@pytest.mark.full
 def test_ctrl_c_under_hpcdist_run(training, tmp_path):
     job = training("run.steps=1000000", "run.log_every_s=0.1")
     until(lambda: job.output.count("\nstep ") > 2, "steps", limit_s=120.0)

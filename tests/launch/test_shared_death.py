@@ -17,6 +17,8 @@ from hpcdist.collectives.node import shared_memory
 from hpcdist.comm import start
 from hpcdist.errors import CommunicationError
 
+pytestmark = pytest.mark.full
+
 session = start.start()
 comm = session.comm
 buffer = shared_memory.allocate(comm, 100_000, np.dtype(np.float32))

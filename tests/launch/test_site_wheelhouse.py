@@ -16,7 +16,7 @@ CLONE = Path(hpcdist.__file__).resolve().parents[1]
 ENTRY = "[console_scripts]\nhpcdist = hpcdist:main\n"
 MODULE = "def main():\n    print('a stand-in of hpcdist')\n"
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
 
 
 def make_wheel(folder, name, version, module="", entry="", metadata=""):

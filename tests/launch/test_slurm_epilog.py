@@ -12,7 +12,7 @@ from stubs.slurm_cluster import Jobs
 
 SITES = {mpirun.OPEN_MPI: "slurm-openmpi", mpirun.MPICH: "slurm-mpich"}
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
 
 
 def test_what_a_killed_job_left_is_removed_and_the_node_stays_in_use(cleaned, mpi, tmp_path):

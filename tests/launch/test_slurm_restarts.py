@@ -15,7 +15,7 @@ from stubs.slurm_cluster import Jobs
 ENDLESS = 10**6
 SRUN = 'based_on = "slurm-openmpi"\n[launcher]\nkind = "srun"\npmi = "pmix"\n'
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
 
 
 @pytest.fixture(scope="module")

@@ -65,6 +65,7 @@ def test_new_processes_take_the_places_of_the_dead(text, tmp_path, rng):
     print(f"{DEATHS} deaths survived, each within {max(life['seconds'] for life in lives):.2f} s")
 
 
+@pytest.mark.full
 def test_a_job_that_shrank_saves_on_a_signal_and_goes_on_where_it_was(text, tmp_path):
     out = tmp_path / "run"
     keys = ["run.steps=1000000", "parallel.strategy=zero2"]
@@ -90,6 +91,7 @@ def test_a_job_that_shrank_saves_on_a_signal_and_goes_on_where_it_was(text, tmp_
     assert resumed["steps"] == steps + 3
 
 
+@pytest.mark.full
 def test_ranks_come_in_at_a_step_boundary(text, tmp_path):
     out = tmp_path / "run"
     steps = 150

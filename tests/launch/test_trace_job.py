@@ -41,6 +41,7 @@ def check_nests(events):
 
 
 @pytest.mark.parametrize("name", JOBS)
+@pytest.mark.full_except("ring")
 def test_a_job(name, tmp_path, text):
     ranks, settings = JOBS[name]
     out, file = tmp_path / "run", tmp_path / "trace.json"
@@ -113,6 +114,7 @@ def check_path(found):
         assert "FORWARD" in {link.name for link in links} or path.step > 1
 
 
+@pytest.mark.full
 def test_who_held_up_is_named(tmp_path, text):
     out = tmp_path / "run"
     done = train(3, out, text, {"chaos.stall": "['1@6:3']"})
@@ -125,6 +127,7 @@ def test_who_held_up_is_named(tmp_path, text):
     assert next(iter(figures["critical_path_by_rank"])) == "1"
 
 
+@pytest.mark.full
 def test_a_job_that_was_killed(tmp_path, text):
     out, file = tmp_path / "run", tmp_path / "trace.json"
     done = train(2, out, text, {"chaos.kill": "['1@7']"})

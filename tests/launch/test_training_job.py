@@ -58,11 +58,13 @@ def test_train_evaluate_sample_report(text, tmp_path):
     assert hpcdist("hang", out).returncode == 0
 
 
+@pytest.mark.full
 def test_native_collectives_have_no_known_bytes(text, tmp_path):
     found = summary(train(2, text, "--out", tmp_path / "run", "--set", "communication.algorithm=native"))
     assert found["bytes_sent_per_step"] is None and "not visible" in found["bytes_sent_reason"]
 
 
+@pytest.mark.full
 def test_without_a_launcher_it_trains_alone_and_agrees(text, tmp_path):
     alone = summary(train(0, text, "--out", tmp_path / "alone"))
     together = summary(train(3, text, "--out", tmp_path / "together"))
@@ -101,6 +103,7 @@ def _start(text, out, *arguments, every=10, steps=2000, ranks=2):
     )
 
 
+@pytest.mark.full
 def test_a_run_goes_on_in_another_layout_and_for_longer(text, tmp_path):
     out, double = tmp_path / "run", ["--set", "precision.mode=float64", "--set", "optimizer.decay=constant"]
     train(2, text, "--out", out, *double, steps=6)
@@ -129,6 +132,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.full_except("zero1")
 def test_killed_runs_resume_to_the_same_bits(text, tmp_path, layout, rng):
     ranks, keys = LAYOUTS[layout]
     steps, every = 240, 10
@@ -148,6 +152,7 @@ def test_killed_runs_resume_to_the_same_bits(text, tmp_path, layout, rng):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
+@pytest.mark.full_except("SIGTERM")
 def test_asked_to_stop_a_run_saves_and_resumes(text, tmp_path, number, code):
     out = tmp_path / "run"
     process = _start(text, out, every=0, steps=ENDLESS)
@@ -176,6 +181,7 @@ def test_a_stop_file_asks_for_a_requeue(text, tmp_path):
     assert not (out / "stop").exists(), "the wish is granted: the next start must not meet it"
 
 
+@pytest.mark.full
 def test_a_run_killed_before_its_first_checkpoint_starts_again(text, tmp_path):
     settings = ["--set", "run.steps=2000", "--set", "checkpoint.every_steps=0"]
     process = _start(text, tmp_path / "run", every=0)

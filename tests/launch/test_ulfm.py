@@ -21,6 +21,8 @@ from hpcdist.comm.mpi import spawn
 from hpcdist.comm import start
 from hpcdist.comm.failure.rank_failures import is_rank_failure
 
+pytestmark = pytest.mark.full
+
 mode, kills, out = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 newcomer = "new" in sys.argv
 session = start.start_joined() if newcomer else start.start()

@@ -81,6 +81,7 @@ def expected(functions, params, x, targets, loss):
     return float(value), gradient
 
 
+@pytest.mark.full
 def test_gradients_of_a_transformer_are_those_of_jax(rng, x64):
     functions, params = models.gpt(rng, dtype="float64")
     x, targets = models.tokens(rng, 3)

@@ -126,6 +126,7 @@ def test_run_shows_what_it_would_start():
     assert done.stdout.endswith(f"-n 3 --quiet -v {sys.executable} -P -m hpcdist train 'a b.toml'\n")
 
 
+@pytest.mark.full
 def test_warmup_fills_the_named_cache(tmp_path):
     done = hpcdist("warmup", "--cache", str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr

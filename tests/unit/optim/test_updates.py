@@ -218,6 +218,7 @@ def test_groups_that_say_nothing_are_refused(text, told):
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.full
 def test_any_partition_gives_the_same(rng, name, parts):
     config, weights = config_of(name), start(rng)
     drawn = gradients(rng, weights)

@@ -97,6 +97,7 @@ def install(folder, target):
     return jobs.run([sys.executable, "-m", "pip", *line.split()], env=kept)
 
 
+@pytest.mark.full
 def test_pip_installs_what_was_collected_and_refuses_another_byte(own, tmp_path):
     fixed = tmp_path / "fixed.txt"
     fixed.write_text("gamma == 2.0\n")

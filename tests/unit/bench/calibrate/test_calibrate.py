@@ -90,6 +90,7 @@ def test_ranks_measure_alone_and_side_by_side():
     assert all(one.one > 0 and one.all > 0 for one in first)
 
 
+@pytest.mark.full
 def test_two_ranks_measure_messages_and_collectives_of_all_sizes():
     first, second = run_threads(2, lambda comm: run(comm, models=()))
     assert first.links == second.links
@@ -164,6 +165,7 @@ def test_the_models_of_a_calibration_are_none_that_validate_it():
     assert all(config.layers == 2 for config, _, _ in default_models())
 
 
+@pytest.mark.full
 def test_points_become_a_cluster_and_a_file(tmp_path):
     found = run_threads(2, run)[0]
     made = cluster_fit.assemble("here", toml_file.read("workstation"), calibrate.findings(found))

@@ -62,6 +62,7 @@ def test_who_does_not_bring_back_the_bits_is_no_contender(tmp_path):
         )
 
 
+@pytest.mark.full
 def test_the_command_on_one_rank(tmp_path):
     sizes = ["--bytes", "1M", "--bytes", "64k"]
     arguments = [*sizes, "--rounds", "2", "--no-torch", "--asynchronous", "--step-s", "0.001", "--json"]

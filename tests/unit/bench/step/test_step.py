@@ -154,6 +154,7 @@ def test_the_picture_is_drawn(measured, tmp_path):
     assert (tmp_path / "a.png").stat().st_size > 5000 and (tmp_path / "b.svg").stat().st_size > 5000
 
 
+@pytest.mark.full
 def test_pytorch_and_jax_train_the_same(monkeypatch):
     pytest.importorskip("torch")
     pytest.importorskip("jax")

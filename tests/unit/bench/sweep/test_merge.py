@@ -73,6 +73,7 @@ def parts(tmp_path):
     return [measure(tmp_path / f"{at}.h5", at) for at in range(len(TRIALS))]
 
 
+@pytest.mark.full
 def test_the_parts_of_an_array_are_the_file_of_one_process(tmp_path, parts):
     whole = content(measure(tmp_path / "whole.h5"))
     output = tmp_path / "all.h5"

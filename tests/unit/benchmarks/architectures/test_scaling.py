@@ -59,6 +59,7 @@ def test_a_curve_stops_where_doubling_no_longer_pays(goodputs, expected):
         assert stop.share == pytest.approx(10 / 11)
 
 
+@pytest.mark.full
 def test_losses_are_all_the_device_seconds(found):
     for one in found.values():
         for line in one.points.values():
@@ -87,6 +88,7 @@ def test_the_story_that_is_told(found):
     assert states["hierarchical"] / states["zero2"] == pytest.approx(16 / (2 + 14 / 1024), rel=0.01)
 
 
+@pytest.mark.full
 def test_tables_file_and_pictures(found, tmp_path):
     pytest.importorskip("matplotlib")
     text = report.text(list(found.values()))

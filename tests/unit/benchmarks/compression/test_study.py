@@ -144,6 +144,7 @@ def test_without_root_nothing_is_trained_and_the_reason_is_told(monkeypatch, tmp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_ranks_tell_losses_and_bytes(tmp_path):
     text = tmp_path / "text"
     text.write_bytes(np.random.default_rng(0).integers(97, 105, 20_000).astype(np.uint8).tobytes())

@@ -31,6 +31,7 @@ def on_threads(module, options, ranks):
     return run_threads(ranks, body)[0]
 
 
+@pytest.mark.full
 def test_it_writes_every_step_with_its_provenance(gpu, tmp_path):
     words = ["--set", *small(tmp_path, "run.global_batch=3"), "--steps", "4", "-o", str(tmp_path / "step.h5")]
     assert harness.run(step, "gpu.step", [*words, "--anonymous"]) == 0

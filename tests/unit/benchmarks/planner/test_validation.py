@@ -69,6 +69,7 @@ def test_layouts_of_a_table_use_as_many_devices_as_it_says(known):
             assert row.global_batch % (row.layout.data * row.layout.microbatch) == 0
 
 
+@pytest.mark.full
 def test_closed_forms_agree_to_the_last_printed_digit(found):
     closed = [one for one in found if one.kind == "closed"]
     assert len(closed) == 54 + 10 + 1 + 9 + 4

@@ -189,6 +189,7 @@ def restored(trainer, path, right, places):
 
 
 @pytest.mark.timeout(7200 if EVERYTHING else 240)
+@pytest.mark.full
 def test_every_pair_of_layouts_keeps_every_bit(keys, tmp_path, rng):
     """Saved by one layout, restored and saved by the other, restored by the first: the same, all the way."""
     layouts = list(LAYOUTS)

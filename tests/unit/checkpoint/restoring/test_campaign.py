@@ -101,6 +101,7 @@ def check_it_goes_on(out, expected, *keys):
     assert losses(out) == expected and len(expected) == STEPS
 
 
+@pytest.mark.full
 def test_an_exceeded_quota(calm, tmp_path):
     (text, expected), out = calm, tmp_path / "run"
     beside = "checkpoint.asynchronous=true"
@@ -116,6 +117,7 @@ def mount(*arguments):
     return not subprocess.call(["mount", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
+@pytest.mark.full
 def test_a_file_system_that_becomes_read_only(calm, tmp_path):
     (text, expected), out = calm, tmp_path / "run"
     checkpoints = out / "checkpoints"
@@ -139,6 +141,7 @@ def test_a_file_system_that_becomes_read_only(calm, tmp_path):
     check_it_goes_on(out, expected, text)
 
 
+@pytest.mark.full
 def test_kills_and_a_full_disk_happen_once_each_and_change_no_bit(calm, tmp_path):
     (text, expected), out = calm, tmp_path / "run"
     keys = text, "chaos.kill=['0@3:update', '0@7:save']", "chaos.disk=['0@5:full']", "checkpoint.incremental=true"

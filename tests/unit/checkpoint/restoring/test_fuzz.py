@@ -191,6 +191,7 @@ def campaign(seed, run, original, count):
 
 
 @pytest.mark.timeout(3600 if MUTATIONS > 1000 else 300)
+@pytest.mark.full
 def test_mutated_checkpoints_are_refused_or_loaded(tmp_path, rng):
     store = FlatStore(LAYOUT, np.dtype("float32"))
     for segment in LAYOUT.segments:
@@ -265,6 +266,7 @@ def refused_or_done(work):
         return None
 
 
+@pytest.mark.full
 def test_every_number_of_a_manifest_may_be_forged(small_run, tmp_path, rng, capsys):
     """Each in turn is something else, the digest being right: all commands refuse the checkpoint or do their work."""
     keys, trainer, path, body = small_run

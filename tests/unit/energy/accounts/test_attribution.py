@@ -292,6 +292,7 @@ def late_reads(rng):
     return found[0]["activities"]["checkpoint"]
 
 
+@pytest.mark.full
 def test_standard_errors_are_those_of_the_intervals_a_phase_was_seen_in(rng):
     """All other intervals are read as they should be: they say nothing of how well these are known."""
     off = [(save["joules"] - 45 * save["seconds"]) / save["error_j"] for save in (late_reads(rng) for _ in range(40))]

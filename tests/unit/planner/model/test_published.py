@@ -96,6 +96,7 @@ def figures(found):
     }
 
 
+@pytest.mark.full
 def test_a_plan_does_not_depend_on_those_before_it(rng):
     cluster = toml_file.read("a100-selene")
     asked = list(walk(rng, cluster, 300))

@@ -208,6 +208,7 @@ def drawn_layouts(implementation, draw, many):
 
 
 @pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
+@pytest.mark.full
 def test_no_drawn_layout_is_below_its_bounds(implementation, rng):
     near = {"family": [], "schedule": [], "order": []}
     draw = random.Random(int(rng.integers(1 << 62)))

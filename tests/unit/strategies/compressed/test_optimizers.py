@@ -44,6 +44,7 @@ def text(text):
 @pytest.mark.parametrize(
     ("name", "ranks", "kept", "keys"), [("onebit", 3, 2, {}), ("dgc", 4, 2, PIPELINE), ("onebit", 4, 4, PIPELINE)]
 )
+@pytest.mark.full
 def test_a_resumed_run_has_the_bits_of_the_whole_one(text, tmp_path, name, ranks, kept, keys):
     settings, last = text | BOTH[name] | keys, 6
 

@@ -240,6 +240,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
+@pytest.mark.full_except("tensor 2", "data 2 x pipeline 2, zero3")
 def test_an_overflow_on_one_rank_of_one_stage_is_skipped_by_all(text, name):
     """Of each rank in turn, and in the copy of a tied tensor; and it leaves no trace in the steps that follow."""
     size, layout = STEPS[name]
@@ -318,6 +319,7 @@ def test_at_the_least_scale_all_ranks_stop_with_one_message(text):
 
 
 @pytest.mark.parametrize(("mode", "layout"), [("bfloat16", PIPELINE | TIED), ("float16", TENSOR)])
+@pytest.mark.full
 def test_it_learns_as_float32_does(text, mode, layout):
     """30 steps: within 1 % in bfloat16, 0.2 % in float16, at a scale that never overflows."""
     keys = text | {"precision.mode": mode, "optimizer.learning_rate": 3e-3} | layout

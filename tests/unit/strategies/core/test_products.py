@@ -72,6 +72,7 @@ def layouts(draw):
 
 @settings(max_examples=25)
 @given(layout=layouts())
+@pytest.mark.full
 def test_any_product_is_the_run_of_one_process(text, layout):
     ranks, changed = layout
     keys = KEYS | {"data.path": text} | changed

@@ -99,6 +99,7 @@ class World:
                 assert not self.missing[worker] and self.made[worker] == self.steps, "it waits for ever"
 
 
+@pytest.mark.full
 def test_no_read_breaks_the_bound_and_nobody_waits_for_ever():
     met = set()
     held = stopped = returned = 0

@@ -45,6 +45,7 @@ def check_messages(layout, found):
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(1, 9))
+@pytest.mark.full
 def test_any_layout_and_number_of_servers(sizes, servers):
     layout = layout_of(*sizes)
     if layout.size // ALIGN_ELEMENTS < servers:

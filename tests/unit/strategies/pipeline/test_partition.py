@@ -61,6 +61,7 @@ def problem(draw, ranks, chunks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+@pytest.mark.full
 def test_one_chunk_a_rank_is_the_best_of_all_cuts(ranks):
     draw = np.random.default_rng(ranks)
     refused = 0
@@ -102,6 +103,7 @@ def dealt(ranks, chunks, folded):
     [(p, v, False) for p, v in ((2, 2), (2, 3), (3, 2), (4, 2), (3, 3), (2, 4), (5, 2))]
     + [(p, 2, True) for p in (2, 3, 4)],
 )
+@pytest.mark.full
 def test_several_chunks_a_rank_are_the_best_of_all_cuts(ranks, chunks, folded):
     draw = np.random.default_rng(10 * ranks + chunks)
     placed = dealt(ranks, chunks, folded)

@@ -151,6 +151,7 @@ HARMLESS = (Kind.POLL, Kind.FREE)  # a POLL more or less; the micro-batch by whi
 
 @settings(max_examples=300, deadline=None)
 @given(changed())
+@pytest.mark.full
 def test_what_is_changed_is_refused_or_the_same_step(case):
     step, broken, what = case
     try:

@@ -386,6 +386,7 @@ def broken(draw):
 
 @given(broken())
 @settings(max_examples=150)
+@pytest.mark.full
 def test_no_operation_can_be_missing_doubled_or_renamed(case):
     step, what = case
     try:

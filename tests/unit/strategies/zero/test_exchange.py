@@ -73,6 +73,7 @@ def trained(comm, make, steps=STEPS, **keys):
 
 
 @pytest.mark.parametrize("size", [1, 4, 6, 8])
+@pytest.mark.full_except("4", "1")
 def test_all_degrees_train_as_one_process(size):
     losses, _ = alone()
     for config in degrees(size):

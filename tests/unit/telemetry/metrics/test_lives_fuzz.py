@@ -115,6 +115,7 @@ def limits(rng, spares, operations):
 
 
 @pytest.mark.parametrize("seed", [AT_THE_END, *range(MANY, MANY + 2 + SEEDS)])
+@pytest.mark.full
 def test_a_job_outlives_deaths_anywhere(seed, tmp_path, shared_text, calm):
     rng = np.random.default_rng(seed)
     name, spares = str(rng.choice([*LAYOUTS])), int(rng.choice([0, SPARES]))

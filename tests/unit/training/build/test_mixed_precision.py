@@ -147,6 +147,7 @@ def test_every_optimizer_with_clip_and_accumulation_is_near_one_rank(text, strat
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.full
 def test_it_learns_as_float32_does(text, mode):
     plain = trainings.losses(trainer_of(solo(), text, {"precision.mode": "float32"}), 40)
     half = run_threads(2, lambda comm: trainings.losses(trainer_of(comm, text, {"precision.mode": mode}), 40))[0]

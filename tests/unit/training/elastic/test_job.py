@@ -59,6 +59,7 @@ def losses(steps):
 
 
 @pytest.mark.parametrize("name", DRAWN if EVERY else DRAWN[:2])
+@pytest.mark.full_except("zero2")
 def test_a_run_shrinks_and_goes_on(name, tmp_path, text, rng):
     precision = {} if "float16" in name else {"precision.mode": "float64"}
     keys = {**precision, "run.seed": int(rng.integers(1000)), **LAYOUTS[name]}
@@ -72,6 +73,7 @@ def test_a_run_shrinks_and_goes_on(name, tmp_path, text, rng):
 
 
 @pytest.mark.parametrize("name", DRAWN if EVERY else DRAWN[2:4])
+@pytest.mark.full_except("allreduce")
 def test_spares_take_the_places_of_the_dead_to_the_bit(name, tmp_path, text, rng):
     keys = {"run.seed": int(rng.integers(1000)), **LAYOUTS[name]}
     calm = survive(4, tmp_path / "calm", text, keys)
@@ -81,6 +83,7 @@ def test_spares_take_the_places_of_the_dead_to_the_bit(name, tmp_path, text, rng
     np.testing.assert_array_equal(losses(found.steps), losses(calm.steps), err_msg=str(kills))
 
 
+@pytest.mark.full
 def test_where_a_copy_is_lost_with_its_keeper_the_newest_checkpoint_serves(tmp_path, text, rng, capfd):
     keys = {"run.seed": int(rng.integers(1000)), "parallel.strategy": "zero1", "checkpoint.every_steps": 3}
     calm = survive(4, tmp_path / "calm", text, keys)
@@ -90,6 +93,7 @@ def test_where_a_copy_is_lost_with_its_keeper_the_newest_checkpoint_serves(tmp_p
     assert "from " + str(tmp_path / "killed" / "checkpoints" / "step-3") in capfd.readouterr().err
 
 
+@pytest.mark.full
 def test_where_no_checkpoint_can_serve_it_does_not_begin_again(tmp_path, text, monkeypatch):
     def damaged(run_dir, comm):
         for path in (run_dir / "checkpoints").glob("step-*/manifest.json") if comm.rank == 0 else ():
@@ -102,6 +106,7 @@ def test_where_no_checkpoint_can_serve_it_does_not_begin_again(tmp_path, text, m
         survive(4, tmp_path / "run", text, keys, spares=2, ranks_per_node=1)
 
 
+@pytest.mark.full
 def test_a_death_while_the_run_is_rebuilt_rebuilds_it_again(tmp_path, text, rng, monkeypatch):
     keys = {"run.seed": int(rng.integers(1000)), "parallel.strategy": "zero2"}
     calm = survive(4, tmp_path / "calm", text, keys)
@@ -119,6 +124,7 @@ def test_a_death_while_the_run_is_rebuilt_rebuilds_it_again(tmp_path, text, rng,
     np.testing.assert_array_equal(losses(found.steps), losses(calm.steps))
 
 
+@pytest.mark.full
 def test_a_death_when_the_checkpoint_that_it_began_from_is_gone(tmp_path, text, rng):
     keys = {"run.seed": int(rng.integers(1000)), "checkpoint.every_steps": 1, "checkpoint.keep": 1}
     survive(3, tmp_path / "run", text, keys | {"run.steps": 2})
@@ -126,6 +132,7 @@ def test_a_death_when_the_checkpoint_that_it_began_from_is_gone(tmp_path, text, 
     assert losses(found.steps).size == 6 and found.steps["world"][-1] == 2
 
 
+@pytest.mark.full
 def test_who_has_no_place_any_more_still_gives_what_it_remembers(tmp_path, text, rng, capfd):
     pipeline = {"parallel.pipeline": 2, "parallel.microbatches": 2, "precision.mode": "float64"}
     keys = {"run.seed": int(rng.integers(1000)), **pipeline}
@@ -137,6 +144,7 @@ def test_who_has_no_place_any_more_still_gives_what_it_remembers(tmp_path, text,
 
 
 @pytest.mark.parametrize(("wished", "ranks"), [(1, 3), (9, 4)])
+@pytest.mark.full
 def test_spares_come_in_where_no_process_can_be_started(wished, ranks, tmp_path, text, monkeypatch):
     def closed(team, change, _):
         team.close_up()
@@ -228,6 +236,7 @@ def test_the_mode_is_that_of_the_launcher():
     assert mode_of({"HPCDIST_SURVIVE": "replace", "HPCDIST_SPARES": "2"}) == ("replace", 2)
 
 
+@pytest.mark.full
 def test_nothing_of_a_life_that_ended_is_kept(tmp_path, text, monkeypatch):
     mine = threading.local()
     assemble = job.assemble

@@ -30,6 +30,7 @@ BYTES_A_STEP = 80.0  # of both ranks together; a list of three numbers a step in
     (600, {"parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}),
     ids=["replicas", "asynchronous"],
 )
+@pytest.mark.full
 def test_memory_does_not_grow_with_the_steps(last, keys, tmp_path, rng, monkeypatch):
     bounds = {
         (loop, "SAMPLED_STEPS"): 32,
