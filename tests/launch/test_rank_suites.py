@@ -1,9 +1,5 @@
-"""The rank suite under mpirun: one start for each size, and proof that a failing rank is seen.
+"""The rank suite under mpirun: one start for each size and tier, and proof that a failing rank is seen."""
 
-On 1 to 4 ranks, or those that HPCDIST_TEST_RANKS lists.
-"""
-
-import os
 import shutil
 import textwrap
 from pathlib import Path
@@ -14,13 +10,14 @@ from harness.marks import cases
 
 TESTS = Path(__file__).parents[1]
 PYTEST = ["-P", "-m", "pytest", "--color=no", "-p", "no:cacheprovider", "-o", "timeout=0"]
-SIZES = [int(size) for size in os.environ.get("HPCDIST_TEST_RANKS", "1,2,3,4").split(",")]  # 3: not a power of two
 
 
 @pytest.mark.timeout(1560)
-@pytest.mark.parametrize("size", SIZES)
-def test_rank_suite(mpiexec, size):
-    done = mpiexec(size, [*PYTEST, str(TESTS / "ranks")], timeout=1500)
+@pytest.mark.full_except("2-not full", "3-not full")
+@pytest.mark.parametrize("tier", ["not full", "full"])
+@pytest.mark.parametrize("size", [2, 3, 4])  # 3: not a power of two; 4: products of two axes
+def test_rank_suite(mpiexec, size, tier):
+    done = mpiexec(size, [*PYTEST, "-m", tier, str(TESTS / "ranks")], timeout=1500)
     print(done.stdout)
     assert done.returncode == 0, f"the rank suite failed at {size} ranks:\n{done.stdout[-20000:]}"
     assert f"ranks: {size}" in done.stdout

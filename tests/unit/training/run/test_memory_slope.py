@@ -4,6 +4,7 @@ import gc
 import tracemalloc
 
 import numpy as np
+import pytest
 
 from harness.inputs import write_text
 from harness.marks import cases
