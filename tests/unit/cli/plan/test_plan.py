@@ -319,7 +319,7 @@ def test_what_does_not_fit_is_an_answer(run, planned):
     ([*GPT, "--cluster", "workstation", "--data", "4"], 78, "2 more than the 2 of workstation"),
     ([*GPT, *ON, "--precision", "int8"], 2, "int8"),
     ([*GPT, *ON, "--plot", "plan.xls"], 2, "choose an ending from"),
-    ([*GPT, *ON, "--plot", "/nowhere/plan.png"], 74, "/nowhere is missing"),
+    ([*GPT, *ON, "--plot", "/nowhere/plan.png"], 74, "/nowhere is no directory"),
     (["no-such-recipe.toml", *ON], 74, "recipe no-such-recipe.toml: there is no such file"),
     ([*GPT, "--cluster", "no-such-cluster.toml"], 74, "the cluster no-such-cluster.toml cannot be read"),
     (["serch", *ON], 2, "did you mean `hpcdist plan search`?"),
