@@ -34,6 +34,7 @@ def run(comm, name):
 
 
 @pytest.mark.parametrize("name", ["dgc", "onebit"])
+@pytest.mark.full_except("dgc", "onebit")
 def test_messages_bring_the_bits_that_threads_have(comm, name):
     found = run(comm, name)
     threads = run_threads(comm.size, lambda thread: run(thread, name)) if comm.rank == 0 else None

@@ -237,6 +237,7 @@ def _loop(comm, out, trainer):
 
 
 @pytest.mark.parametrize("name", ["ssp", "backup"])
+@pytest.mark.full_except("backup", "ssp")
 def test_rank_bounded_and_backed_up_runs_save_and_go_on(comm, folder, name):
     """Meetings in the middle of a run, and a start from what they saved, with other servers."""
     keys = {"energy__sources": "none", "checkpoint__every_steps": 5, "optimizer__name": "lamb"}

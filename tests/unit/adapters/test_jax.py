@@ -99,6 +99,7 @@ def mean_of_squares(y, targets):
 
 @pytest.mark.parametrize("keep", ["products", "everything", "nothing"])
 @pytest.mark.parametrize("loss", [models.squares, mean_of_squares])
+@pytest.mark.full
 def test_micro_batches_and_an_evaluation(rng, keep, loss):
     """Micro-batches of 4, 1 and 2 samples add up, in float32: every leaf to 1e-6 of the largest gradient."""
     functions, params = models.mlp(rng)
@@ -142,6 +143,7 @@ def test_one_copy_in_and_one_out_for_each_tensor_and_pass(rng):
         assert model.traffic.copied_out_bytes - before.copied_out_bytes == size + 2 * sum(activations)
 
 
+@pytest.mark.full
 def test_parameters_may_be_freed_and_come_back_elsewhere(rng):
     """As ZeRO-3 does between the passes: nothing of a layer's parameters is kept, however the function uses them."""
 
@@ -250,6 +252,7 @@ def wrapped_tied(functions, params, example):
     return adapter.wrap(functions, own, models.token_losses, example=example, tied={"3.table": "0.table"})
 
 
+@pytest.mark.full
 def test_tied_tensors_have_one_gradient(rng, x64):
     functions, params, loss = tied_gpt(rng, "float64")
     batch = models.tokens(rng, 3)
@@ -269,6 +272,7 @@ def dropping(params, x, keys):
     return jax.vmap(lambda key, row: jnp.where(jax.random.bernoulli(key, 0.5, row.shape), 2 * row, 0))(keys, y)
 
 
+@pytest.mark.full
 def test_random_numbers_follow_the_sample(rng, x64):
     """What is dropped is the same however a batch is cut, and another in each step and seed; nothing without a draw."""
     params = [rng.standard_normal((8, 8)) for _ in range(2)]
@@ -344,6 +348,7 @@ STRATEGIES = [
 ]
 
 
+@pytest.mark.full
 def test_every_strategy_trains_as_jax_and_optax_do(rng, x64):
     """Three steps, on 1 to 4 ranks: losses to 1e-12, params to 1e-8; tied tensors across the pipeline."""
     functions, params, loss = tied_gpt(rng, "float64")

@@ -515,6 +515,7 @@ print(*found)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are those of glibc's heap")
+@pytest.mark.full
 def test_a_step_works_in_the_memory_of_the_last_one():
     """No page of activations, thousands of them, is faulted in anew after the first steps."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}

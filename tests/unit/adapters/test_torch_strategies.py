@@ -42,22 +42,26 @@ def trained(ranks, layout, rng, bound=BOUND, **options):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 1), (3, 2)])
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "zero3"])
+@pytest.mark.full_except("allreduce-1-1-False")
 def test_replicas_and_shards(strategy, ranks, microbatches, tied, rng):
     trained(ranks, Layout(strategy=strategy, microbatches=microbatches), rng, tied=tied)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", PIPELINES, ids=lambda one: f"{one.schedule} of {one.pipeline} {one.recompute}")
+@pytest.mark.full_except("1f1b of 2 True-False")
 def test_pipelines(layout, tied, rng):
     trained(layout.pipeline, layout, rng, tied=tied)
 
 
 @pytest.mark.parametrize(("strategy", "tied"), [("zero1", True), ("zero2", False), ("zero3", False)])
+@pytest.mark.full_except("zero2-False")
 def test_pipelines_of_shards(strategy, tied, rng):
     trained(4, Layout(strategy=strategy, pipeline=2, microbatches=2), rng, tied=tied)
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero3"])
+@pytest.mark.full_except("allreduce")
 def test_working_copies_of_16_bits(strategy, rng):
     """Parameters are widened for a moment; a bfloat16 has 8 bits, and the master all of them."""
     trained(2, Layout(strategy=strategy, microbatches=2, working="bfloat16"), rng, bound=2e-2, tied=True)

@@ -34,6 +34,7 @@ def hpcdist(*arguments):
     ["checkpoint", "--help"],
     ["checkpoint", "export", "--help"],
 )
+@pytest.mark.full_except("arguments12")
 def test_help_loads_nothing_heavy(arguments):
     code = (
         "import sys\nfrom hpcdist.cli.main import main\n"

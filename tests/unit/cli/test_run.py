@@ -141,6 +141,7 @@ def test_what_a_program_cannot_have_is_refused_by_name(arguments, message, capsy
 
 
 @pytest.mark.parametrize(("kind", "code"), [("foreign", 5), ("own", 128 + signal.SIGUSR1)])
+@pytest.mark.full
 def test_a_program_that_announces_nothing_gets_the_signals_itself(kind, code, tmp_path):
     process = subprocess.Popen([sys.executable, "-c", SUPERVISED, str(tmp_path), kind])
     try:

@@ -160,6 +160,7 @@ KILLED = """
 """
 
 
+@pytest.mark.full
 def test_a_kill_at_any_point_leaves_the_old_or_the_new_and_never_a_mixture(tmp_path):
     path = tmp_path / "f.h5"
     with files.edit(path, "test", 1) as file:

@@ -120,6 +120,7 @@ def run(folder, *line, **environment):
     return jobs.hpcdist(*line, env={**os.environ, "HPCDIST_TUNING": "off", **environment}, cwd=folder)
 
 
+@pytest.mark.full
 def test_submit_the_doctor_of_a_job_and_the_training_say_it(tmp_path):
     write(tmp_path / "data.h5", ZSTD)
     without = {"PYTHONPATH": str(tmp_path / "hidden"), "PATH": "/usr/bin:/bin"}
@@ -151,6 +152,7 @@ def test_a_broken_package_is_told(plain, tmp_path, monkeypatch):
     assert "module hdf5plugin: it is there, and cannot be imported: made for another HDF5" in str(caught.value)
 
 
+@pytest.mark.full
 def test_with_the_package_the_filter_works(tmp_path):
     if importlib.util.find_spec("hdf5plugin") is None:
         pytest.skip("there is no hdf5plugin")

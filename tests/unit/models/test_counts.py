@@ -73,6 +73,7 @@ def test_parameters_are_those_of_the_layout(name):
 
 
 @pytest.mark.parametrize("name", [*GPTS, *OTHERS])
+@pytest.mark.full_except("rotary, rms, swiglu")
 def test_operations_are_those_of_the_products(name, rng, monkeypatch):
     """Linears: every product that is made. Attention, whose products skip what is masked only by blocks, is apart."""
     keys, inputs = (GPTS | OTHERS)[name]

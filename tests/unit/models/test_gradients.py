@@ -91,6 +91,7 @@ def case(request, rng):
     return Run(models.build(config, "float64", **inputs), rng), _batch(config, inputs, 3, rng)
 
 
+@pytest.mark.full_except("gpt with all options")
 def test_every_gradient_against_finite_differences(case):
     run, batch = case
     run.gradient.array[...] = np.nan  # the first write of a step overwrites

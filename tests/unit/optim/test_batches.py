@@ -96,6 +96,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.full_except("delayed")
 def test_every_exchange_makes_the_same_steps(layout, shared_text):
     ranks, keys = LAYOUTS[layout]
     settings = {**RUN, "data.path": shared_text}

@@ -41,6 +41,7 @@ def test_bfloat16_rounds_to_nearest_even(rng):
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype("float16")], ids=str)
+@pytest.mark.full
 def test_sums_of_16_bit_numbers_are_rounded_once(rng, dtype):
     held = (rng.standard_normal(1003) * 10.0 ** rng.integers(-6, 5, 1003)).astype(dtype)
     addend = (rng.standard_normal(1003) * 10.0 ** rng.integers(-6, 5, 1003)).astype(np.float32)

@@ -47,6 +47,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.full_except("zero1-lars")
 def test_every_exchange_makes_the_same_steps(layout, options, shared_text):
     ranks, keys = LAYOUTS[layout]
     settings = {**SMALL, "data.path": shared_text, **OPTIONS[options]}

@@ -161,6 +161,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("name", READERS)
+@pytest.mark.full_except("jobs.jsonl")
 def test_any_damage_has_a_documented_end_and_stops_no_run(name, whole, tmp_path, capfd):
     random_of = random.Random(f"{name} 1")
     structured = {".json": forged, ".jsonl": forged, ".h5": forged_hdf5}.get(Path(name).suffix, flipped)

@@ -21,6 +21,7 @@ def losses(size, data, ranks_per_node=None, **keys):
 
 
 @pytest.mark.parametrize("algorithm", sorted(collectives.ALLREDUCE))
+@pytest.mark.full_except("node_shared")
 def test_every_algorithm_and_size_trains_as_one_process(algorithm, rng):
     data = text(rng, STEPS, SAMPLES)
     (alone,) = losses(1, data, algorithm="native")

@@ -144,6 +144,7 @@ def distance(found, right):
     ("size", "flushes"),
     [(size, flushes) for size in range(1, 9) for flushes in ((), (3,), (1, 2, 5)) if not flushes or size in (3, 8)],
 )
+@pytest.mark.full_except("3-flushes3-thread")
 def test_the_rule_is_that_of_the_reference(overlap, size, flushes, rng):
     """Eight ranks on seven samples: one of them has none."""
     data = text(rng, STEPS, SAMPLES)
@@ -160,6 +161,7 @@ def test_the_rule_is_that_of_the_reference(overlap, size, flushes, rng):
 
 @pytest.mark.parametrize("config", [MOMENTUM, ADAMW, LAMB], ids=lambda config: config.name)
 @pytest.mark.parametrize("flushes", [(), (4,)])
+@pytest.mark.full_except("flushes1-adamw")
 def test_any_optimizer_is_that_of_one_rank(config, flushes, rng):
     data = text(rng, STEPS, SAMPLES)
     losses, weights = ByTheOptimizer(config).train(data, flushes)
@@ -200,6 +202,7 @@ def test_without_a_flush_the_last_gradient_is_left(rng):
 
 @pytest.mark.parametrize("algorithm", ["ring", "node_shared", "native"])
 @pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.full_except("1-native")
 def test_bits_are_reproducible_and_those_of_the_other_kind(algorithm, microbatches, rng):
     data = text(rng, STEPS, SAMPLES)
 
@@ -284,6 +287,7 @@ def test_a_value_that_is_not_finite_ends_the_run_on_all_ranks(overlap, rng):
     {"parallel.pipeline": 2, "parallel.schedule": "interleaved", "parallel.chunks": 2},
     ids=["data", "pipeline", "chunks"],
 )
+@pytest.mark.full_except("chunks-thread")
 def test_where_a_run_saves_changes_no_bit_of_it(overlap, layout, tmp_path, rng):
     """The gradient that is pending is among the pieces; an exchange that would drop it is refused."""
     settings = {"data.path": write_text(tmp_path / "text.txt", rng), "communication.overlap": overlap} | recipe_keys(

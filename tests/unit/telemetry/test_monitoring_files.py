@@ -250,12 +250,14 @@ def promtool():
     ("check", "config", "--syntax-only", "prometheus.yml"),
     ids=" ".join,
 )
+@pytest.mark.full_except("check rules rules.yml alerts.yml")
 def test_promtool(promtool, arguments):
     done = jobs.run([promtool, *arguments], cwd=FOLDER)
     assert done.returncode == 0 and "SUCCESS" in done.stdout + done.stderr, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("expression", ["vector(0) > 1", "max by (jobid, run) ({__name__=~'hpcdist_.+'}) > -1"])
+@pytest.mark.full
 def test_the_tests_of_the_rules_can_fail(promtool, expression, tmp_path):
     """Alerts that never fire, and alerts that always do, are all found out."""
     for path in FOLDER.glob("*.yml"):

@@ -106,6 +106,7 @@ def test_json(run_dir):
 
 
 @pytest.mark.parametrize("ending", ("png", "pdf", "svg"))
+@pytest.mark.full_except("png")
 def test_plot(run_dir, ending):
     pytest.importorskip("matplotlib")
     picture = run_dir / f"loss.{ending}"

@@ -65,6 +65,7 @@ def train(text, layout="one process", **keys):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.full_except("colocated servers")
 def test_any_number_of_ranks_gets_the_parameters_of_any_layout(layout, text):
     run, loss, tensors = train(text, layout)
     recipe = recipes.load_stored(run / "recipe.toml")

@@ -83,6 +83,7 @@ def words_of(program, script, folder):
 
 @settings(max_examples=40, deadline=None)
 @given(texts=TEXTS)
+@pytest.mark.full
 def test_lua_reads_every_text_as_it_is(texts, tmp_path_factory):
     script = LUA.format(words=", ".join(map(modulefile.lua, texts)))
     assert words_of("lua", script, tmp_path_factory.mktemp("lua")) == texts

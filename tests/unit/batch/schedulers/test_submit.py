@@ -174,6 +174,7 @@ def test_a_gpu_is_asked_for_only_by_a_recipe_that_computes_on_one(sbatch):
     (["--nodes=0"], 2, "--nodes"),
     ([], 2, "--nodes"),
 )
+@pytest.mark.full_except("arguments13-2---nodes")
 def test_bad_input_is_refused_before_slurm_is_asked(sbatch, arguments, code, words):
     done = submit(*arguments, folder=sbatch)
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
@@ -230,6 +231,7 @@ def site(sbatch):
     (["--nodes=8", "--account=a", "--restarts=1", "--spare-nodes=1"], 78, "--nodes 8 and --spare-nodes 1: the site"),
     (["--site=missing/site.toml", "--nodes=1"], 74, "there is no such file"),
 )
+@pytest.mark.full_except("options17-74-there is no such file")
 def test_what_the_site_cannot_run_is_refused(site, options, code, words):
     named = [] if any(option.startswith("--site") for option in options) else ["--site=alps"]
     done = submit(*named, *options, folder=site)
@@ -530,6 +532,7 @@ def test_a_program_is_submitted_as_it_is(sbatch):
     (["--tasks", "2", "--chain", "3", "--", "python", "train.py"], "--chain 3 with --tasks"),
     (["--tasks", "2", "recipe.toml"], "--tasks 2 is for a program"),
 )
+@pytest.mark.full_except("arguments0--- python with recipe.toml")
 def test_what_is_not_for_programs_is_refused(sbatch, arguments, words):
     done = submit("--nodes", "1", *arguments, folder=sbatch)
     assert done.returncode == 2

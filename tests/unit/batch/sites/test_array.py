@@ -90,6 +90,7 @@ def test_golden(name):
     check_golden(text_of(name), f"{name}.sbatch")
 
 
+@pytest.mark.full
 def test_bash_and_shellcheck_find_no_fault(tmp_path):
     paths = [tmp_path / f"{name}.sh" for name in JOBS]
     for path in paths:
@@ -166,6 +167,7 @@ def test_the_code_of_a_trial_is_that_of_its_task(stage, tmp_path, code):
     assert not (tmp_path / "requeued").exists()
 
 
+@pytest.mark.full
 def test_a_task_that_was_stopped_goes_on_as_long_as_it_records_something(stage, tmp_path):
     code, errors = ended(stage(ARRAY, CODE="75", RECORDS=RECORDED))
     assert (code, (tmp_path / "requeued").read_text()) == (75, "requeue 9\n"), errors

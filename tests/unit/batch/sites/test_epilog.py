@@ -160,6 +160,7 @@ def test_what_is_of_other_jobs_stays(node):
 
 
 @pytest.mark.parametrize("program", [MAPPED, OPEN], ids=["mapped", "open"])
+@pytest.mark.full_except("open")
 def test_shared_memory_that_a_process_uses_stays(node, program):
     kept, removed = segment(node, "sm_segment.of-this-test.0.1.0"), segment(node, "sm_segment.of-this-test.0.1.1")
     line = [sys.executable, "-c", program, str(kept)]

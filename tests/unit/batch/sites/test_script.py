@@ -316,6 +316,7 @@ def test_what_the_doctor_finds_ends_the_job_and_counts_as_a_start(stage, tmp_pat
 
 
 @pytest.mark.parametrize("restart", [0, 1])
+@pytest.mark.full
 def test_the_doctor_is_asked_again_where_nodes_may_still_end_the_start_before(stage, tmp_path, restart):
     code, errors = ended(stage(CODE="0", ILL="1", ILL_TIMES="1", SLURM_RESTART_COUNT=str(restart)))
     assert (code, (tmp_path / "arguments").exists()) == (1 - restart, bool(restart)), errors
@@ -330,6 +331,7 @@ def test_a_run_that_is_complete_or_stuck_is_not_trained(stage, tmp_path, given, 
 
 
 @pytest.mark.parametrize("code", ["0", "1", "69", "78", "130"])
+@pytest.mark.full_except("1")
 def test_other_codes_are_passed_on(stage, tmp_path, code):
     assert ended(stage(CODE=code))[0] == int(code)
     assert not (tmp_path / "requeued").exists() and (tmp_path / "reported").exists()
@@ -343,6 +345,7 @@ def test_it_is_requeued_when_it_shall_go_on(stage, tmp_path):
 
 
 @pytest.mark.parametrize("given", [{}, {"END": "again", "BROKEN": "1"}])
+@pytest.mark.full_except("given0")
 def test_else_it_is_not(stage, tmp_path, given):
     assert ended(stage(CODE="75", **given))[0] == 75
     assert not (tmp_path / "requeued").exists()
@@ -354,6 +357,7 @@ def test_a_refused_requeue_says_how_to_go_on(stage):
 
 
 @pytest.mark.parametrize(("link", "code", "said"), [(1, 0, "the next one goes on"), (3, 75, "was the last one")])
+@pytest.mark.full_except("1-0-the next one goes on")
 def test_a_link_leaves_the_rest_to_the_next_one(stage, tmp_path, link, code, said):
     found, errors = ended(stage(dataclasses.replace(PLAIN, link=link, links=3), CODE="75", END="again"))
     assert found == code and (f"link {link} of 3" in errors or link == 3), errors
@@ -451,6 +455,7 @@ def test_a_site_replaces_a_block_and_may_keep_what_was_there():
     ({"launch": "{{ job.nothing }}"}, "cannot be rendered"),
     ({"launch": "{% if %}"}, "cannot be rendered"),
 )
+@pytest.mark.full_except("blocks0-nearest known is 'launch'")
 def test_a_block_that_is_none_is_refused(blocks, words):
     with pytest.raises(ConfigurationError, match=words):
         submission.render(PLAIN, dataclasses.replace(GENERIC, blocks=blocks))
@@ -467,6 +472,7 @@ def test_a_block_that_is_none_is_refused(blocks, words):
     "{{ site.environment.variables.update(a='b') }}",
     "{{ job.sbatch_args.__class__ }}",
 )
+@pytest.mark.full_except("{{ ''.__class__.__mro__[1].__subclasses__() }}")
 def test_a_block_reaches_nothing_but_text(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = dataclasses.replace(PLAIN, run_dir=tmp_path / "reached")

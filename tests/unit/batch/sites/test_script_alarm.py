@@ -196,6 +196,7 @@ def test_other_codes_are_passed_on(stage, tmp_path, site, code):
 
 
 @pytest.mark.parametrize("site", [PBS, ALONE])
+@pytest.mark.full
 def test_nobody_else_signals_so_the_script_does(stage, tmp_path, site):
     code, said = ended(stage(site, dataclasses.replace(PLAIN, **MINUTE)), tmp_path)
     assert (code, (tmp_path / "told").read_text()) == (75, "USR1\n"), said

@@ -205,6 +205,7 @@ def test_the_wire_is_measured_between_nodes():
     assert np.isnan(wire.start_s).all(), "two nodes have no common clock"
 
 
+@pytest.mark.full
 def test_what_does_not_run_is_left_out_with_the_reason_unless_it_was_named(monkeypatch):
     def refuse(*_):
         raise BufferHandoverError("not these")

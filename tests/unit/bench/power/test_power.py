@@ -153,6 +153,7 @@ def test_repeats_that_only_one_has_do_not_enter_a_ratio():
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 30, 31, 40])
+@pytest.mark.full_except("5")
 def test_intervals_hold_the_truth_as_often_as_they_say(rng, count):
     draws = rng.normal(0.3, 0.7, (4000, count))
     held = 0
@@ -385,6 +386,7 @@ def test_failed_trials_and_other_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
+@pytest.mark.full_except("svg")
 def test_the_picture(rng, tmp_path, ending):
     pytest.importorskip("matplotlib")
     file = tmp_path / f"plot.{ending}"

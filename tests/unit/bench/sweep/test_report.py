@@ -133,6 +133,7 @@ def test_json(found):
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
+@pytest.mark.full_except("png")
 def test_plot(found, ending):
     pytest.importorskip("matplotlib")
     picture = found[0].with_name(f"bars.{ending}")

@@ -111,6 +111,7 @@ def test_the_time_limit_ends_a_trial(measure):
     assert outcome.wall_s < 300
 
 
+@pytest.mark.full
 def test_a_trial_that_ignores_the_wish_to_end_is_killed(measure, monkeypatch):
     monkeypatch.setattr(trials, "GRACE_S", 0.1)
     monkeypatch.setattr(trials, "TEARDOWN_S", 0.1)

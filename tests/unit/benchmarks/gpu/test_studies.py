@@ -88,6 +88,7 @@ def piped(tmp_path, ranks=2):
     return on_threads(pipeline, Namespace(set=keys, steps=2), ranks)
 
 
+@pytest.mark.full
 def test_pipelines_and_tensor_ranks_are_measured_beside_one_rank(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "WARM_UP", 1)
     results = piped(tmp_path)
@@ -126,6 +127,7 @@ def test_a_pipeline_of_one_rank_is_no_comparison(gpu, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.full
 def test_every_kernel_is_set_against_its_bytes(gpu, dtype, tmp_path):
     file = tmp_path / "kernels.h5"
     words = ["--dtype", dtype, "--tokens", "3", "--hidden", "64", "--rounds", "2", "--copied", "4096", "-o", str(file)]

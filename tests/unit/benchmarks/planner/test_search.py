@@ -21,6 +21,7 @@ def grid(layout):
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
+@pytest.mark.full_except("1.7B on 32")
 def test_the_grid_of_each_row_is_among_the_first_ten(row):
     """Among what that program could vary then: degrees, micro-batch, 1F1B in chunks or not; every grid once.
 

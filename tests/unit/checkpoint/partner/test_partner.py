@@ -153,6 +153,7 @@ def train(comm, dies, *, steps=4, first=1):
 
 
 @pytest.mark.parametrize(("ranks", "nodes", "steps"), [(3, None, 4), (4, 2, 4), (3, 1, 3), (2, None, 1), (4, 1, 1)])
+@pytest.mark.full_except("3-None-4")
 def test_a_death_anywhere_in_keep(rng, capsys, ranks, nodes, steps):
     """Every survivor gets the newest state that was kept by all, or that of the step that was being kept."""
     lines = run_threads(ranks, lambda comm: train(comm, dies := DiesAt(), steps=steps) and dies.lines, nodes)

@@ -85,6 +85,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.full_except("truncated manifest")
 def test_the_one_before_is_taken_and_a_run_never_begins_again_over_what_it_had(damage, run, keys, capfd):
     spoil, said = DAMAGE[damage]
     spoil(run / "checkpoints" / "step-4")
@@ -126,6 +127,7 @@ NESTED = "[" + "[]," * 300_000 + "[]]"
 
 
 @pytest.mark.parametrize("place", ["scalars", "about", "another", "pieces", "not sealed", "many bytes"])
+@pytest.mark.full_except("many bytes")
 def test_a_manifest_takes_no_more_memory_than_a_checkpoint_can_need(place, run, monkeypatch, capsys):
     """Nested JSON takes 25 bytes of memory a byte: a scale model of 16 and 4 MiB, and of manifests of 100."""
     monkeypatch.setattr(manifest, "MIN_LIMIT_BYTES", 1 << 19)

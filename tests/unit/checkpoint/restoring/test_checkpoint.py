@@ -287,7 +287,7 @@ def crash_at(count, directory, step, store, keep):
 
 
 @pytest.mark.parametrize("step", (20, 10))
-@pytest.mark.full_except("20")
+@pytest.mark.full
 def test_a_crash_at_any_operation_loses_nothing(tmp_path, rng, step):
     old, new = filled(LAYOUT, rng), filled(LAYOUT, rng)
     outcomes = []

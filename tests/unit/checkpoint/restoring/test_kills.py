@@ -132,6 +132,7 @@ def filled(disk):
 
 @pytest.mark.timeout(3600 if KILLS > 20 else 300)
 @pytest.mark.parametrize("trouble", ["", "full", "fsync"])
+@pytest.mark.full_except("fsync")
 def test_the_newest_valid_checkpoint_loads_after_every_kill(disk, rng, trouble):
     reached = failed = 0
     pretended = ", pretended" if trouble == "full" and not disk.is_mount() else ""

@@ -111,6 +111,7 @@ def prepared(trainer):
 
 
 @pytest.mark.parametrize("item", ITEMS)
+@pytest.mark.full_except("the optimizer's clock, and the rate")
 def test_a_run_goes_on_as_it_would_have(item, keys, tmp_path):
     ranks, own, leave_out = ITEMS[item]
     settings = {**keys, **own}

@@ -79,6 +79,7 @@ def test_what_is_no_checkpoint(tmp_path):
     *(("fsync", "waiting"), ("rename", "waiting"), ("ftruncate", "waiting")),
     *(("fsync", "beside"), ("pwrite", "beside"), ("replace", "beside"), ("open", "beside")),
 )
+@pytest.mark.full_except("pwrite-beside")
 def test_any_call_may_fail(tmp_path, monkeypatch, call, way):
     for count in itertools.count(1):
         run = tmp_path / str(count)

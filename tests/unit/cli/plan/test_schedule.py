@@ -119,6 +119,7 @@ def test_the_trace_has_every_pass_of_every_rank(tmp_path):
 
 
 @pytest.mark.parametrize("end", ["png", "svg"])
+@pytest.mark.full_except("svg")
 def test_timelines_are_drawn(end, tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / f"a.{end}"

@@ -52,6 +52,7 @@ def run(source, *arguments, **environment):
     ("threading.Thread(target=sys.exit, args=(9,)).start(); time.sleep(60)", 9, "SystemExit: 9"),
     ("raise CommunicationError('echo')", 1, "CommunicationError: echo"),
 )
+@pytest.mark.full_except("raise KeyboardInterrupt-130-KeyboardInterrupt")
 def test_failures_abort_with_their_code(source, code, text):
     ended = run(source)
     assert (ended.returncode, ended.stdout) == (code, f"abort {code}\n"), ended
@@ -132,6 +133,7 @@ def test_without_install_exceptions_are_pythons_own():
 
 
 @pytest.mark.parametrize("how", ["raise OSError('no')", "return", "time.sleep(600)"])
+@pytest.mark.full_except("return")
 def test_an_abort_that_does_not_end_the_process_is_helped(how):
     ended = run(f"def broken(code):\n    {how}\nfailfast.install(broken, None, 2)\nraise ConfigurationError('bad')")
     assert ended.returncode == 78 and "ConfigurationError: bad" in ended.stderr

@@ -57,6 +57,7 @@ def test_no_level_can_be_moved_to_advantage():
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.full_except("normal")
 def test_the_error_is_below_that_of_equally_spaced_levels_of_as_many_bits(name):
     draw, most = DISTRIBUTIONS[name]
     uniform = Blockwise(bits=4, rounding="stochastic")

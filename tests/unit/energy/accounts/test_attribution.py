@@ -139,6 +139,7 @@ def test_a_sensor_that_looks_part_of_the_time(rng, poll_s):
 
 
 @pytest.mark.parametrize("update_s", [0.1, 0.1003, 0.099, 0.13])
+@pytest.mark.full_except("0.1")
 def test_counters_and_readers_drift_apart(rng, update_s):
     ranks = [mixed(rng, 3000)]
     _, joules = truth(ranks)
@@ -300,6 +301,7 @@ def test_standard_errors_are_those_of_the_intervals_a_phase_was_seen_in(rng):
 
 
 @pytest.mark.parametrize("trouble", ["zeros", "lost", "server"])
+@pytest.mark.full_except("zeros")
 def test_what_tells_nothing_keeps_nothing_waiting(rng, trouble):
     """A memory's counter that stands at 0, a sensor that is lost, a rank without steps: the others go on as before."""
     spans = mixed(rng, 4000)

@@ -190,6 +190,7 @@ def test_a_run_without_energy_says_why(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["nothing", "cut", "foreign", "cut usage", "foreign usage"])
+@pytest.mark.full_except("cut usage")
 def test_damaged_and_foreign_files_are_clean_errors(tmp_path, damage):
     path = run(tmp_path / "run")
     usage(path)

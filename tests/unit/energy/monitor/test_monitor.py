@@ -103,6 +103,7 @@ def test_nodes_add_up_over_wraps(tmp_path):
 
 
 @pytest.mark.parametrize(("size", "absent", "named"), [(4, (1, 3), "ranks 1, 3"), (2, (0,), "rank 0")])
+@pytest.mark.full_except("4-absent0-ranks 1, 3")
 def test_a_report_that_some_ranks_do_not_ask_for_names_them(tmp_path, size, absent, named):
     together = threading.Barrier(size - len(absent))
 

@@ -54,6 +54,7 @@ def end(process):
     return process.returncode, out, err
 
 
+@pytest.mark.full
 def test_watts_every_second_and_joules_at_the_end(start):
     code, out, _ = end(start("--seconds", 3.3))
     assert code == 0
@@ -118,6 +119,7 @@ def test_no_such_command(start):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.full_except("2")
 def test_a_signal_ends_a_watch_with_its_total(start, number):
     process = start()
     line = process.stdout.readline()

@@ -60,20 +60,20 @@ def check(found):
 
 
 @pytest.mark.parametrize("case", ALONE)
-@pytest.mark.full_except("sequential", "dropout")
+@pytest.mark.full
 def test_a_step_of_one_rank_allocates_nothing(case):
     check(steady(COMMON | ALONE[case]))
 
 
 @pytest.mark.parametrize("case", TOGETHER)
-@pytest.mark.full_except("allreduce", "zero3")
+@pytest.mark.full
 def test_a_step_of_two_ranks_allocates_nothing(case, monkeypatch):
     unseen_messages(monkeypatch)
     check(steady(COMMON | TOGETHER[case], ranks=2))
 
 
 @pytest.mark.parametrize("case", ["sequential", "recompute", "lamb", "bfloat16"])
-@pytest.mark.full_except("sequential")
+@pytest.mark.full
 def test_a_larger_model_allocates_no_more(case):
     small, large = steady(COMMON | ALONE[case]), steady(COMMON | ALONE[case] | LARGER)
     assert large.largest >= 4 * small.largest
@@ -82,7 +82,7 @@ def test_a_larger_model_allocates_no_more(case):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("strategy", "ranks"), [("allreduce", 1), ("zero3", 2)])
-@pytest.mark.full_except("allreduce-1-False")
+@pytest.mark.full
 def test_activations_take_what_the_closed_form_says(strategy, ranks, recompute, monkeypatch):
     """Within 10 %, whatever becomes of gradients and parameters beside them."""
     unseen_messages(monkeypatch)

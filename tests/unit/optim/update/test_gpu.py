@@ -34,6 +34,7 @@ def test_updates_are_those_of_the_cpu(gpu, name, dtype, rng):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.full_except("bfloat16")
 def test_the_norm_of_several_ranges_waits_once(gpu, dtype, rng):
     host = drawn(rng, dtype)
     device = FlatStore(TENSORS, dtype_of(dtype), on="gpu")

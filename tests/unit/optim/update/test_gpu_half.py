@@ -24,6 +24,7 @@ def in_float64(run, case):
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("case", MODELS)
+@pytest.mark.full_except("encoder with the options of Llama-float16")
 def test_forward_and_backward_are_those_of_float64(gpu, case, dtype, rng):
     batches = batches_of(case, rng)
     batches = [(x.astype(dtype_of(dtype)) if x.dtype.kind == "f" else x, targets) for x, targets in batches]
@@ -43,6 +44,7 @@ def test_forward_and_backward_are_those_of_float64(gpu, case, dtype, rng):
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.full_except("float16")
 def test_updates_too_small_for_16_bits_are_not_lost(gpu, dtype, rng):
     """Twenty steps of a rate at which a 16-bit weight would never change; the float32 master does."""
     run = ModelRun("gpt tied", dtype, "gpu", int(rng.integers(1 << 30)))

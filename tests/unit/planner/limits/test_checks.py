@@ -223,6 +223,7 @@ def _settings(layout, model):
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero3", "parameter_server"])
+@pytest.mark.full_except("allreduce")
 def test_what_runs_is_what_a_recipe_may_say(strategy):
     """The verdict on each layout is that of the recipe that would train it."""
     config = ModelConfig(layers=4, hidden=32, heads=4)

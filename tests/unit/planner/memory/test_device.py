@@ -81,7 +81,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.full_except("1f1b", "bfloat16")
+@pytest.mark.full
 def test_our_runs_hold_what_was_planned(name):
     ranks, keys, fields = RUNS[name]
     if "pipeline" in fields and "pipeline" not in keys:

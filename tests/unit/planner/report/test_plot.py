@@ -104,6 +104,7 @@ def test_every_kind_of_a_timeline_has_a_colour(drawn):
 
 
 @pytest.mark.parametrize("suffix", [".pdf", ".svg", ".PNG"])
+@pytest.mark.full_except(".svg")
 def test_other_pictures(suffix, drawn):
     assert drawn(name=f"plan{suffix}")[1].stat().st_size > 1000
 

@@ -97,6 +97,7 @@ def alike(estimate):
 @pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
 @pytest.mark.parametrize("memory_bytes", [0.3e9, 40e9], ids=["tight", "roomy"])
 @pytest.mark.parametrize("objective", space.OBJECTIVES)
+@pytest.mark.full_except("energy-delay-tight-megatron")
 def test_search_equals_brute_force(implementation, memory_bytes, objective):
     """The ten best values of all layouts, each way that makes a difference once."""
     best = {}
@@ -122,6 +123,7 @@ def test_search_equals_brute_force(implementation, memory_bytes, objective):
 
 @pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
 @pytest.mark.parametrize("objective", space.OBJECTIVES)
+@pytest.mark.full_except("time-megatron")
 def test_a_limit_of_mfu_loses_nothing(implementation, objective):
     """Most of the best layouts are at the limit, and equal: the formulas decide between them."""
     mfus = sorted(estimate.mfu for estimate in possible(implementation, 40e9))
@@ -145,6 +147,7 @@ def test_a_limit_of_mfu_loses_nothing(implementation, objective):
 
 @pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
 @pytest.mark.parametrize("objective", space.OBJECTIVES)
+@pytest.mark.full_except("time-megatron")
 def test_no_layout_is_below_the_bounds_of_its_family_and_order(implementation, objective):
     on, orders = cluster(40e9), {}
     for estimate in possible(implementation, 40e9):
@@ -534,6 +537,7 @@ def test_a_layout_with_other_values_is_what_replace_makes(rng):
 
 
 @pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
+@pytest.mark.full_except("hpcdist")
 def test_memory_of_a_drawn_layout_is_that_of_its_fullest_rank(implementation, rng):
     """Of all ranks, each on its own: what is shared between layouts, and ranks that are not looked at, hide nothing."""
     draw = random.Random(int(rng.integers(1 << 62)))

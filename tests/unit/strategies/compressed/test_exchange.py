@@ -49,6 +49,7 @@ def spoil(exchange, value):
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.full_except("powersgd")
 def test_replicas_stay_identical_and_learn(keys, name):
     def run(comm, given):
         trainer = trainer_of(comm, given)
@@ -89,6 +90,7 @@ def test_the_first_updates_are_dense(keys):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["int8", "topk", "randomk", "powersgd"])
+@pytest.mark.full_except("randomk-2")
 def test_a_resumed_run_owes_what_was_owed(keys, tmp_path, name, ranks):
     given = compressed(keys, name)
 

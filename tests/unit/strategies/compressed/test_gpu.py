@@ -16,7 +16,7 @@ ONE_OF_A_KIND = ("int8", "topk", "randomk", "powersgd")  # each sums its own way
 
 
 @pytest.mark.parametrize("name", ONE_OF_A_KIND)
-@pytest.mark.full_except("topk", "int8")
+@pytest.mark.full
 def test_a_compressed_run_on_the_gpu_is_that_of_the_cpu(gpu, words, name):
     settings = {**words, **OWN.get(name, {}), "communication.compression": name, "precision.mode": "float32"}
     host = run_threads(2, lambda comm: Trained(comm, settings))

@@ -208,6 +208,7 @@ def test_tensors_that_are_not_cut_stay_the_same_on_the_tensor_axis(text, name):
 
 
 @pytest.mark.parametrize("name", BOTH)
+@pytest.mark.full_except("onebit")
 def test_on_a_gpu_the_numbers_of_the_cpu(gpu, name):
     rng = np.random.default_rng(5)  # drawn once: none of these signs hangs on rounding
     given = np.array([[padded(lambda n: rng.integers(-9, 10, n)) for _ in range(2)] for _ in range(6)])

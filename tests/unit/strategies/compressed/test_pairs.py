@@ -71,6 +71,7 @@ def refusal(keys):
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.full_except("allreduce, delayed")
 def test_a_pair_trains_or_says_why_not(exchange, shared_text):
     """The names of the keys that refuse, and of those to change, are those of the recipe."""
     for name in NAMES:

@@ -62,6 +62,7 @@ def check_as_one_process(case, given):
 
 @pytest.mark.parametrize("feedback", [True, False])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.full_except("sign-True")
 def test_ten_steps_are_those_of_one_process(name, feedback, rng):
     config = CompressionConfig(density=0.1, error_feedback=feedback)
     for ranks, servers in [(2, dedicated()), (4, colocated(2))] if feedback else [(3, dedicated(1)), (3, colocated())]:
@@ -78,6 +79,7 @@ def test_every_placement_is_that_of_one_process(rng):
 
 
 @pytest.mark.parametrize("name", ["int4", "topk", "randomk"])
+@pytest.mark.full_except("topk")
 def test_the_first_updates_are_dense(name, rng):
     for servers in (dedicated(2), colocated()):
         case = Case(4, servers, name, CompressionConfig(density=0.1, warmup_steps=4))
@@ -85,6 +87,7 @@ def test_the_first_updates_are_dense(name, rng):
 
 
 @pytest.mark.parametrize("across", [True, False])
+@pytest.mark.full_except("False")
 def test_one_speaks_for_a_node_and_encodes_its_sum(across, rng):
     for ranks, servers in product((3, 4, 5), (dedicated(), colocated(1), colocated())):
         case = Case(ranks, servers, "int8", CompressionConfig(across_nodes=across), per_node=2)
@@ -92,6 +95,7 @@ def test_one_speaks_for_a_node_and_encodes_its_sum(across, rng):
 
 
 @pytest.mark.parametrize("working", ["float16", "bfloat16"])
+@pytest.mark.full_except("float16")
 def test_16_bit_gradients_are_encoded_without_their_scale(working, rng):
     for servers, name in product((dedicated(2), colocated()), ("int8", "topk")):
         case = Case(4, servers, name, CompressionConfig(density=0.1), working=working, loss_scale=64.0)

@@ -33,6 +33,7 @@ def state(trainer):
     ("axes", "lossless"),
     [(PIPELINE, False), ({"parallel.tensor": 2}, False), ({**PIPELINE, "parallel.tensor": 2}, True)],
 )
+@pytest.mark.full_except("axes0-False")
 def test_in_a_product_every_place_has_servers_of_its_own(axes, lossless, words):
     ranks = 2 * int(axes.get("parallel.pipeline", 1)) * int(axes.get("parallel.tensor", 1))
     settings = {**words, **COLOCATED, **axes}
@@ -58,6 +59,7 @@ def test_in_a_product_every_place_has_servers_of_its_own(axes, lossless, words):
     (SERVER, {**TOPK, "compression.warmup_steps": 3}),
     (COLOCATED, {**INT8, "precision.mode": "float16", "precision.loss_scale": 1024}),
 )
+@pytest.mark.full_except("placed0-way0")
 def test_a_run_goes_on_to_the_bit(placed, way, words, tmp_path):
     settings = {**words, **placed, **way}
 
@@ -81,6 +83,7 @@ def test_a_run_goes_on_to_the_bit(placed, way, words, tmp_path):
 
 
 @pytest.mark.parametrize(("now", "after"), [(2, COLOCATED), (4, SERVER), (2, {"parallel.strategy": "allreduce"})])
+@pytest.mark.full_except("2-after2")
 def test_what_is_owed_is_the_same_for_other_workers(now, after, words, tmp_path):
     settings, others = {**words, **COLOCATED, **TOPK}, {**words, **after, **TOPK}
 

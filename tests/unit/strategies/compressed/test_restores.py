@@ -42,6 +42,7 @@ def begun(comm, given, path):
 
 
 @pytest.mark.parametrize("of", [FACTORS, {"communication.compression": "int8"}])
+@pytest.mark.full_except("of0")
 def test_a_run_over_nodes_goes_on_bit_for_bit(keys, tmp_path, of):
     """Factors differ from rank to rank of a node: each has those of its own share."""
     given = keys | of | ACROSS
@@ -61,6 +62,7 @@ def test_a_run_over_nodes_goes_on_bit_for_bit(keys, tmp_path, of):
     ({"communication.compression": "sign"}, FACTORS),
     (FACTORS, FACTORS | {"compression.rank": 64}),
 )
+@pytest.mark.full_except("before1-now1")
 def test_another_compressor_takes_over_what_is_owed(keys, tmp_path, before, now):
     def resumed(comm, path):
         trainer = trainer_of(comm, keys | now, path)
@@ -153,6 +155,7 @@ def test_what_does_not_leave_a_node_is_not_compressed(keys):
 
 
 @pytest.mark.parametrize("served", [False, True])
+@pytest.mark.full
 def test_another_loss_scale_changes_neither_steps_nor_what_is_owed(keys, served):
     """Powers of 2, but for what 16 bits round: a scale in the wrong place is a factor of 16, hidden by AdamW."""
     servers = {"parallel.strategy": "parameter_server", "parameter_server.placement": "colocated"}

@@ -20,6 +20,7 @@ NAMES = ("float16", "bfloat16", "int8", "int4", "adaptive", "qsgd", "sign", "top
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.full_except("qsgd")
 def test_ten_steps_are_those_of_the_definition(name, rng):
     stage, size = 1 + NAMES.index(name) % 3, 1 + NAMES.index(name) % 4
     draw = int(rng.integers(1 << 31))
@@ -51,6 +52,7 @@ WITH_REPLICAS = ZeroConfig(parameters=1, gradients=2, optimizer=2)
     (ZeroConfig(parameters=2, gradients=2, optimizer=2), "sign", 1, {"across_nodes": True}),
 )
 @on_threads(4, ranks_per_node=2)
+@pytest.mark.full_except("zero6-topk-1-keys6")
 def test_all_degrees_and_micro_batches_are_those_of_the_definition(comm, zero, name, microbatches, keys):
     driven = Driven(comm, 3, zero, name, microbatches=microbatches, **keys)
     degrees, across = driven.exchange.degrees, keys.get("across_nodes", False)
@@ -152,6 +154,7 @@ RESUMED = (
 
 @pytest.mark.parametrize(("stage", "zero", "name", "working", "keys"), RESUMED)
 @on_threads(4, ranks_per_node=2)
+@pytest.mark.full_except("1-zero3-qsgd-None-keys3")
 def test_a_resumed_run_goes_on_to_the_bit(comm, stage, zero, name, working, keys):
     given = stage, zero, name, working, 2
     run, resumed = Driven(comm, *given, **keys), Driven(comm, *given, **keys)
@@ -238,6 +241,7 @@ def test_a_run_that_did_not_compress_begins_with_nothing_owed(comm):
 
 @pytest.mark.parametrize("name", ["sign", "topk"])
 @on_threads(4)
+@pytest.mark.full_except("sign")
 def test_an_overflow_on_one_rank_changes_nothing_on_any(comm, name):
     keys = {"density": 0.2} if name == "topk" else {}
     run, other = (Driven(comm, 3, HPZ, name, "float16", 2, parameters="int8", **keys) for _ in range(2))
@@ -294,6 +298,7 @@ def test_levels_that_mix_nodes_and_parameters_that_stay_whole_are_refused(comm):
 
 
 @pytest.mark.parametrize(("name", "working"), [("int4", "bfloat16"), ("topk", None)])
+@pytest.mark.full_except("int4-bfloat16")
 def test_on_a_gpu_it_gives_the_bits_of_the_cpu(gpu, name, working):
     keys = {"density": 0.2} if name == "topk" else {}
 

@@ -56,6 +56,7 @@ TRAININGS = {
 
 
 @pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.full_except("zero3, random k")
 def test_trainings_follow_the_dense_one(name, settings, tmp_path):
     size, keys = TRAININGS[name]
     if "zero.offload_directory" in keys:

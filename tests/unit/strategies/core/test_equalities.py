@@ -78,6 +78,7 @@ def alone(optimizer, dtype):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.full_except("shared parameters-sgd-float32")
 def test_it_is_the_run_of_one_process(way, optimizer, dtype):
     losses, weights = alone(optimizer, dtype)
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5]), "the model learns"

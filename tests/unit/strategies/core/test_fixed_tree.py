@@ -38,6 +38,7 @@ def whole_run(comm, path, keys):
     (6, {"optimizer.name": "lars", "communication.bucket_bytes": 1000}),
     (6, {"optimizer.name": "sgd", "precision.mode": "float64", "model.kind": "mlp"}),
 )
+@pytest.mark.full_except("6-keys3")
 def test_losses_weights_and_metrics_have_the_same_bits_on_any_number_of_ranks(text, shards, keys):
     keys = keys | {"run.logical_shards": shards}
     expected = run_threads(1, lambda comm: whole_run(comm, text, keys))[0]
@@ -55,6 +56,7 @@ def test_it_is_the_run_without_shards_but_for_rounding(text):
 
 
 @pytest.mark.parametrize("sizes", [(4, 1), (2, 3), (1, 5)])
+@pytest.mark.full_except("sizes0")
 def test_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks(text, tmp_path, sizes):
     def first(comm):
         trainer = trainer_of(comm, text, {})

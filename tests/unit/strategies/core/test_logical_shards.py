@@ -50,6 +50,7 @@ def whole_run(comm, path, keys):
     {"optimizer.name": "sgd", "precision.mode": "float64"},
     ids=lambda keys: keys["optimizer.name"],
 )
+@pytest.mark.full
 def test_all_exchanges_have_the_same_bits_on_any_number_of_ranks(text, keys):
     expected = run_threads(1, lambda comm: whole_run(comm, text, keys))[0]
     assert all(norm > 0.1 for _, norm in expected[0]), "clipping takes part"
@@ -60,6 +61,7 @@ def test_all_exchanges_have_the_same_bits_on_any_number_of_ranks(text, keys):
 
 
 @pytest.mark.parametrize("degrees", [(2, 2, 2), (2, 4, 4), (1, 2, 4), (1, 1, 2), (1, 1, 1)])
+@pytest.mark.full_except("degrees2")
 def test_degrees_decide_no_bit(text, degrees):
     keys = {"optimizer.name": "lamb"}
     expected = run_threads(1, lambda comm: whole_run(comm, text, keys))[0]

@@ -118,6 +118,7 @@ class Rule:
 
 
 @pytest.mark.parametrize(("number", "name"), list(enumerate(SCHEDULES)))
+@pytest.mark.full_except("0-gpipe")
 def test_a_pipeline_follows_the_rule(text, number, name):
     """To the bit. Where a backward is split, what micro-batches add to vectors meets before it is rounded."""
     keys = text | SGD | {"optimizer.weight_decay": 0, "model.tied": str(number % 2 == 0).lower()}
@@ -139,6 +140,7 @@ def test_a_pipeline_follows_the_rule(text, number, name):
 @pytest.mark.parametrize(
     ("mode", "layout", "servers"), [(BFLOAT16, SERVER, 2), (FLOAT16, SERVER, 1), (BFLOAT16, COLOCATED, 0)]
 )
+@pytest.mark.full_except("mode2-layout2-0")
 def test_servers_sum_in_float32_and_have_the_bits_of_allreduce(text, mode, layout, servers):
     keys = text | mode | {"parallel.microbatches": 2}
     losses_then, kept = run_threads(3, lambda comm: run(comm, keys, 4))[0]
@@ -162,6 +164,7 @@ GRIDS = {
 
 
 @pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.full_except("data 2 x pipeline 2, zero1")
 def test_every_grid_is_near_one_rank(text, name):
     """Within what sums in another order make of 16-bit roundings: 2^-9 of a bfloat16, 2^-12 of a float16, each."""
     size, layout = GRIDS[name]
@@ -339,6 +342,7 @@ RESUMED = {  # and who takes it over: ranks, keys
 
 
 @pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.full_except("servers")
 def test_a_resumed_run_has_the_same_bits_and_others_take_it_over(text, tmp_path, name):
     layout, others = RESUMED[name]
     keys = text | layout | {"precision.mode": "float16", "precision.growth_interval": 2}  # it rises, and overflows

@@ -124,6 +124,7 @@ GRAPHS = {
 
 @pytest.mark.parametrize("order", ["combine_first", "adapt_first"])
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 8])
+@pytest.mark.full_except("2-adapt_first")
 def test_gossip_is_the_recursion_of_its_matrices(size, order, rng):
     """With a heavy ball, decay, and samples that are spread unevenly."""
     n, rate, momentum, decay = size_of_model(), 0.2, 0.5, 0.01
@@ -152,6 +153,7 @@ def test_gossip_is_the_recursion_of_its_matrices(size, order, rng):
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("moments", ["keep", "average", "reset"])
+@pytest.mark.full_except("average-2")
 def test_local_sgd_is_steps_and_weighted_means(size, moments, rng):
     n, rate, momentum, period = size_of_model(), 0.2, 0.5, 3
     targets = rng.standard_normal((size, n))
@@ -188,6 +190,7 @@ def test_local_sgd_is_steps_and_weighted_means(size, moments, rng):
 
 
 @pytest.mark.parametrize("graph", ["ring", "torus", "exponential"])
+@pytest.mark.full_except("ring")
 def test_the_consensus_distance_decays_with_the_spectral_gap(graph, rng):
     """Without gradients each step contracts the distance by 1 - gap at most; without mixing it would stay."""
     size, n = 6, size_of_model()
@@ -277,6 +280,7 @@ def trained(comm, settings, steps=5, first=None):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", SAME)
+@pytest.mark.full_except("local_sgd accumulating-2")
 def test_averaging_in_every_step_is_allreduce(name, size, words):
     settings = {**BASE, **words, **SAME[name]}
     plain = {key: value for key, value in settings.items() if not key.startswith(("parallel.", "decentralised."))}
@@ -339,6 +343,7 @@ def test_bytes_of_an_averaging(words):
     ),
     ids=["one_peer", "ring", "local_sgd", "outer"],
 )
+@pytest.mark.full_except("ring")
 def test_resume_has_the_bits_of_a_run_that_saved_there(keys, tmp_path, words):
     settings = {**words, "optimizer.name": "adamw", "communication.algorithm": "ring", **keys}
 
@@ -369,6 +374,7 @@ ON_GPUS = [
 
 @pytest.mark.parametrize("pointers", [False, True])
 @pytest.mark.parametrize("keys", ON_GPUS, ids=["ring", "adapt first", "complete", "local_sgd"])
+@pytest.mark.full
 def test_a_run_on_the_gpu_is_that_of_the_cpu(gpu, words, keys, pointers):
     settings = {**words, **keys, "precision.mode": "float64"}
 

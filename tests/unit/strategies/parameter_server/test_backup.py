@@ -160,6 +160,7 @@ def test_the_order_of_arrival_does_not_matter(rng):
     assert np.array_equal(of_three(data, [0, 1, 2]), of_three(data, [2, 1, 0]))
 
 
+@pytest.mark.full
 def test_on_a_device_it_is_the_same(gpu, rng):
     data = text(rng, 4)
     host, device = (of_three(data, [0, 1, 2], on) for on in ("cpu", "gpu"))

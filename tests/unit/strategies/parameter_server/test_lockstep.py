@@ -51,6 +51,7 @@ def configs(size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+@pytest.mark.full_except("2")
 def test_every_placement_trains_as_one_process(size, rng):
     data = text(rng, STEPS, SAMPLES)
     alone = run_threads(1, lambda comm: Run(comm, ALONE).losses(data))[0]
@@ -205,6 +206,7 @@ def test_nan_names_the_worker_and_updates_nothing(transport, placement, rng):
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
+@pytest.mark.full_except("adamw")
 def test_the_lists_of_all_ranks_are_proven(name):
     for size in (1, 2, 3, 4):
         for config in configs(size):
@@ -253,6 +255,7 @@ def kept(comm, config, data, **keys):
 
 @pytest.mark.parametrize("transport", ["shared", "rma"])
 @pytest.mark.parametrize(("size", "per_node"), [(1, 1), (2, 2), (3, 2), (4, 4), (5, 2), (8, 8)])
+@pytest.mark.full_except("3-2-shared")
 def test_every_transport_gives_the_same_bits(transport, size, per_node, rng):
     data = text(rng, STEPS, SAMPLES)
     for config in ends(size):
@@ -334,6 +337,7 @@ def test_one_sided_bytes_are_those_of_messages(rng):
         assert calls["put"] > 0 < calls["get"] and calls["flush"] > 0
 
 
+@pytest.mark.full
 def test_a_lost_server_is_rebuilt_from_its_mirror_bit_for_bit(rng):
     data = text(rng, STEPS, SAMPLES)
 
@@ -440,6 +444,7 @@ def test_a_recipe_that_cannot_be_is_refused(keys, told):
 
 
 @pytest.mark.parametrize("transport", ["messages", "shared", "rma"])
+@pytest.mark.full_except("messages")
 def test_a_step_that_is_given_up_is_looked_at_and_the_next_one_taken(transport, rng):
     data = text(rng, STEPS, SAMPLES)
     config = ParameterServerConfig(placement="colocated", transport=transport, mirrored=True)

@@ -33,6 +33,7 @@ def sizes(schedule, rng):
 
 
 @pytest.mark.parametrize(("schedule", "exchange"), PAIRS)
+@pytest.mark.full_except("zb-h1-zero1")
 def test_steps_are_proven_with_their_bounds(schedule, exchange, rng):
     row = SCHEDULES[schedule]
     for ranks, microbatches, chunks in sizes(schedule, rng):

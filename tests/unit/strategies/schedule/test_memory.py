@@ -14,6 +14,7 @@ RUN = recipe_keys(
 
 
 @pytest.mark.parametrize("keep", ["false", "true"])
+@pytest.mark.full_except("true")
 def test_split_backwards_hold_no_more_parameters(tmp_path, rng, keep):
     text = write_text(tmp_path / "text.txt", rng)
 

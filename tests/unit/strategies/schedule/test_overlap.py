@@ -72,6 +72,7 @@ def tied(units):
     ahead=st.integers(0, 8),
     in_flight=st.sampled_from([1, 2, 3, None]),
 )
+@pytest.mark.full
 def test_what_is_started_is_bounded_in_order_and_proven(units, microbatches, needs_of, schedule, ahead, in_flight):
     needs = needs_of(units)
     plain = zero3(units, microbatches, needs, schedule)

@@ -21,6 +21,7 @@ TENSOR = {"parallel.tensor": 2, "parallel.sequence_parallel": "true", "parallel.
 TENSOR |= {"precision.mode": "float64", "model.dropout": 0.2}
 
 
+@pytest.mark.full
 def test_a_run_on_the_gpu_is_that_of_the_cpu(gpu, tmp_path, rng):
     settings = {"data.path": write_text(tmp_path / "text.txt", rng), **TENSOR}
     host = run_threads(2, lambda comm: Run(comm, settings))
@@ -33,6 +34,7 @@ def test_a_run_on_the_gpu_is_that_of_the_cpu(gpu, tmp_path, rng):
 @pytest.mark.parametrize(
     ("by_rows", "algorithm"), [(False, "native"), (True, "native"), (False, "nccl"), (True, "nccl")]
 )
+@pytest.mark.full_except("True-native")
 def test_nothing_but_messages_comes_to_the_host(gpu, rng, by_rows, algorithm, monkeypatch):
     monkeypatch.setattr(nccl_double, "VERSION", [nccl.SEVERAL_RANKS_A_GPU])
     monkeypatch.setenv(nccl.SEVERAL_RANKS_VARIABLE, "1")

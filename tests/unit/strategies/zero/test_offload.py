@@ -335,6 +335,7 @@ def run(settings):
     *(("zero3", ALL_AWAY, 2, name) for name in ("adamw", "sgd", "lars", "lamb")),
     *(("zero3", ALL_AWAY, ranks, "adamw") for ranks in (1, 4)),
 )
+@pytest.mark.full_except("zero3-keys8-1-adamw")
 def test_a_run_with_states_in_files_is_that_in_memory(text, tmp_path, strategy, keys, ranks, optimizer_name):
     settings = text | {"parallel.strategy": strategy, "optimizer.name": optimizer_name}
     if ranks == 1:  # in memory, one rank adds up its micro-batches in the backward: other rounding
@@ -371,6 +372,7 @@ def test_the_bytes_of_a_step_are_those_of_the_formula(text, tmp_path, optimizer_
         assert written == slots * psi + m * psi + psi + second_write * psi
 
 
+@pytest.mark.full
 def test_checkpoints_go_from_files_to_memory_and_back(text, tmp_path, monkeypatch):
     for module in ("format.manifest", "format.shard", "restoring.restore", "format.shard_layout"):
         monkeypatch.setattr(f"hpcdist.checkpoint.{module}.BLOCK_BYTES", 1024)
@@ -437,6 +439,7 @@ ON_GPU = {
 
 # lamb goes both ways twice
 @pytest.mark.parametrize(("case", "optimizer_name"), [*((case, "lamb") for case in ON_GPU), ("all in files", "adamw")])
+@pytest.mark.full_except("all on the host-lamb")
 def test_a_gpu_with_its_states_elsewhere_is_the_cpu(gpu, text, tmp_path, case, optimizer_name):
     strategy, keys = ON_GPU[case]
     settings = text | {"parallel.strategy": strategy, "optimizer.name": optimizer_name, "precision.mode": "float64"}

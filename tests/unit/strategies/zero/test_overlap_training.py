@@ -85,12 +85,14 @@ def plain(size, stage, algorithm="ring", **keys):
     ("algorithm", "size"), [*((name, 4) for name in sorted(collectives.SHARDED)), ("ring", 1), ("ring", 2)]
 )
 @pytest.mark.parametrize(("stage", "prefetch"), [(1, 0), (2, 0), (3, 1)])
+@pytest.mark.full_except("1-0-node_shared-4")
 def test_a_thread_trains_to_the_same_bits(algorithm, stage, prefetch, size):
     assert trained(size, DATA, stage, "thread", algorithm, prefetch) == plain(size, stage, algorithm)
 
 
 @pytest.mark.parametrize("overlap", KINDS)
 @pytest.mark.parametrize(("stage", "prefetch"), CASES)
+@pytest.mark.full_except("2-0-poll")
 def test_any_number_of_ranks_and_units_ahead_trains_to_the_same_bits(overlap, stage, prefetch, monkeypatch):
     monkeypatch.setattr(progress, "SEGMENT_BYTES", 512)  # several lanes
     for size in (2, 8) if overlap == "thread" else (2, 5):

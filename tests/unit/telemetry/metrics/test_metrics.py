@@ -35,6 +35,7 @@ def write(path, rng, steps, world, resume_step=None, **options):
     return rows
 
 
+@pytest.mark.full
 def test_rows_come_back(tmp_path, rng):
     path = tmp_path / "metrics.h5"
     rows = write(path, rng, range(1, 400), 3, attributes={"bigram_nats": 2.48, "commit": "abc"}, flush_s=0.002)
@@ -147,6 +148,7 @@ def code_of(*arguments):
 
 
 @pytest.mark.parametrize("how", FORGED)
+@pytest.mark.full_except("columns that are numbers")
 def test_a_damaged_file_ends_no_run_and_no_report_with_a_traceback(tmp_path, rng, capfd, how):
     path = tmp_path / "metrics.h5"
     write(path, rng, (1, 2), 1)
@@ -186,7 +188,7 @@ def fail_from(monkeypatch, number, code):
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
-@pytest.mark.full_except("5")
+@pytest.mark.full
 def test_a_disk_that_fails_for_a_moment_leaves_the_file_in_its_place(tmp_path, rng, monkeypatch, code):
     path = tmp_path / "metrics.h5"
     write(path, rng, range(1, 50), 2)
@@ -270,6 +272,7 @@ def full_disk(path, rng):
     return written
 
 
+@pytest.mark.full
 def test_full_disk_keeps_the_rows(tmp_path, rng):
     path = tmp_path / "metrics.h5"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

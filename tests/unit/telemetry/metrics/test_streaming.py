@@ -66,6 +66,7 @@ def events_of(out):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.full_except("1")
 def test_a_run_tells_every_step_once(settings, tmp_path, ranks):
     loops = run_threads(ranks, lambda comm: trained(comm, settings, tmp_path))
     told, rows = events_of(tmp_path), step_metrics.read(tmp_path / "metrics.h5").steps
@@ -117,6 +118,7 @@ def test_what_has_no_table_is_kept_in_the_metrics_file(settings, tmp_path):
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.full_except("1")
 def test_spans_cover_what_a_rank_did(settings, tmp_path, microbatches):
     loops = run_threads(2, lambda comm: trained(comm, settings, tmp_path, parallel__microbatches=microbatches))
     for rank, loop in enumerate(loops):

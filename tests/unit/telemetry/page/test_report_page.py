@@ -278,6 +278,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path):
         run_data.read(tmp_path)
 
 
+@pytest.mark.full
 def test_truncated_files_beside_are_left_out_or_told(run_dir):
     for name in ("starts.json", "usage.json", "jobs.jsonl"):
         (run_dir / name).write_bytes(b'[{"began": 1, "seen"\xff')
@@ -399,6 +400,7 @@ def test_json_beside_the_page(run_dir, tmp_path):
         (["--html", "/nowhere/x.html", "--no-sample"], StorageError, "cannot be written"),
     ),
 )
+@pytest.mark.full_except("arguments1-UsageError-add --html")
 def test_refused(run_dir, arguments, error, said):
     done = run(run_dir, *arguments)
     assert isinstance(done.exception, error) and said in str(done.exception)

@@ -112,6 +112,7 @@ def test_half_of_all_orders_are_odd(count, drawn, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [100, DRAWN_SAMPLES + 1])
+@pytest.mark.full
 def test_every_place_is_as_likely(count):
     """First, last and neighbouring samples, and their distances, in 16 equal parts."""
     indices, seeds = np.array([0, 1, count // 2, count - 2, count - 1]), 1000

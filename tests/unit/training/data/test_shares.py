@@ -196,6 +196,7 @@ def whole(ranks):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.full_except("allreduce")
 def test_who_takes_a_sample_changes_nothing_and_nobody_needs_one(name, text):
     keys, ranks, node, sizes = LAYOUTS[name]
     settings = {**text, **keys}

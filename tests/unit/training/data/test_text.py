@@ -72,6 +72,7 @@ def test_what_a_killed_process_left_of_a_directory_is_removed(folder, cache):
     assert other.exists()  # another process may be writing it
 
 
+@pytest.mark.full
 def test_processes_of_a_node_put_a_directory_together_once(folder, monkeypatch):
     written, write = [], data_files._write_concatenation
 

@@ -171,6 +171,7 @@ def test_a_run_that_nobody_is_left_to_train_says_so(tmp_path, text):
         survive(2, tmp_path / "run", text, keys)
 
 
+@pytest.mark.full
 def test_metrics_tell_of_the_lives(tmp_path, text):
     found = survive(3, tmp_path / "run", text, {"chaos.kill": ["0@4:update"]})
     assert found.steps["session"].tolist() == [0] * 4 + [1] * 6

@@ -162,6 +162,7 @@ def norms_alone(settings, parts, step):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.full_except("accumulated")
 def test_every_architecture_measures_the_norms_of_its_small_batches(layout, words):
     ranks, keys, count = LAYOUTS[layout]
     settings = {**words, **keys, "run.noise_scale_every_steps": 2}
@@ -198,6 +199,7 @@ def test_a_skipped_step_is_not_measured_and_a_scaled_one_is_as_it_would_be(words
 
 
 @pytest.mark.parametrize("layout", ["accumulated", "alone", "zero2", "a server"])
+@pytest.mark.full_except("a server")
 def test_a_gpu_measures_what_the_cpu_does(gpu, layout, words):
     ranks, keys, _ = LAYOUTS[layout]
     settings = {**words, **keys, "run.noise_scale_every_steps": 2}

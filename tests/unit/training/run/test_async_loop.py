@@ -93,6 +93,7 @@ def test_loops_follow_from_the_architecture(text):
 
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
+@pytest.mark.full_except("dedicated-0")
 def test_no_worker_waits_for_another_though_rows_are_always_due(placement, slow, text, tmp_path, monkeypatch):
     """The quick one makes all its steps during the third of the slow one; rows are written without any meeting."""
     monkeypatch.setattr(metrics, "FLUSH_EVERY_S", 0.0)
@@ -269,6 +270,7 @@ def test_a_loss_that_is_not_finite_stops_all_and_names_the_tensor(keys, failing,
 
 
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
+@pytest.mark.full_except("colocated")
 def test_a_late_worker_is_left_behind_and_its_gradient_dropped(placement, text, tmp_path):
     """Worker 1 computes its step 3 while the others make all of theirs; steps of which it has no part have their rows.
 

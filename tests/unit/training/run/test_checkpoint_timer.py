@@ -44,6 +44,7 @@ def steps_in(run):
     return sorted(one.step for one in listing.list_checkpoints(run))
 
 
+@pytest.mark.full
 def test_a_run_saves_by_the_time_between_failures(settings, tmp_path):
     often = trained({**settings, "checkpoint.mtbf_s": 1e-9}, tmp_path / "often")  # the interval is no time at all
     assert steps_in(tmp_path / "often") == list(range(1, STEPS + 1))
@@ -56,6 +57,7 @@ def losses(run):
     return files.read(run / "metrics.h5").steps["loss"].tolist()
 
 
+@pytest.mark.full
 def test_the_best_stay_and_the_losses_are_those_of_a_run_without(settings, tmp_path):
     rule = {"checkpoint.every_steps": 1, "checkpoint.keep": 1, "checkpoint.keep_best": 2, "checkpoint.keep_every": 5}
     trained({**settings, **rule, "run.validation_samples": 4}, tmp_path / "best")

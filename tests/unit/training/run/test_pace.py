@@ -106,6 +106,7 @@ def test_the_end_of_the_job():
         end_of_job(None, 5.0, {JOB_END: "tomorrow"})
 
 
+@pytest.mark.full
 def test_the_observed_time_between_failures(tmp_path):
     clock, config = Clock(), CheckpointConfig(mtbf_s=OBSERVED)
     first = CheckpointTimer(config, 0, clock=clock, starts=StartRecord(tmp_path, clock))

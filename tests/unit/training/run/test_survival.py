@@ -88,6 +88,7 @@ libc.pthread_mutex_lock(mutex)
 
 
 @pytest.mark.parametrize(("name", "code"), [("TERM", 75), ("HUP", 75), ("USR1", 75), ("INT", 130)])
+@pytest.mark.full_except("USR1-75")
 def test_a_signal_ends_a_process_that_has_nothing_to_save(name, code, tmp_path):
     ended = jobs.run([sys.executable, "-c", BLOCKED, name], env={**os.environ, "HPCDIST_LAUNCH_DIR": str(tmp_path)})
     assert (ended.returncode, ended.stdout) == (code, "let go\n"), ended
