@@ -10,14 +10,14 @@ import pytest
 
 from hpcdist.comm.launch import mpirun
 
+pytestmark = pytest.mark.full
+
 PROGRAM = """
 import os, signal, sys, time
 import numpy as np
 from hpcdist.collectives.node import shared_memory
 from hpcdist.comm import start
 from hpcdist.errors import CommunicationError
-
-pytestmark = pytest.mark.full
 
 session = start.start()
 comm = session.comm

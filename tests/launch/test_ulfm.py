@@ -7,6 +7,8 @@ import pytest
 from hpcdist.comm.launch import mpirun
 from hpcdist.errors import MissingCapabilityError
 
+pytestmark = pytest.mark.full
+
 KILLS = int(os.environ.get("HPCDIST_TEST_DEATHS", "3"))
 RANKS = 4
 
@@ -20,8 +22,6 @@ from hpcdist import collectives
 from hpcdist.comm.mpi import spawn
 from hpcdist.comm import start
 from hpcdist.comm.failure.rank_failures import is_rank_failure
-
-pytestmark = pytest.mark.full
 
 mode, kills, out = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 newcomer = "new" in sys.argv

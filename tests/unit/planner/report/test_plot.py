@@ -116,7 +116,7 @@ def test_no_picture(name, error, tmp_path):
 
 
 def test_no_folder(tmp_path):
-    with pytest.raises(errors.StorageError, match="is missing"):
+    with pytest.raises(errors.StorageError, match="is no directory"):
         plotting.check_plot(tmp_path / "nowhere" / "plan.png")
 
 
