@@ -3,6 +3,7 @@
 import sys
 
 import h5py
+import pytest
 
 from harness import jobs
 from harness.jobs import figures
@@ -11,6 +12,7 @@ LIMIT_S = 120.0
 FEW = ["--layers", 2, "--hidden", 8, "--context", 8, "--microbatches", 2, "--steps", 2, "--warmup", 1]
 
 
+@pytest.mark.full_except("1")
 def test_one_command_starts_the_ranks_and_keeps_what_they_measure(tmp_path, mpi):
     path = tmp_path / "p.h5"
     schedules = ["--schedule", "1f1b", "--schedule", "zb-v"]

@@ -12,6 +12,7 @@ LIMIT_S = 120
 
 @pytest.mark.usefixtures("mpi")
 @pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.full
 def test_a_stalled_rank_is_named(tmp_path, rng):
     (tmp_path / "text.txt").write_text(" ".join(rng.choice(["abba", "cede", "face", "hebe"], 2000)))
     out = tmp_path / "run"

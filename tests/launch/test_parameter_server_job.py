@@ -58,6 +58,7 @@ def test_it_learns_counts_its_bytes_and_keeps_what_it_evaluated(text, tmp_path):
     assert json.loads(evaluated.stdout.splitlines()[-1])["val_loss"] == pytest.approx(found["val_loss"], rel=1e-5)
 
 
+@pytest.mark.full
 def test_what_a_rank_serves_after_its_last_step_counts(text, tmp_path):
     """The one rank that serves has its own part at hand, so it is done long before those to which it sends."""
     keys = {"parameter_server__placement": "colocated", "parameter_server__servers": 1}
@@ -66,7 +67,7 @@ def test_what_a_rank_serves_after_its_last_step_counts(text, tmp_path):
 
 
 @pytest.mark.parametrize(("ranks", "placement"), [(3, "dedicated"), (2, "colocated")])
-@pytest.mark.full_except("2-colocated")
+@pytest.mark.full
 def test_stopped_and_resumed_it_makes_every_step_once(text, tmp_path, ranks, placement):
     out = tmp_path / "run"
     keys = {"parameter_server__placement": placement, "run__steps": 4000, "checkpoint__every_steps": 10}

@@ -67,6 +67,7 @@ def test_one_failing_rank_fails_the_suite_and_is_named(mpiexec, tmp_path):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.full
 def test_a_rank_that_fails_while_the_others_wait_ends_the_job(mpiexec, tmp_path):
     arguments = suite(
         tmp_path,
@@ -88,6 +89,7 @@ def test_a_rank_that_fails_while_the_others_wait_ends_the_job(mpiexec, tmp_path)
     ("os._exit(5) if comm.rank == 0 else comm.barrier()", ""),
     ids=["hangs", "dies"],
 )
+@pytest.mark.full
 def test_a_rank_that_never_returns_ends_the_job(mpiexec, tmp_path, body, shown):
     arguments = suite(tmp_path, f"def test_end(comm):\n    {body}\n")
     done = mpiexec(2, arguments, timeout=200, env={"HPCDIST_TEST_LIMIT_S": "3"})

@@ -266,6 +266,7 @@ def test_output_that_a_process_in_the_kernel_keeps_open_is_not_waited_for(monkey
         supervision._end_output()
 
 
+@pytest.mark.full
 def test_ranks_that_said_how_it_ended_are_not_waited_for(start):
     job = start("said", grace=1000.0)
     job.send(signal.SIGTERM)  # comes too late, and must not give them the grace
@@ -301,6 +302,7 @@ DEAF = "trap '' TERM INT HUP USR1; kill -{number} $PPID; while true; do sleep 0.
 
 
 @pytest.mark.parametrize(("number", "code"), [("TERM", 75), ("HUP", 75), ("USR1", 75), ("INT", 130)])
+@pytest.mark.full
 def test_ranks_that_have_nothing_to_save_are_not_waited_for(number, code, tmp_path):
     """They may compile, or hang in the start of MPI, and answer no signal."""
     commands = "cd $HPCDIST_LAUNCH_DIR; echo $$ >pid-0; touch at-once-$$; " + DEAF.format(number=number)
@@ -311,6 +313,7 @@ def test_a_job_that_has_no_ranks_yet_has_nothing_to_save(tmp_path):
     assert launcher_that(tmp_path, DEAF.format(number="USR1"), "mpirun", "STARTING_S=1000") == 75
 
 
+@pytest.mark.full
 def test_ranks_that_have_begun_meanwhile_save(tmp_path):
     begin = "cd $HPCDIST_LAUNCH_DIR; echo $$ >pid-0; touch at-once-$$; trap : TERM; kill -TERM $PPID; sleep 0.2"
     saves = "; rm at-once-$$; trap 'exit 7' TERM; i=0; while [ $((i += 1)) -lt 60 ]; do sleep 0.05; done; exit 8"
@@ -340,6 +343,7 @@ def test_whose_exit_code_counts(kind, said, returned, code, tmp_path):
     assert launcher_that(tmp_path, f"echo {said} >$HPCDIST_LAUNCH_DIR/ended; exit {returned}", kind) == code
 
 
+@pytest.mark.full
 def test_a_launcher_that_does_not_end_what_its_ranks_left(tmp_path):
     told = "trap 'exit 137' TERM; echo 78 >$HPCDIST_LAUNCH_DIR/ended; while true; do sleep 0.05; done"
     assert launcher_that(tmp_path, told, "srun") == 78
@@ -397,6 +401,7 @@ def test_a_signal_between_two_starts_is_not_lost():
         assert supervisor.pause(0.0) is None
 
 
+@pytest.mark.full
 def test_what_a_rank_left_behind_is_killed(start):
     assert start("parent", wait=False).end() == 0
 
@@ -479,6 +484,7 @@ def test_the_session_of_a_killed_mpirun_is_no_hindrance(mpi, tmp_path):
     assert [path.name for path in stale.iterdir()] == ["pmix.vm.tool"], "and the job has left nothing"
 
 
+@pytest.mark.full
 def test_a_job_that_is_started_again_can_be_stopped_while_it_starts(training, tmp_path):
     job = training("run.steps=1000000", "checkpoint.every_steps=5", options=["--restarts", "3"])
     latest = tmp_path / "run" / "checkpoints" / "latest"

@@ -41,7 +41,7 @@ def check_nests(events):
 
 
 @pytest.mark.parametrize("name", JOBS)
-@pytest.mark.full_except("ring")
+@pytest.mark.full
 def test_a_job(name, tmp_path, text):
     ranks, settings = JOBS[name]
     out, file = tmp_path / "run", tmp_path / "trace.json"

@@ -132,7 +132,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.full_except("zero1")
+@pytest.mark.full_except("zero3")
 def test_killed_runs_resume_to_the_same_bits(text, tmp_path, layout, rng):
     ranks, keys = LAYOUTS[layout]
     steps, every = 240, 10
@@ -152,7 +152,7 @@ def test_killed_runs_resume_to_the_same_bits(text, tmp_path, layout, rng):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
-@pytest.mark.full_except("SIGTERM")
+@pytest.mark.full
 def test_asked_to_stop_a_run_saves_and_resumes(text, tmp_path, number, code):
     out = tmp_path / "run"
     process = _start(text, out, every=0, steps=ENDLESS)
@@ -198,6 +198,7 @@ def test_a_start_that_failed_does_not_occupy_the_directory(text, tmp_path):
     assert summary(train(0, text, "--out", tmp_path / "run", steps=2))["steps"] == 2
 
 
+@pytest.mark.full
 def test_changed_data_is_not_resumed_on(text, tmp_path):
     out = tmp_path / "run"
     summary(train(0, text, "--out", out, steps=2))
@@ -242,6 +243,7 @@ def test_more_ranks_than_samples(text, tmp_path):
     assert done.returncode == 78 and "with 3 data ranks: each needs at least one sample" in done.stderr
 
 
+@pytest.mark.full
 def test_a_loss_that_is_nan_names_step_rank_and_tensor(text, tmp_path):
     settings = ["--set", "optimizer.learning_rate=1e30", "--set", "optimizer.warmup_steps=0"]
     done = train(2, text, "--out", tmp_path / "run", *settings)

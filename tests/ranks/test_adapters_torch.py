@@ -24,7 +24,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.full_except("zero1-True", "allreduce-False")
+@pytest.mark.full_except("zero1-True")
 def test_layouts(name, tied, comm, rng):
     layout, sizes = LAYOUTS[name]
     if comm.size not in sizes:

@@ -35,7 +35,7 @@ def text(comm, tmp_path, rng):
 
 
 @pytest.mark.parametrize("layout", CHOSEN)
-@pytest.mark.full_except("1f1b", "a server")
+@pytest.mark.full_except("a server")
 def test_rank_a_run_on_the_gpu_is_that_of_the_cpu(comm, gpu, text, layout):
     sizes, keys = LAYOUTS[layout]
     if comm.size not in sizes and not CHOSEN[layout]:

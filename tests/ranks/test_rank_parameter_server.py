@@ -119,6 +119,7 @@ def test_rank_a_lost_server_is_rebuilt(comm, folder):
 
 
 @pytest.mark.parametrize(("name", "transport"), [("adamw", "messages"), ("lamb", "shared"), ("adamw", "rma")])
+@pytest.mark.full_except("adamw-messages")
 def test_rank_lock_step_resumes_bit_equal(comm, folder, name, transport):
     keys = {"optimizer__name": name, "run__steps": FEW, "parameter_server__transport": transport}
     for servers, placement in _extremes(comm.size):
@@ -139,6 +140,7 @@ def test_rank_lock_step_resumes_bit_equal(comm, folder, name, transport):
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
+@pytest.mark.full_except("asp")
 def test_rank_checkpoints_go_to_other_architectures_and_back(comm, folder, consistency):
     keys = {"precision__mode": "float64", "parameter_server__consistency": consistency}
     for servers, placement in _extremes(comm.size):

@@ -405,6 +405,7 @@ def loaded_after(statement, watched):
     return done.stdout.split()
 
 
+@pytest.mark.full
 def test_importing_every_module_starts_nothing():
     statement = "\n".join(f"import {name}" for name in TREE.modules if not name.endswith("__main__"))
     assert loaded_after(statement, LAZY) == []

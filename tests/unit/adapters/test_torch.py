@@ -105,6 +105,7 @@ def test_gradients_are_those_of_autograd(build, dtype, bound, microbatches, draw
 
 
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.full_except("True")
 def test_a_language_model_with_a_shared_table(tied, rng):
     seed = seed_of(rng)
     module, twin = torch_models.gpt(seed, tied=tied), torch_models.gpt(seed, tied=tied)

@@ -266,6 +266,7 @@ def test_a_forward_of_the_users_own_where_parameters_are_not_whole(rng):
     np.testing.assert_allclose(modules(torch.from_numpy(x)).detach().numpy(), np.repeat(expected, 3, axis=1), rtol=1e-5)
 
 
+@pytest.mark.full
 def test_a_script_evaluates_as_the_modules_do(tmp_path, rng):
     modules = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
     x, y = rng.standard_normal((6, 4)).astype(np.float32), rng.integers(0, 3, 6)

@@ -78,6 +78,7 @@ def losses_of(ranks, layout, seed, batches, **options):
     return run_threads(ranks, body)
 
 
+@pytest.mark.full
 def test_a_recomputed_forward_drops_the_same(rng):
     """Bit for bit; and other seeds of the data's order aside, a pipeline drops what one process does."""
     seed, batches = int(rng.integers(1 << 31)), [tokens(rng, SAMPLES) for _ in range(STEPS)]

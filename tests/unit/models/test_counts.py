@@ -149,7 +149,7 @@ LARGE = {
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", LARGE)
-@pytest.mark.full_except("gpt-True", "convnet-True", "encoder-True")
+@pytest.mark.full_except("encoder-True")
 def test_memory_is_that_of_the_ledger(name, recompute, rng):
     keys, inputs, samples = LARGE[name]
     config = config_of(keys)

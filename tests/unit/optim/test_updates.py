@@ -386,7 +386,7 @@ def _optax_transform(optax, name, config, mask):
 
 
 @pytest.mark.parametrize("name", IN_OPTAX)
-@pytest.mark.full_except("sgd-nesterov")
+@pytest.mark.full
 def test_equals_optax(rng, name, monkeypatch):
     optax = pytest.importorskip("optax", reason="optax comes with the extra `reference`")
     jax = pytest.importorskip("jax")

@@ -211,6 +211,7 @@ def test_a_script_that_fails_leaves_nothing_behind(tmp_path, rng):
     assert len(losses) == 6 and {thread.name for thread in threading.enumerate()} <= threads
 
 
+@pytest.mark.full
 def test_a_sampler_takes_every_sample_once_an_epoch_and_goes_on(tmp_path, rng):
     """Steps of 12 of 30 samples: an epoch ends within the third; the same seed draws the same, after a resume too."""
 

@@ -91,6 +91,7 @@ def test_lua_reads_every_text_as_it_is(texts, tmp_path_factory):
 
 @settings(max_examples=40, deadline=None)
 @given(texts=TEXTS)
+@pytest.mark.full
 def test_tcl_reads_every_text_as_it_is(texts, tmp_path_factory):
     script = TCL.format(words="\n".join(f"say {modulefile.tcl(text)}" for text in texts))
     assert words_of("tclsh", script, tmp_path_factory.mktemp("tcl")) == texts

@@ -75,6 +75,7 @@ def test_all_processes_are_told_to_end_and_may_save(tmp_path):
     assert not local.cancel(job), "there is nobody left to be told"
 
 
+@pytest.mark.full
 def test_a_job_waits_for_its_begin(tmp_path):
     soon = datetime.now(UTC) + timedelta(seconds=1)
     job = local.submit("date +%s.%N > ran\n", Path("log"), soon)

@@ -231,7 +231,7 @@ def site(sbatch):
     (["--nodes=8", "--account=a", "--restarts=1", "--spare-nodes=1"], 78, "--nodes 8 and --spare-nodes 1: the site"),
     (["--site=missing/site.toml", "--nodes=1"], 74, "there is no such file"),
 )
-@pytest.mark.full_except("options17-74-there is no such file")
+@pytest.mark.full
 def test_what_the_site_cannot_run_is_refused(site, options, code, words):
     named = [] if any(option.startswith("--site") for option in options) else ["--site=alps"]
     done = submit(*named, *options, folder=site)
@@ -252,6 +252,7 @@ def test_a_site_has_defaults_of_the_recipe_and_of_striping(site):
     assert 'stripe = "none"\n' in shown("--set=checkpoint.stripe=none"), "who says one has it"
 
 
+@pytest.mark.full
 def test_the_same_recipe_is_the_same_run(sbatch):
     assert submit("--nodes=1", "--set=run.steps=5", folder=sbatch).stdout == "4711\n"
     pending = ["4711", "PENDING", "0", "0:00", "10:00", "1", "0", "N/A", "N/A", "Priority"]
@@ -284,6 +285,7 @@ def test_runs_have_directories_of_their_own_wherever_they_could_not_go_on():
     assert len({of(), of("precision.mode=float64"), of("model.layers=3"), of("run.seed=5")}) == 4
 
 
+@pytest.mark.full
 def test_runs_on_one_node_share_no_copies(sbatch):
     def local(out):
         done = submit("--nodes=1", "--warmup", f"--out={out}", "--dry-run", folder=sbatch)
@@ -458,6 +460,7 @@ def test_a_greeting_of_the_site_is_no_number(sbatch, monkeypatch):
         slurm_submit.submit("#!/bin/bash\n")
 
 
+@pytest.mark.full
 def test_packages_that_the_recipe_needs_are_looked_for_before_the_queue(site):
     (site / "model.py").write_text("import json\nimport not_there.at_all\ndef model(context): ...\n")
     recipe = "[model]\nkind = 'import'\nfactory = 'model.py:model'\n[telemetry]\ntensorboard = true\n"
@@ -504,6 +507,7 @@ def test_a_lost_template_is_a_damaged_installation(tmp_path, monkeypatch):
         job.folder(job.TEMPLATES)
 
 
+@pytest.mark.full
 def test_a_program_is_submitted_as_it_is(sbatch):
     line = ["--nodes", "2", "--restarts", "1", "--", "python", "train.py", "--set", "a=b"]
     done = submit(*line, folder=sbatch)

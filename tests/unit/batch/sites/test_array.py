@@ -200,6 +200,7 @@ def test_signals_reach_the_trial_and_only_the_walltime_requeues(stage, tmp_path,
     assert (tmp_path / "requeued").exists() == requeued
 
 
+@pytest.mark.full
 def test_a_node_that_is_not_right_runs_no_trial(stage, tmp_path):
     code, errors = ended(stage(ARRAY, ILL="1"))
     assert code == 1 and "not started" in errors and not (tmp_path / "arguments").exists()

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, given, settings
 
 from harness.job_scripts import PLAIN
@@ -46,6 +47,7 @@ printf '%s\\0' "$@" "$PYTHONPATH" "$VALUE" --end-of-call-- >> "$KEPT"
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
+@pytest.mark.full
 def test_what_bash_reads_is_what_was_given(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("job")
     (folder / "python").write_text(PYTHON)

@@ -93,6 +93,7 @@ def test_golden(name):
     check_golden(text_of(name), f"train-{name.replace(' ', '-')}.sbatch")
 
 
+@pytest.mark.full
 def test_bash_and_shellcheck_find_no_fault(tmp_path):
     paths = [tmp_path / f"{name}.sh" for name in JOBS]
     for path in paths:
@@ -225,6 +226,7 @@ def test_shell_metacharacters_arrive_as_they_are(stage, tmp_path):
     assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()
 
 
+@pytest.mark.full
 def test_restarts_and_survival_are_those_of_hpcdist_run(stage, tmp_path):
     job = dataclasses.replace(PLAIN, restarts=2, survive="replace", mpi_args="-v")
     assert ended(stage(job, CODE="3"))[0] == 3
@@ -308,6 +310,7 @@ def test_a_recipe_that_is_missing_or_cannot_be_written_ends_the_job(stage, tmp_p
     assert not list((tmp_path / "run").iterdir()) and not (tmp_path / "arguments").exists()
 
 
+@pytest.mark.full
 def test_what_the_doctor_finds_ends_the_job_and_counts_as_a_start(stage, tmp_path):
     code, errors = ended(stage(CODE="0", ILL="1"))
     assert code == 1 and "--no-check" in errors
@@ -331,7 +334,7 @@ def test_a_run_that_is_complete_or_stuck_is_not_trained(stage, tmp_path, given, 
 
 
 @pytest.mark.parametrize("code", ["0", "1", "69", "78", "130"])
-@pytest.mark.full_except("1")
+@pytest.mark.full
 def test_other_codes_are_passed_on(stage, tmp_path, code):
     assert ended(stage(CODE=code))[0] == int(code)
     assert not (tmp_path / "requeued").exists() and (tmp_path / "reported").exists()
@@ -345,7 +348,7 @@ def test_it_is_requeued_when_it_shall_go_on(stage, tmp_path):
 
 
 @pytest.mark.parametrize("given", [{}, {"END": "again", "BROKEN": "1"}])
-@pytest.mark.full_except("given0")
+@pytest.mark.full
 def test_else_it_is_not(stage, tmp_path, given):
     assert ended(stage(CODE="75", **given))[0] == 75
     assert not (tmp_path / "requeued").exists()
@@ -357,7 +360,7 @@ def test_a_refused_requeue_says_how_to_go_on(stage):
 
 
 @pytest.mark.parametrize(("link", "code", "said"), [(1, 0, "the next one goes on"), (3, 75, "was the last one")])
-@pytest.mark.full_except("1-0-the next one goes on")
+@pytest.mark.full
 def test_a_link_leaves_the_rest_to_the_next_one(stage, tmp_path, link, code, said):
     found, errors = ended(stage(dataclasses.replace(PLAIN, link=link, links=3), CODE="75", END="again"))
     assert found == code and (f"link {link} of 3" in errors or link == 3), errors
@@ -377,6 +380,7 @@ def test_signals_reach_the_launcher_and_only_the_walltime_requeues(stage, tmp_pa
     assert (tmp_path / "requeued").exists() == requeued
 
 
+@pytest.mark.full
 def test_a_job_that_is_cancelled_while_its_end_is_decided_is_not_requeued(stage, tmp_path):
     """Nodes are asked then, for up to a minute, and the trap waits for that."""
     (tmp_path / "python").write_text(PYTHON.replace("> ended;", "> ended; kill -TERM $PPID; sleep 0.3;"))

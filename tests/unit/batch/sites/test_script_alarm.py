@@ -71,6 +71,7 @@ def test_golden(name, monkeypatch):
         time.tzset()
 
 
+@pytest.mark.full
 def test_bash_and_shellcheck_find_no_fault(tmp_path):
     for name, (site, job) in JOBS.items():
         (tmp_path / f"{name}.sh").write_text(render(site, job))

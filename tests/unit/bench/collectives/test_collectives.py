@@ -186,6 +186,7 @@ def test_cold_buffers_go_round_and_results_are_verified_before_they_are_filled_a
     assert {(one.slots, one.key.cache, one.wrong) for one in kept} == {(7, "cold", "")}
 
 
+@pytest.mark.full
 def test_all_that_runs_is_measured_without_names():
     kept, said = measured(2, operations=("allreduce",), algorithms=(), bytes=(400,), iterations=1)
     assert {one.key.algorithm for one in kept if not one.reference} == {*algorithms.ALLREDUCE, "auto"}
@@ -343,6 +344,7 @@ def test_the_file_read_back_with_h5py(tmp_path):
     assert json.loads(json.dumps(collectives_report.jsonable(found)))["configurations"][0]["median_s"] == 2.5e-3
 
 
+@pytest.mark.full
 def test_the_plot_has_a_line_for_each_algorithm(tmp_path):
     pytest.importorskip("matplotlib")
     kept, _ = measured(2, operations=("allreduce", "broadcast"), algorithms=("ring",))

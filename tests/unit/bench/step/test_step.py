@@ -106,6 +106,7 @@ def measured():
     return found[0]
 
 
+@pytest.mark.full
 def test_phases_and_operations_are_timed(measured):
     assert [one.name for one in measured.cases] == [OURS, RECOMPUTING]
     assert measured.matmul_flops_per_s["numpy"].shape == (3, 2) and measured.left_out == {}

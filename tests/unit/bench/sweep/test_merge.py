@@ -125,6 +125,7 @@ def test_trials_of_different_commits_are_refused_unless_mixed(tmp_path):
     assert {repeat.git_commit for each in found for repeat in each.repeats} == {"abc", "def"}
 
 
+@pytest.mark.full
 def test_of_two_tries_the_good_one_counts_and_of_failed_ones_the_later(tmp_path, parts):
     def failed(reason, started):
         return lambda of, _: TrialOutcome(FAILED, started, 1.0, 1, reason)
@@ -195,6 +196,7 @@ def hpcdist(capsys, *arguments):
     return called(capsys, *arguments)
 
 
+@pytest.mark.full
 def test_the_command(tmp_path, parts, capsys):
     output = tmp_path / "all.h5"
     code, out, said = hpcdist(capsys, "bench", "merge", "-o", output, *parts)

@@ -255,6 +255,7 @@ def test_a_trial_that_ran_into_its_limit_is_run_again_under_a_smaller_one(tmp_pa
     assert run(path, trials, 2, limits=SeriesLimits(30.0, 500.0))[0] == ["known", "new", "late"], "30 s at most, each"
 
 
+@pytest.mark.full
 def test_the_lock_is_one_of_many_processes(tmp_path):
     """A holder removes the file: whoever waits at a file without a name must not believe that it has the lock."""
     path, count = tmp_path / "r.h5", tmp_path / "count"

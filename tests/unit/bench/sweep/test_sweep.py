@@ -307,7 +307,7 @@ def test_two_sweeps_do_not_write_one_file(start, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1], ids=["TERM", "HUP", "USR1"])
-@pytest.mark.full_except("TERM")
+@pytest.mark.full
 def test_a_signal_ends_a_sweep_and_leaves_nothing_behind(start, tmp_path, number):
     process = start(SLEEPS, "-o", "r.h5")
     begun(process, tmp_path)

@@ -182,6 +182,7 @@ def test_a_study_that_was_stopped_goes_on_where_it_was(tmp_path):
         results.Records(path, {}).begin("task", {"target": 1.6})
 
 
+@pytest.mark.full
 def test_it_trains_with_our_optimizers_and_measures_the_noise(tmp_path):
     rng = np.random.default_rng(3)
     y = rng.integers(0, 3, 120)

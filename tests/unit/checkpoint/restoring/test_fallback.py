@@ -58,7 +58,7 @@ def resumed(run, ranks):
 
 
 @pytest.mark.parametrize("ranks", (1, 2, 3))
-@pytest.mark.full_except("2")
+@pytest.mark.full
 def test_damage_of_one_ranks_bytes_sends_all_to_the_one_before(run, capfd, ranks):
     damage(run, 3, rank=1)
     assert resumed(run, ranks) == [(2, {2.0})] * ranks

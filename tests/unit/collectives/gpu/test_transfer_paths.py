@@ -223,7 +223,7 @@ def test_a_run_that_cannot_use_nccl_is_refused_before_its_first_step(
 
 @pytest.mark.usefixtures("several_ranks_a_gpu")
 @pytest.mark.parametrize("layout", ["allreduce", "zero1", "zero2", "zero3"])
-@pytest.mark.full_except("zero1")
+@pytest.mark.full
 def test_a_run_over_nccl_is_that_of_the_cpu(gpu, layout, monkeypatch, tmp_path, rng):
     called = set()
 

@@ -221,6 +221,7 @@ def test_blocking_collectives_go_on_beside(comm, kind, rng):
 
 
 @on_threads(3)
+@pytest.mark.full
 def test_two_that_are_polled_at_once_share_no_memory(comm):
     with engines.begin(comm, "poll") as one, engines.begin(comm, "poll") as other:
         for _ in range(20):

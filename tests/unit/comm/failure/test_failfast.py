@@ -97,6 +97,7 @@ time.sleep(60)
     assert "ValueError: own" in ended.stderr and "died" not in ended.stderr
 
 
+@pytest.mark.full
 def test_where_deaths_are_outlived_the_main_thread_still_fails_by_one(tmp_path):
     ended = run(OUTLIVED + "raise CommunicationError('died')", HPCDIST_LAUNCH_DIR=str(tmp_path))
     assert (ended.returncode, ended.stdout) == (1, "abort 1\n") and "CommunicationError: died" in ended.stderr
@@ -113,6 +114,7 @@ def test_where_deaths_are_outlived_an_agreed_end_is_told_and_immediate(tmp_path)
     assert (tmp_path / "ended").read_text() == "75"
 
 
+@pytest.mark.full
 def test_who_does_not_go_on_within_the_limit_ends_the_job():
     ended = run("failfast.set_recovery_limit(60)\nfailfast.set_recovery_limit(0.05)\ntime.sleep(60)")
     assert (ended.returncode, ended.stdout) == (1, "abort 1\n")

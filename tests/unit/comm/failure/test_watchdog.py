@@ -102,6 +102,7 @@ def test_ended_operations_have_no_deadline(make):
     assert not rank.left.is_set()
 
 
+@pytest.mark.full
 def test_relaxed_until_tightened(make):
     rank = make(0, 0.2, 1e6)
     rank.watchdog.relax()

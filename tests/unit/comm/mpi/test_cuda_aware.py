@@ -236,6 +236,7 @@ def test_the_library_is_asked_in_a_child():
     assert said.end == "" and len(said.lines) == 1 and "MPI" in said.lines[0]
 
 
+@pytest.mark.full
 def test_the_real_children_on_memory_of_the_host(monkeypatch):
     """MPI takes pointers into the host's memory in every operation: the probe must find that."""
     pytest.importorskip("mpi4py")

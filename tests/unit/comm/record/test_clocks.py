@@ -130,6 +130,7 @@ def test_the_table_over_sessions(tmp_path):
         assert readings["wall_ns"][...].tolist() == [large + 7, large + 9, large + 19, large + 21, 1, 2]
 
 
+@pytest.mark.full
 def test_files_without_the_table_and_damaged_ones(tmp_path):
     path = tmp_path / "metrics.h5"
     with files.edit(path, "hpcdist.metrics", 1):

@@ -34,6 +34,7 @@ def _even():
 
 
 @drawn(st.integers(0, 10**9), st.integers(0, 400), st.integers(1, 60))
+@pytest.mark.full
 def test_levels_are_never_worse_than_equally_spaced_ones(seed, peak, width):
     rng = np.random.default_rng(seed)
     counts = np.zeros(BINS, np.uint32)
@@ -57,7 +58,7 @@ def test_no_level_can_be_moved_to_advantage():
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-@pytest.mark.full_except("normal")
+@pytest.mark.full
 def test_the_error_is_below_that_of_equally_spaced_levels_of_as_many_bits(name):
     draw, most = DISTRIBUTIONS[name]
     uniform = Blockwise(bits=4, rounding="stochastic")

@@ -82,6 +82,7 @@ def test_only_the_gpus_that_the_environment_names(start):
     assert [row["name"] for row in json.loads(err.splitlines()[-1])["sources"]] == ["GPU-01-bbbb"]
 
 
+@pytest.mark.full
 def test_samples_are_kept_session_after_session(start, tmp_path):
     path = tmp_path / "samples.h5"
     for _ in range(2):
@@ -119,7 +120,7 @@ def test_no_such_command(start):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.full_except("2")
+@pytest.mark.full
 def test_a_signal_ends_a_watch_with_its_total(start, number):
     process = start()
     line = process.stdout.readline()
@@ -146,6 +147,7 @@ time.sleep(100)"""
     assert code == 5 and "total " in err
 
 
+@pytest.mark.full
 def test_a_command_that_a_signal_ends_and_one_that_takes_too_long(start):
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert end(start("--", sys.executable, "-c", killed))[0] == 128 + signal.SIGKILL

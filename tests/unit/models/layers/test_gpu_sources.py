@@ -29,7 +29,7 @@ SPILLED_BYTES = 64  # a thread, at most
 
 
 @pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.full_except("embedding")
+@pytest.mark.full
 def test_the_compiler_takes_every_source(name, tmp_path):
     """Needs nvcc, not a GPU."""
     compiler = shutil.which("nvcc")

@@ -43,6 +43,7 @@ def _step(model, rng):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.full_except("options-float64")
 def test_samples_cover_the_types_of_a_step(config, dtype, rng):
     kernels = _kernels()
     assert {kernel.function.__module__ for kernel in kernels} >= {module.__name__ for module in MODULES}

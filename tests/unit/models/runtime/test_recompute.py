@@ -56,6 +56,7 @@ def test_gradients_are_the_same_bits(kind, dropout, rng):
         assert not np.array_equal(expected[0], gradients(model, x, targets, None)[0])
 
 
+@pytest.mark.full
 def test_memory_is_that_of_one_block_and_the_outputs(rng):
     model = models.build(ModelConfig(layers=12, hidden=64, heads=4, vocabulary=16), "float32", context=64)
     x, targets = rng.integers(0, 16, (2, 4, 64))

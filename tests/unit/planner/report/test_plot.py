@@ -89,6 +89,7 @@ def test_a_deep_pipeline_is_drawn_until_it_has_filled(drawn):
     assert len(whole) == 1 and whole[0].get_xlim()[1] == pytest.approx(long.end_s)
 
 
+@pytest.mark.full
 def test_of_very_many_stages_some_are_drawn(drawn):
     figure, _ = drawn(timeline=passes(100, 2))
     shown = [int(label.get_text()) for label in figure.axes[2].get_yticklabels()]

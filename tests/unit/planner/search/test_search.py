@@ -97,7 +97,7 @@ def alike(estimate):
 @pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
 @pytest.mark.parametrize("memory_bytes", [0.3e9, 40e9], ids=["tight", "roomy"])
 @pytest.mark.parametrize("objective", space.OBJECTIVES)
-@pytest.mark.full_except("energy-delay-tight-megatron")
+@pytest.mark.full
 def test_search_equals_brute_force(implementation, memory_bytes, objective):
     """The ten best values of all layouts, each way that makes a difference once."""
     best = {}
@@ -123,7 +123,7 @@ def test_search_equals_brute_force(implementation, memory_bytes, objective):
 
 @pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
 @pytest.mark.parametrize("objective", space.OBJECTIVES)
-@pytest.mark.full_except("time-megatron")
+@pytest.mark.full
 def test_a_limit_of_mfu_loses_nothing(implementation, objective):
     """Most of the best layouts are at the limit, and equal: the formulas decide between them."""
     mfus = sorted(estimate.mfu for estimate in possible(implementation, 40e9))
@@ -282,6 +282,7 @@ def test_every_way_is_above_the_bound_of_its_order(implementation, objective, pi
     assert len(set(values)) > 5
 
 
+@pytest.mark.full
 def test_memory_grows_with_the_micro_batch_and_activations_are_those_of_any_strategy():
     """What the search takes for granted."""
     sizes = {}

@@ -95,7 +95,7 @@ def test_one_speaks_for_a_node_and_encodes_its_sum(across, rng):
 
 
 @pytest.mark.parametrize("working", ["float16", "bfloat16"])
-@pytest.mark.full_except("float16")
+@pytest.mark.full
 def test_16_bit_gradients_are_encoded_without_their_scale(working, rng):
     for servers, name in product((dedicated(2), colocated()), ("int8", "topk")):
         case = Case(4, servers, name, CompressionConfig(density=0.1), working=working, loss_scale=64.0)

@@ -298,7 +298,7 @@ def test_levels_that_mix_nodes_and_parameters_that_stay_whole_are_refused(comm):
 
 
 @pytest.mark.parametrize(("name", "working"), [("int4", "bfloat16"), ("topk", None)])
-@pytest.mark.full_except("int4-bfloat16")
+@pytest.mark.full
 def test_on_a_gpu_it_gives_the_bits_of_the_cpu(gpu, name, working):
     keys = {"density": 0.2} if name == "topk" else {}
 

@@ -56,7 +56,7 @@ def test_it_is_the_run_without_shards_but_for_rounding(text):
 
 
 @pytest.mark.parametrize("sizes", [(4, 1), (2, 3), (1, 5)])
-@pytest.mark.full_except("sizes0")
+@pytest.mark.full
 def test_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks(text, tmp_path, sizes):
     def first(comm):
         trainer = trainer_of(comm, text, {})

@@ -33,7 +33,7 @@ def text(text):
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.full_except("tensor", "1f1b x zero2")
+@pytest.mark.full
 def test_a_product_on_the_gpu_is_that_of_the_cpu(gpu, text, product, monkeypatch):
     (ranks, keys), pointers = PRODUCTS[product], list(PRODUCTS).index(product) % 2 == 0
     settings = text | keys

@@ -97,6 +97,7 @@ def test_states_in_a_file_decide_no_bit(text, tmp_path):
         assert result == expected
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_the_same_bits_by_another_exchange(text, tmp_path):
     keys = {"optimizer.name": "lamb"}
 

@@ -342,7 +342,7 @@ RESUMED = {  # and who takes it over: ranks, keys
 
 
 @pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.full_except("servers")
+@pytest.mark.full
 def test_a_resumed_run_has_the_same_bits_and_others_take_it_over(text, tmp_path, name):
     layout, others = RESUMED[name]
     keys = text | layout | {"precision.mode": "float16", "precision.growth_interval": 2}  # it rises, and overflows

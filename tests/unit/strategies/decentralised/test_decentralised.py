@@ -190,7 +190,7 @@ def test_local_sgd_is_steps_and_weighted_means(size, moments, rng):
 
 
 @pytest.mark.parametrize("graph", ["ring", "torus", "exponential"])
-@pytest.mark.full_except("ring")
+@pytest.mark.full
 def test_the_consensus_distance_decays_with_the_spectral_gap(graph, rng):
     """Without gradients each step contracts the distance by 1 - gap at most; without mixing it would stay."""
     size, n = 6, size_of_model()

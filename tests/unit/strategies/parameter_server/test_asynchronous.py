@@ -136,6 +136,7 @@ def test_one_worker_alone_is_plain_training(rng):
     assert run_threads(1, lambda comm: reference(comm, data))[0] == run_threads(1, alone)[0]
 
 
+@pytest.mark.full
 def test_on_a_device_it_is_the_same(gpu, rng):
     """Servers keep and step their part where the model computes; one worker, so that there is one order of updates."""
     data = text(rng)

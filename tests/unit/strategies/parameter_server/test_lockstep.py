@@ -305,6 +305,7 @@ def test_a_node_holds_one_copy_and_sends_nothing_inside(rng):
     ("transport", "mirrored", "parameters", "gradients", "optimizer"),
     [("messages", False, 3, 3, 2), ("shared", False, 1, 3, 2), ("rma", False, 3, 3, 2), ("messages", True, 4, 4, 4)],
 )
+@pytest.mark.full_except("shared-False-1-3-2", "rma-False-3-3-2", "messages-True-4-4-4")
 def test_memory_of_all_ranks_together(transport, mirrored, parameters, gradients, optimizer):
     """In Psi: on one node, three ranks that work and serve share one copy of the parameters, or have three."""
     config = ParameterServerConfig(placement="colocated", transport=transport, mirrored=mirrored)

@@ -122,6 +122,7 @@ def compare(plan, model, dtype="float32", *, exact=True, late=False):
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 1 << 32), split=st.booleans(), late=st.booleans(), kind=st.sampled_from(["gpt", "mlp"]))
+@pytest.mark.full
 def test_any_legal_order_computes_the_same_gradients(seed, split, late, kind):
     draw = random.Random(seed)
     ranks = draw.choice([1, 2, 2, 3])

@@ -208,6 +208,7 @@ def test_small_units_stay_gathered_and_their_state_is_cut(comm):
     assert run.exchange.parameters.size > whole.exchange.parameters.size
 
 
+@pytest.mark.full
 def test_a_checkpoint_goes_from_any_degrees_to_any_others():
     losses, _ = alone()
     ways = [ZeroConfig(), MIXED, ZeroConfig(parameters=2, gradients=2, optimizer=2), SHARED]

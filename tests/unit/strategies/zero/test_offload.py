@@ -439,7 +439,7 @@ ON_GPU = {
 
 # lamb goes both ways twice
 @pytest.mark.parametrize(("case", "optimizer_name"), [*((case, "lamb") for case in ON_GPU), ("all in files", "adamw")])
-@pytest.mark.full_except("all on the host-lamb")
+@pytest.mark.full
 def test_a_gpu_with_its_states_elsewhere_is_the_cpu(gpu, text, tmp_path, case, optimizer_name):
     strategy, keys = ON_GPU[case]
     settings = text | {"parallel.strategy": strategy, "optimizer.name": optimizer_name, "precision.mode": "float64"}

@@ -308,6 +308,7 @@ with MetricsWriter(sys.argv[1], 8) as writer:
 """
 
 
+@pytest.mark.full
 def test_killed_writer_and_reader_beside_it(tmp_path, rng):
     for number in range(3):
         path = tmp_path / f"{number}.h5"

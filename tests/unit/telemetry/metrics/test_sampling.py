@@ -54,6 +54,7 @@ def test_blocks_are_apart_and_few(rng, chunk):
     assert tables.spread_blocks(0, chunk, 10) == []
 
 
+@pytest.mark.full
 def test_a_foreign_or_damaged_file_is_refused(tmp_path):
     path = tmp_path / "metrics.h5"
     with h5py.File(path, "w") as file:

@@ -140,6 +140,7 @@ def made(path, beside=None):
     return document.make_page(run_data.read(path, beside))
 
 
+@pytest.mark.full
 def test_what_was_moved_is_told_by_its_kind(run_dir):
     """A page that has a table of MiB does not say that nothing was sent, nor blame a setting that was not there."""
     with MetricsWriter(run_dir / "metrics.h5", 2, resume_step=60) as writer:
@@ -175,6 +176,7 @@ def test_a_whole_page(run_dir):
     assert [f"#{name}" for name in SECTIONS] == [v for t, k, v in found.attributes if (t, k) == ("a", "href")]
 
 
+@pytest.mark.full
 def test_the_policy_forbids_the_browser_to_load_anything(run_dir):
     text = made(run_dir)
     assert "default-src &#x27;none&#x27;" in text.partition("<style>")[0]
@@ -191,6 +193,7 @@ def test_what_was_not_measured_is_said_with_its_reason(run_dir):
     assert "0 J" not in said and "nan" not in said.lower().replace("nanosec", "")
 
 
+@pytest.mark.full
 def test_energy_by_phase_and_source(run_dir):
     phases = {"training": {"joules": 7200.0, "seconds": 60.0}, "checkpoint": {"joules": None, "seconds": 2.0}}
     parts = {"compute": {"joules": 5000.0, "seconds": 40.0, "error_j": 1.0}}
@@ -235,6 +238,7 @@ def test_nothing_of_a_hostile_run_is_markup(tmp_path):
     assert not re.search("[\x00-\x08\x0e-\x1f\u202e]", text)
 
 
+@pytest.mark.full
 def test_a_reason_that_is_hostile(run_dir):
     found = seen(
         made(
@@ -321,6 +325,7 @@ def test_resumes_are_marked(tmp_path):
     assert "Vertical lines: 1 resume." in seen(document.make_page(found)).said
 
 
+@pytest.mark.full
 def test_a_straggler_stands_out(tmp_path):
     write(tmp_path, ranks=5, scale=3.0)
     found = run_data.read(tmp_path)
@@ -360,6 +365,7 @@ def run(*arguments):
     return CliRunner().invoke(command, [str(one) for one in arguments])
 
 
+@pytest.mark.full
 def test_the_command_writes_one_file(run_dir, tmp_path):
     (run_dir / "recipe.toml").write_text('[run]\nsteps = 60\n\n[model]\nkind = "gpt"\n')
     file = tmp_path / "out.html"
@@ -379,6 +385,7 @@ def test_no_checkpoint_no_sample(run_dir, tmp_path):
     assert "No sample: the run has no checkpoint yet" in seen((tmp_path / "out.html").read_text()).said
 
 
+@pytest.mark.full
 def test_a_recipe_that_cannot_be_read_is_told(run_dir, tmp_path):
     (run_dir / "recipe.toml").write_text("[run]\nstepz = 5\n")
     run(run_dir, "--html", tmp_path / "out.html", "--no-sample")

@@ -218,6 +218,7 @@ def run_loop(comm, settings, out, resume=None):
     ).run()
 
 
+@pytest.mark.full
 def test_a_slow_rank_gets_fewer_samples_and_a_resumed_run_goes_on_with_them(text, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "BALANCE_EVERY_STEPS", 4)
     monkeypatch.setattr(module, "LEAST_TIMINGS", 3)

@@ -59,7 +59,7 @@ def losses(steps):
 
 
 @pytest.mark.parametrize("name", DRAWN if EVERY else DRAWN[:2])
-@pytest.mark.full_except("zero2")
+@pytest.mark.full
 def test_a_run_shrinks_and_goes_on(name, tmp_path, text, rng):
     precision = {} if "float16" in name else {"precision.mode": "float64"}
     keys = {**precision, "run.seed": int(rng.integers(1000)), **LAYOUTS[name]}
@@ -73,7 +73,7 @@ def test_a_run_shrinks_and_goes_on(name, tmp_path, text, rng):
 
 
 @pytest.mark.parametrize("name", DRAWN if EVERY else DRAWN[2:4])
-@pytest.mark.full_except("allreduce")
+@pytest.mark.full
 def test_spares_take_the_places_of_the_dead_to_the_bit(name, tmp_path, text, rng):
     keys = {"run.seed": int(rng.integers(1000)), **LAYOUTS[name]}
     calm = survive(4, tmp_path / "calm", text, keys)

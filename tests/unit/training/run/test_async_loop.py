@@ -270,7 +270,7 @@ def test_a_loss_that_is_not_finite_stops_all_and_names_the_tensor(keys, failing,
 
 
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
-@pytest.mark.full_except("colocated")
+@pytest.mark.full
 def test_a_late_worker_is_left_behind_and_its_gradient_dropped(placement, text, tmp_path):
     """Worker 1 computes its step 3 while the others make all of theirs; steps of which it has no part have their rows.
 
