@@ -36,7 +36,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_collection_modifyitems(items):
     # JAX starts threads, and a process that has them should fork no more: its tests come after those that do.
     items.sort(key=lambda item: "jax" in item.path.name)
-    # Of a test over a product of parameters, each value is tried once; the rest of the product is for the full tier.
+    # Of a test over a product of parameters, each value is tried once; the rest of the product is a matrix.
     cases = {}
     for item in items:
         if hasattr(item, "callspec"):
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items):
     for product in cases.values():
         covering = covering_cases([values_of(item) for item in product])
         for number in set(range(len(product))) - covering:
-            product[number].add_marker(pytest.mark.full)
+            product[number].add_marker(pytest.mark.matrix)
 
 
 def values_of(item: pytest.Item) -> set[tuple[Any, ...]]:
