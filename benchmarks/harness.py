@@ -125,8 +125,8 @@ def add_options(parser: argparse.ArgumentParser, module: ModuleType) -> None:
 def run(module: ModuleType, name: str, words: Sequence[str]) -> int:
     """Run the study of ``module`` with the options ``words`` and return the exit code. Collective with ranks."""
     study = Study.of(module)
-    options = _parsed(study, module, name, words)
     try:
+        options = _parsed(study, module, name, words)
         if options.plot is not None:
             check_plot(options.plot)
         if study.on == "gpu":
@@ -193,7 +193,7 @@ def _measured(study: Study, options: argparse.Namespace, session: Session) -> in
         print("\n".join(study.lines(results)), flush=True)
         if output is not None:
             origin = provenance(mpi_library=session.library, hosts=hosts, anonymous=options.anonymous)
-            (study.write or _writer(study))(output, results, origin)
+            (study.write or _writer(study, options))(output, results, origin)
             print(f"all that was measured is in {output}")
         if options.plot is not None:
             study.plot(results, options.plot)  # type: ignore[misc]
@@ -207,10 +207,14 @@ def _measured(study: Study, options: argparse.Namespace, session: Session) -> in
     return int(session.comm.broadcast_object(code))
 
 
-def _writer(study: Study) -> Callable[[Path, Results, Mapping[str, Any]], None]:
+def _writer(study: Study, options: argparse.Namespace) -> Callable[[Path, Results, Mapping[str, Any]], None]:
+    # With the options, which a later --check measures with, whatever the defaults are by then.
+    chosen = {name: value for name, value in vars(options).items() if name not in ("output", "plot", "check")}
+    chosen = {name: value for name, value in chosen.items() if isinstance(value, str | int | float | list)}
+
     def write(path: Path, results: Results, origin: Mapping[str, Any]) -> None:
         about = {name: {"dims": dims} for name, dims in results.dims.items()}
-        attributes = {**origin, **results.attributes}
+        attributes = {**chosen, **origin, **results.attributes}
         files.write_contiguous(path, results.arrays, attributes, about, schema=study.schema, version=1)
 
     return write
