@@ -17,7 +17,7 @@ Decay = Literal["cosine", "polynomial", "constant"]
 Scaling = Literal["none", "linear", "sqrt"]
 TRUST_RATIO: Final = ("trust_ratio_min", "trust_ratio_max")
 # Options of single optimizers, and the optimizers that read them.
-OF: Final[dict[str, tuple[Name, ...]]] = {
+READ_BY: Final[dict[str, tuple[Name, ...]]] = {
     "bias_correction": ("adamw", "lamb"),
     "momentum_correction": ("lars",),
     **dict.fromkeys(TRUST_RATIO, ("lamb",)),
@@ -125,7 +125,7 @@ class OptimizerConfig:
 
 _PEAKS: Final = ("learning_rate", "epsilon", "trust_coefficient", "power")
 _SHARES: Final = ("momentum", "beta1", "beta2")
-_COUNTS: Final = ("weight_decay", "clip_norm", "warmup_steps", "warmup_samples", "base_batch", *TRUST_RATIO)
+_NOT_NEGATIVE: Final = ("weight_decay", "clip_norm", "warmup_steps", "warmup_samples", "base_batch", *TRUST_RATIO)
 _BOTH: Final = "give both (sgd and lars: 'linear'; adamw and lamb: 'sqrt'), or 'none' and 0"
 RULES: Final = (
     one_of("optimizer.name", get_args(Name)),
@@ -133,13 +133,13 @@ RULES: Final = (
     one_of("optimizer.scaling", get_args(Scaling)),
     *(finite(f"optimizer.{name}", lambda value: value > 0, "above 0") for name in _PEAKS),
     *(finite(f"optimizer.{name}", lambda value: 0 <= value < 1, "at least 0 and below 1") for name in _SHARES),
-    *(finite(f"optimizer.{name}", lambda value: value >= 0, "at least 0") for name in _COUNTS),
+    *(finite(f"optimizer.{name}", lambda value: value >= 0, "at least 0") for name in _NOT_NEGATIVE),
     finite("optimizer.final_fraction", lambda value: 0 <= value <= 1, "between 0 and 1"),
     rule("optimizer.nesterov with optimizer.name!=sgd", "it is defined for sgd"),
     rule("optimizer.nesterov with optimizer.momentum=0", "it is defined for a momentum above 0"),
     *(
         no_effect(f"optimizer.{name}", getattr(OptimizerConfig, name), "optimizer.name", names)
-        for name, names in OF.items()
+        for name, names in READ_BY.items()
     ),
     rule(
         "optimizer.trust_ratio_max with optimizer.trust_ratio_min?",
