@@ -96,7 +96,7 @@ def test_the_page_of_a_run_has_all_of_it(page):
     for title in SECTIONS:
         assert f">{title}</h2>" in text
     assert re.search(r"after 24 of 24 steps", text) and ">finished</span>" in text
-    charts = re.findall(r"<h3>([^<]*)</h3><div class=\"chart\"", text)
+    charts = re.findall(r"<h3>([^<]*)</h3>\s*<div class=\"chart\"", text)
     assert charts == [
         "Loss", "Learning rate", "Throughput", "Time of a step by phase", "Compute time of each rank",
         "Timeline of a step", "Memory by category", "Bytes sent a step", "Power", "Energy so far", "Energy by phase",

@@ -7,7 +7,7 @@ import importlib
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -103,6 +103,13 @@ def flop_counter() -> Any:
     on_cpu = library().ops.aten._scaled_dot_product_flash_attention_for_cpu  # which the counter does not know
     counter = importlib.import_module("torch.utils.flop_counter")
     return counter.FlopCounterMode(display=False, custom_mapping={on_cpu: attention})
+
+
+@contextlib.contextmanager
+def restored_random(devices: "Sequence[torch.device]") -> Iterator[None]:
+    """Leave the generators of the CPU and of ``devices`` as they were; other threads draw before or after."""
+    with _GENERATORS, library().random.fork_rng(devices):
+        yield
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from hpcdist.adapters.torch.arrays import (
     as_computable,
     flop_counter,
     library,
+    restored_random,
     seeded_random,
     share_stream,
     tensor_of,
@@ -324,9 +325,8 @@ class TorchLoss(Loss):
         Raises UsageError where it is the other reduction: steps would depend on how a batch is cut.
         """
         half, count = len(losses.outputs) // 2, len(losses.outputs)
-        torch = library()
         devices = [losses.outputs.device] if losses.outputs.is_cuda else []
-        with torch.no_grad(), torch.random.fork_rng(devices):  # a loss that draws draws in the step as without this
+        with library().no_grad(), restored_random(devices):  # a loss that draws draws in the step as without this
             parts = (slice(None), slice(half), slice(half, None))
             values = [self._one(losses.outputs[part], losses.targets[part]) for part in parts]
         whole, first, second = (float(loss.double()) for loss in values)
