@@ -165,6 +165,7 @@ class RankRun:
             self.run(batches, len(samples), number)
         why = explain_nonfinite(self.comm, self.executor, self.operations, batches, caught.value)
         assert self.bits() == before, "nothing is updated"
+        self.comm.barrier()  # ranks of a node may share the parameters, which callers change next
         return str(why)
 
     def state(self) -> trainings.State:
