@@ -5,6 +5,7 @@ import os
 import secrets
 import shutil
 import subprocess
+import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,12 @@ hypothesis.settings.load_profile("hpcdist")
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"random inputs: {SEED_VARIABLE}={SEED}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Processes that start together on a cold cache would each compile the same kernels.
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        subprocess.run([sys.executable, "-m", "hpcdist", "warmup"], stdout=subprocess.DEVNULL, check=True, timeout=600)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,7 +13,7 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
 from typing import Any, overload
@@ -36,7 +36,7 @@ def _private(folder: str) -> Path:
     return Path(folder) / f"hpcdist-numba-{os.getuid()}"
 
 
-def _prepare_cache() -> bool:
+def prepare_cache() -> bool:
     """Create the cache directory; return whether there is one. Refuses one that another user could have written to.
 
     Where it cannot be written, the processes of this user on the node share one in a temporary directory instead:
@@ -181,7 +181,7 @@ class Kernel:
         if self._compiled is None:
             with _lock:
                 if self._compiled is None:
-                    is_cached = _prepare_cache()
+                    is_cached = prepare_cache()
                     import numba  # 0.4 s: paid by the first kernel, not by `hpcdist --help`
                     import numba.extending
 
@@ -213,7 +213,7 @@ class Kernel:
         """
         with _lock:
             if types not in self._exported:
-                is_cached = _prepare_cache()
+                is_cached = prepare_cache()
                 import numba
                 import numba.extending
 
@@ -277,11 +277,17 @@ def jit(function: Callable[..., Any] | None = None, *, fastmath: FastMath = Fals
     return Kernel(function, fastmath)
 
 
-def warm() -> list[str]:
-    """Compile every registered kernel for every registered sample into the cache; return their names."""
-    names = []
-    for kernel in _kernels:
+def count() -> int:
+    """Return the number of registered kernels."""
+    return len(_kernels)
+
+
+def warm(part: int = 0, parts: int = 1) -> Iterator[str]:
+    """Compile the registered kernels for their samples into the cache; yield the name of each when it is done.
+
+    Processes that share the work each take one of ``parts``: every so many kernels, beginning with ``part``.
+    """
+    for kernel in _kernels[part::parts]:
         for arguments in kernel._samples:
             kernel(*arguments())
-        names.append(kernel.__name__)
-    return names
+        yield kernel.__name__

@@ -7,7 +7,9 @@ of the packages that hold kernels, which register themselves with `arrays.jit`.
 
 import json
 import os
+import sys
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:  # late at run time: --help must not load numpy
     from hpcdist.comm.start import Session
 
 
+MOST_JOBS: Final = 8
 KERNEL_PACKAGES: Final = ("arrays", "collectives", "models", "optim", "strategies", "training.data")  # with kernels
 
 
@@ -160,7 +163,8 @@ def _rate(s_per_byte: float) -> str:
     type=DIRECTORY,
     help="Directory of compiled kernels; jobs find it through NUMBA_CACHE_DIR.  [default: that of this user and node]",
 )
-def warmup(cache: Path | None) -> None:
+@click.option("--jobs", type=COUNT, help="Processes that compile.  [default: one a core, at most 8]")
+def warmup(cache: Path | None, jobs: int | None) -> None:
     """Compile the kernels into a cache, for this processor and this version of hpcdist.
 
     Whoever may write into the cache may run code in the jobs that load it: a site's cache belongs to the administrator.
@@ -172,10 +176,48 @@ def warmup(cache: Path | None) -> None:
 
     began = time.perf_counter()
     _import_kernels()
-    names = jit.warm()
-    click.echo(f"{len(names)} kernels in {jit.cache_directory()} ({time.perf_counter() - began:.1f} s)")
+    jit.prepare_cache()  # before the processes part, so that all of them use the same one
+    _compile(jobs or min(MOST_JOBS, len(os.sched_getaffinity(0))))
+    click.echo(f"{jit.count()} kernels in {jit.cache_directory()} ({time.perf_counter() - began:.1f} s)")
     if cache is not None:
         click.echo(f"use them with: export NUMBA_CACHE_DIR={cache.resolve()}")
+
+
+def _compile(jobs: int) -> None:
+    """Compile the kernels in ``jobs`` processes, with a bar on a terminal. Raises HpcdistError where one fails."""
+    from tqdm import tqdm
+
+    from hpcdist.arrays import jit
+    from hpcdist.errors import HpcdistError
+
+    read, write = os.pipe()
+    children = [_fork(write, part, jobs) for part in range(jobs)]
+    os.close(write)
+    with os.fdopen(read, "rb", buffering=0) as done, tqdm(total=jit.count(), unit="kernel", disable=None) as bar:
+        while names := done.read(256):
+            bar.update(len(names))
+    failed = [child for child in children if os.waitpid(child, 0)[1]]
+    if failed:
+        raise HpcdistError(f"{len(failed)} of {jobs} processes did not compile all kernels")
+
+
+def _fork(write: int, part: int, parts: int) -> int:
+    """Start a process that compiles one of ``parts`` and writes a byte for each kernel; return its id."""
+    from hpcdist.arrays import jit
+
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        for _ in jit.warm(part, parts):
+            os.write(write, b".")
+        code = 0
+    except Exception:  # noqa: BLE001 - of the compiler, or a full disk: shown, and the parent says that it failed
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def _import_kernels() -> None:

@@ -30,9 +30,9 @@ def read_only(monkeypatch, *folders):
 
 
 def test_a_directory_that_can_be_written_is_taken_in_silence(tmp_path, temporary, monkeypatch, capfd):
-    assert jit._prepare_cache() and os.environ["NUMBA_CACHE_DIR"] == str(temporary)
+    assert jit.prepare_cache() and os.environ["NUMBA_CACHE_DIR"] == str(temporary)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "chosen"))
-    assert jit._prepare_cache() and Path(os.environ["NUMBA_CACHE_DIR"]).parent == tmp_path / "chosen"
+    assert jit.prepare_cache() and Path(os.environ["NUMBA_CACHE_DIR"]).parent == tmp_path / "chosen"
     assert capfd.readouterr().err == ""
 
 
@@ -44,7 +44,7 @@ def test_one_that_cannot_is_told_once_for_a_node_and_what_it_has_is_copied(tmp_p
     for process in range(2):
         monkeypatch.setattr(jit, "_prepared", None)
         monkeypatch.setenv("NUMBA_CACHE_DIR", str(chosen))
-        assert jit._prepare_cache() and os.environ["NUMBA_CACHE_DIR"] == str(temporary)
+        assert jit.prepare_cache() and os.environ["NUMBA_CACHE_DIR"] == str(temporary)
         told = capfd.readouterr().err
         assert told.count("\n") == (process == 0) and ("Read-only file system" in told) == (process == 0)
     assert (temporary / "gpt_0" / "kernel.nbi").read_bytes() == b"code"
@@ -53,7 +53,7 @@ def test_one_that_cannot_is_told_once_for_a_node_and_what_it_has_is_copied(tmp_p
 
 def test_without_any_that_can_be_written_nothing_is_kept_and_that_is_told(tmp_path, monkeypatch, capfd):
     read_only(monkeypatch, Path("/"))
-    assert not jit._prepare_cache()
+    assert not jit.prepare_cache()
     assert "each process compiles its kernels anew" in capfd.readouterr().err
 
 
@@ -61,4 +61,4 @@ def test_a_directory_of_others_is_refused(tmp_path, temporary):
     temporary.parent.mkdir()
     temporary.parent.chmod(0o777)
     with pytest.raises(MissingCapabilityError, match="not a private directory"):
-        jit._prepare_cache()
+        jit.prepare_cache()
