@@ -47,6 +47,9 @@ def pytest_collection_modifyitems(items):
     cases = {}
     for item in items:
         if hasattr(item, "callspec"):
+            kept = item.get_closest_marker("matrix_except")
+            if kept is not None and item.callspec.id not in kept.args:
+                item.add_marker(pytest.mark.matrix)
             mark = item.get_closest_marker("full_except")
             if mark is not None:
                 if item.callspec.id not in mark.args:

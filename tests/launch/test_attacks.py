@@ -127,6 +127,7 @@ def reference_step(weights, biases, x, y):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.matrix_except("zero1 in micro-batches on 2 ranks")
 def test_a_layout_trains_what_one_process_in_float64_does(layout, table, tmp_path):
     ranks, keys = LAYOUTS[layout]
     summary = json.loads(ends(line(ranks, table, tmp_path / "run", *keys, "run.steps=4")).partition("\n")[0])

@@ -253,6 +253,7 @@ def test_a_sink_that_fails_later_is_told_of_once_and_the_run_goes_on(text, tmp_p
 
 
 @pytest.mark.parametrize("what", ["port", "gateway", "directory"])
+@pytest.mark.matrix_except("gateway")
 def test_what_cannot_begin_is_refused_before_the_first_step(text, tmp_path, what):
     pytest.importorskip("prometheus_client")
     out = tmp_path / "run"

@@ -16,6 +16,7 @@ PYTEST = ["-P", "-m", "pytest", "--color=no", "-p", "no:cacheprovider", "-o", "t
 @pytest.mark.full_except("2-first", "3-first")
 @pytest.mark.parametrize("tier", ["not full and not matrix", "full and not matrix"], ids=["first", "full"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])  # 3: not a power of two; 4: products of two axes
+@pytest.mark.matrix_except("2-first", "3-first", "1-first", "4-first")
 def test_rank_suite(mpiexec, size, tier):
     done = mpiexec(size, [*PYTEST, "-m", tier, str(TESTS / "ranks")], timeout=1500)
     print(done.stdout)

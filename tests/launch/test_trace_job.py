@@ -42,6 +42,7 @@ def check_nests(events):
 
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.full
+@pytest.mark.matrix_except("thread", "pipeline")
 def test_a_job(name, tmp_path, text):
     ranks, settings = JOBS[name]
     out, file = tmp_path / "run", tmp_path / "trace.json"

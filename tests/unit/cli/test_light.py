@@ -127,7 +127,7 @@ def test_run_shows_what_it_would_start():
     assert done.stdout.endswith(f"-n 3 --quiet -v {sys.executable} -P -m hpcdist train 'a b.toml'\n")
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 @pytest.mark.timeout(900)
 def test_warmup_fills_the_named_cache(tmp_path):
     done = jobs.hpcdist("warmup", "--cache", str(tmp_path / "cache"), timeout=800)  # compiles all kernels

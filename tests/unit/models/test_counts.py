@@ -150,6 +150,15 @@ LARGE = {
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.full_except("encoder-True")
+@pytest.mark.matrix_except(
+    "gpt-True",
+    "many layers-True",
+    "large vocabulary-False",
+    "all options-False",
+    "encoder-False",
+    "mlp-True",
+    "convnet-True",
+)
 def test_memory_is_that_of_the_ledger(name, recompute, rng):
     keys, inputs, samples = LARGE[name]
     config = config_of(keys)

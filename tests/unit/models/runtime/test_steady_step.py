@@ -61,12 +61,14 @@ def check(found):
 
 @pytest.mark.parametrize("case", ALONE)
 @pytest.mark.full
+@pytest.mark.matrix_except("two micro-batches", "recompute", "float16, lamb", "logical shards")
 def test_a_step_of_one_rank_allocates_nothing(case):
     check(steady(COMMON | ALONE[case]))
 
 
 @pytest.mark.parametrize("case", TOGETHER)
 @pytest.mark.full
+@pytest.mark.matrix_except("zero2", "zero3, bfloat16", "1f1b")
 def test_a_step_of_two_ranks_allocates_nothing(case, monkeypatch):
     unseen_messages(monkeypatch)
     check(steady(COMMON | TOGETHER[case], ranks=2))
@@ -74,6 +76,7 @@ def test_a_step_of_two_ranks_allocates_nothing(case, monkeypatch):
 
 @pytest.mark.parametrize("case", ["sequential", "recompute", "lamb", "bfloat16"])
 @pytest.mark.full
+@pytest.mark.matrix_except("bfloat16")
 def test_a_larger_model_allocates_no_more(case):
     small, large = steady(COMMON | ALONE[case]), steady(COMMON | ALONE[case] | LARGER)
     assert large.largest >= 4 * small.largest
