@@ -282,12 +282,7 @@ def groups(comm: Communicator) -> list[tuple[str, Communicator]]:
 
 
 def of_collectives(
-    comm: Communicator,
-    algorithms: Sequence[str],
-    bounds: tuple[int, int],
-    seconds: float,
-    mpi_library: str,
-    say: Say,
+    comm: Communicator, algorithms: Sequence[str], bounds: tuple[int, int], seconds: float, mpi_library: str, say: Say
 ) -> tuple[CollectivePoint, ...]:
     """Return allreduce, reduce-scatter and all-gather by ``algorithms``, between ``bounds``. Collective over ``comm``.
 

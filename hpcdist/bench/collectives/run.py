@@ -255,10 +255,7 @@ class _ContenderChoice:
         self._comm, self._wanted, self._chosen, self._library, self._say = comm, wanted, chosen, mpi_library, say
 
     def of(
-        self,
-        cell: CollectivesCell,
-        pools: dict[str, BufferPool],
-        contents: BufferContents,
+        self, cell: CollectivesCell, pools: dict[str, BufferPool], contents: BufferContents
     ) -> list[CollectivesContender]:
         """Return the contenders, native first and references last; none where no algorithm runs. Collective."""
         known = contenders.algorithms(cell.op)

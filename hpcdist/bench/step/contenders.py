@@ -117,10 +117,7 @@ class TorchRun:
         self._parameters = list(module.parameters())
         adapted = [parameter for parameter in self._parameters if parameter.ndim > 1]
         rest = [parameter for parameter in self._parameters if parameter.ndim <= 1]
-        groups = [
-            {"params": adapted, "weight_decay": optimizer.weight_decay},
-            {"params": rest, "weight_decay": 0.0},
-        ]
+        groups = [{"params": adapted, "weight_decay": optimizer.weight_decay}, {"params": rest, "weight_decay": 0.0}]
         betas = optimizer.beta1, optimizer.beta2
         # The quickest of its implementations.
         self._optimizer = library.optim.AdamW(groups, lr=0.0, betas=betas, eps=optimizer.epsilon, fused=True)

@@ -62,11 +62,7 @@ _COLUMNS: Final[Mapping[str, tuple[Column, ...]]] = {
         Column("note", "S240", "1", "shared, MIG, integrated power, changed power cap"),
         Column("declared", "i8", "1", "1: its joules come from a declared model, and were not measured"),
     ),
-    "samples": (
-        _NODE[0],
-        *_WHERE,
-        Column("energy_mj", "i8", "mJ", "cumulative energy counter, wraps unrolled"),
-    ),
+    "samples": (_NODE[0], *_WHERE, Column("energy_mj", "i8", "mJ", "cumulative energy counter, wraps unrolled")),
     "powers": (_NODE[0], *_WHERE, Column("power_mw", "i8", "mW", "power, as energy/about says of the source")),
     "gaps": (
         Column("t_mono_ns", "i8", "ns", "the sample before which the energy is not known; monotonic clock of the node"),
@@ -80,10 +76,7 @@ _COLUMNS: Final[Mapping[str, tuple[Column, ...]]] = {
         Column("own_s", "f8", "s", "duration without the windows inside"),
         Column("energy_j", "f8", "J", "energy without the windows inside; NaN where an edge could not be read"),
     ),
-    "utilisation": (
-        *_NODE,
-        *(Column(name, "f8", "By" if name in BYTES else "1", _MEANINGS[name]) for name in COLUMNS),
-    ),
+    "utilisation": (*_NODE, *(Column(name, "f8", "By" if name in BYTES else "1", _MEANINGS[name]) for name in COLUMNS)),
     "sampler": (
         *_NODE,
         Column("busy_s", "f8", "s", "time of a processor that reading took since this start"),

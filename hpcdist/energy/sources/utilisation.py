@@ -61,11 +61,7 @@ class TdpProcessors:
     about = SourceInfo(note=CPU_NOTE, declared=True)
 
     def __init__(
-        self,
-        tdp_w: float,
-        idle_fraction: float,
-        stat: Path = STAT,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
+        self, tdp_w: float, idle_fraction: float, stat: Path = STAT, clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
         self._tdp_w, self._idle_fraction = tdp_w, idle_fraction
         self._stat, self._clock_ns = stat, clock_ns

@@ -136,10 +136,7 @@ def _device(base: Cluster, measurements: ClusterMeasurements, lines: list[str]) 
         f"{counted(len(measurements.steps), 'step')} of models, unseen ones {shares.error:.1%} off (the worst)"
     )
     return replace(
-        device,
-        memory_share=shares.memory_share,
-        attention_share=shares.attention_share,
-        kernel_s=shares.kernel_s,
+        device, memory_share=shares.memory_share, attention_share=shares.attention_share, kernel_s=shares.kernel_s
     )
 
 

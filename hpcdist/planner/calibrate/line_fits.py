@@ -188,8 +188,7 @@ def _least_squares(slope: np.ndarray, constant: np.ndarray, weights: np.ndarray)
     # The loss is convex: where the free minimum has a negative constant, the least with both >= 0 has one of them 0.
     alone = FittedLine(a1 / aa, 0.0), FittedLine(0.0, b1 / bb if bb else 0.0)
     return min(
-        alone,
-        key=lambda line: float((weights * (line.latency_s * constant + line.s_per_byte * slope - 1) ** 2).sum()),
+        alone, key=lambda line: float((weights * (line.latency_s * constant + line.s_per_byte * slope - 1) ** 2).sum())
     )
 
 

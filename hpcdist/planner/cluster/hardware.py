@@ -33,10 +33,7 @@ def _prefixed(unit: str, prefixes: Mapping[str, float], times: float = 1.0) -> d
 
 UNITS: Final[Mapping[str, Mapping[str, float]]] = {
     "bytes": {**_prefixed("B", {**_SI, **_BINARY}), "bytes": 1.0, "byte": 1.0},
-    "bandwidth": {
-        **_prefixed("B/s", {**_SI, **_BINARY}),
-        **_prefixed("bit/s", _SI, 1 / 8),
-    },
+    "bandwidth": {**_prefixed("B/s", {**_SI, **_BINARY}), **_prefixed("bit/s", _SI, 1 / 8)},
     "flops": _prefixed("FLOP/s", _SI),
     "time": {
         "s": 1.0,

@@ -105,11 +105,7 @@ def of_config(
         units = list(_convolutions(config, counted, channels))
     largest = max(product.columns * product.rows for unit in units for product in unit.products)
     return ModelDescription(
-        name=config.kind,
-        units=tuple(_merged(units)),
-        tokens=1,
-        width=largest,
-        sample_bytes=STORED_BYTES * numbers,
+        name=config.kind, units=tuple(_merged(units)), tokens=1, width=largest, sample_bytes=STORED_BYTES * numbers
     )
 
 

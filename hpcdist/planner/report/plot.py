@@ -31,17 +31,7 @@ from hpcdist.reporting.plotting import GanttBar, GanttStyle
 if TYPE_CHECKING:
     from hpcdist.strategies.schedule.simulate.timeline import StepTimeline
 
-KINDS: Final = (
-    "forward",
-    "backward",
-    "input",
-    "weight",
-    "recompute",
-    "message",
-    "exchange",
-    "update",
-    "input_data",
-)
+KINDS: Final = ("forward", "backward", "input", "weight", "recompute", "message", "exchange", "update", "input_data")
 MEMORY: Final = {
     "parameters": "#1f3b5c",
     "gradients": "#4f83b5",

@@ -37,15 +37,7 @@ from hpcdist.planner.time.step import MicrobatchFlow, microbatch_flow
 
 ALIKE: Final = ("activations", "reserved")  # terms that no strategy changes
 _STEM: Final = attrgetter(
-    "data",
-    "pipeline",
-    "tensor",
-    "context",
-    "expert",
-    "recompute",
-    "sequence_parallel",
-    "schedule",
-    "chunks",
+    "data", "pipeline", "tensor", "context", "expert", "recompute", "sequence_parallel", "schedule", "chunks"
 )
 _NEVER: Final = 1 << 62
 

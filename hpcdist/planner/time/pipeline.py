@@ -316,12 +316,7 @@ def closed_pipe(
 
 
 def closed_form(
-    layout: ParallelLayout,
-    slowest: PlannedSeconds,
-    others: PlannedSeconds,
-    m: int,
-    hop_s: float,
-    ahead_s: float = 0.0,
+    layout: ParallelLayout, slowest: PlannedSeconds, others: PlannedSeconds, m: int, hop_s: float, ahead_s: float = 0.0
 ) -> PipelineTime:
     """Return the closed form of the layout's schedule, for ranks of these times (local)."""
     return closed_time(
