@@ -53,7 +53,7 @@ def test_counter_and_integrated_power_agree_over_a_minute(cupy, driver):
     print(f"{counter.about.model}: {by_counter_j:.1f} J counted, {by_power_j:.1f} J of its {sensor.field} power")
     assert by_counter_j > WATCHED_S, "a GPU at work draws more than a watt"
     assert by_power_j == pytest.approx(by_counter_j, rel=APART)
-    assert 0.0 <= sensor.use() <= 1.0 and 0 < sensor.memory()[0] <= sensor.memory()[1]
+    assert 0.0 <= sensor.use() <= 1.0 and 0 < sensor.memory_share() <= 1
 
 
 def test_the_command_line_finds_it(driver):

@@ -6,10 +6,11 @@ hold. Linux shows the limits of processors beside the counters of RAPL under /sy
 the machine puts them back. They hold for everything that runs on the node.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn, Protocol
+from typing import Final, Protocol
 
 from hpcdist.energy.sources import nvml, rapl
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
@@ -89,78 +90,91 @@ GPU_CLOCK: Final = "nvml-clock"
 HIGHEST_PERFORMANCE_STATE: Final = 0  # the performance state of a GPU at work
 
 
-class GpuPowerLimit:
-    """Power limit of a GPU (nvmlDeviceSetPowerManagementLimit): an average that its firmware enforces."""
+class _GpuLimit:
+    """What the limits of a GPU have in common; ``what`` names one for people."""
 
-    kind, place, unit, per_unit = GPU_POWER, "", "W", 1000
-    what: Final = "power limit"
+    place, what = "", ""
 
     def __init__(self, uuid: str) -> None:
         self._nvml = nvml.load_pynvml()
         self.device = uuid
-        self._handle, self.name = _gpu(uuid)
+        try:
+            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+            self.name = f"{uuid} ({self._nvml.nvmlDeviceGetName(self._handle)})"
+        except self._nvml.NVMLError as error:
+            raise MissingCapabilityError(f"{uuid}: this process cannot see it ({error})") from error
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise the MissingCapabilityError or ConfigurationError that explains an error of the driver."""
+        binding, name, what = self._nvml, self.name, self.what
+        try:
+            yield
+        except binding.NVMLError_NoPermission as error:
+            raise MissingCapabilityError(
+                f"{name}: its {what} may be changed by root only (the driver says: {error}); "
+                f"{ROOT_HINT}, or {UNPRIVILEGED_HINT}"
+            ) from None
+        except (binding.NVMLError_NotSupported, binding.NVMLError_FunctionNotFound) as error:
+            hint = UNPRIVILEGED_HINT
+            raise MissingCapabilityError(f"{name}: its {what} cannot be changed ({error}); {hint}") from None
+        except binding.NVMLError_InvalidArgument as error:
+            raise ConfigurationError(f"{name}: the driver does not take this {what} ({error})") from None
+        except binding.NVMLError as error:
+            why = f"its {what} cannot be read or changed: the driver says: {error}"
+            raise MissingCapabilityError(f"{name}: {why}") from None
+
+
+class GpuPowerLimit(_GpuLimit):
+    """Power limit of a GPU (nvmlDeviceSetPowerManagementLimit): an average that its firmware enforces."""
+
+    kind, unit, per_unit, what = GPU_POWER, "W", 1000, "power limit"
 
     def allowed(self) -> LimitRange:
         """Return the constraints of the driver, and its default."""
-        try:
+        with self._explained():
             least, most = self._nvml.nvmlDeviceGetPowerManagementLimitConstraints(self._handle)
             default = self._nvml.nvmlDeviceGetPowerManagementDefaultLimit(self._handle)
-        except self._nvml.NVMLError as error:
-            _refused(self.name, self.what, error)
         return LimitRange(least / self.per_unit, most / self.per_unit, default / self.per_unit)
 
-    def now(self) -> int | None:
+    def now(self) -> int:
         """Return the limit in mW."""
-        try:
+        with self._explained():
             return int(self._nvml.nvmlDeviceGetPowerManagementLimit(self._handle))
-        except self._nvml.NVMLError as error:
-            _refused(self.name, self.what, error)
 
     def in_force(self) -> float | None:
         """Return the least of all limits of the GPU, in W: the enforced one where the driver shows it."""
         try:
             return float(self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle)) / self.per_unit
         except self._nvml.NVMLError:
-            limit = self.now()
-            return None if limit is None else limit / self.per_unit
+            return self.now() / self.per_unit
 
     def put(self, value: int | None) -> None:
         """Set the limit in mW."""
-        try:
+        with self._explained():
             self._nvml.nvmlDeviceSetPowerManagementLimit(self._handle, value)
-        except self._nvml.NVMLError as error:
-            _refused(self.name, self.what, error)
 
     def cure(self, value: int | None) -> str:
         """Return nvidia-smi's command."""
         return f"sudo nvidia-smi -i {self.device} -pl {(value or 0) / self.per_unit:g}"
 
 
-class GpuClockLimit:
+class GpuClockLimit(_GpuLimit):
     """Locked clock of a GPU, at one frequency (nvmlDeviceSetGpuLockedClocks).
 
     The driver does not say whether clocks are locked, so an earlier lock cannot be restored: at the end they are
     unlocked.
     """
 
-    kind, place, unit, per_unit = GPU_CLOCK, "", "MHz", 1
-    what: Final = "clock"
-
-    def __init__(self, uuid: str) -> None:
-        self._nvml = nvml.load_pynvml()
-        self.device = uuid
-        self._handle, self.name = _gpu(uuid)
+    kind, unit, per_unit, what = GPU_CLOCK, "MHz", 1, "clock"
 
     def allowed(self) -> LimitRange:
         """Return the graphics clocks that go with the highest clock of the memory, where the driver lists them."""
-        try:
+        unlisted = (self._nvml.NVMLError_NotSupported, self._nvml.NVMLError_FunctionNotFound, ValueError, IndexError)
+        with self._explained(), suppress(*unlisted):
             memory = max(self._nvml.nvmlDeviceGetSupportedMemoryClocks(self._handle))
             values = sorted(self._nvml.nvmlDeviceGetSupportedGraphicsClocks(self._handle, memory))
             return LimitRange(values[0], values[-1], values=tuple(map(float, values)))
-        except (self._nvml.NVMLError_NotSupported, self._nvml.NVMLError_FunctionNotFound, ValueError, IndexError):
-            pass  # it does not list them
-        except self._nvml.NVMLError as error:
-            _refused(self.name, self.what, error)
         state = (self._nvml.NVML_CLOCK_GRAPHICS, HIGHEST_PERFORMANCE_STATE)
         try:
             least, most = self._nvml.nvmlDeviceGetMinMaxClockOfPState(self._handle, *state)
@@ -178,42 +192,15 @@ class GpuClockLimit:
 
     def put(self, value: int | None) -> None:
         """Lock the clock at ``value`` MHz, or unlock it."""
-        try:
+        with self._explained():
             if value is None:
                 self._nvml.nvmlDeviceResetGpuLockedClocks(self._handle)
             else:
                 self._nvml.nvmlDeviceSetGpuLockedClocks(self._handle, value, value)
-        except self._nvml.NVMLError as error:
-            _refused(self.name, self.what, error)
 
     def cure(self, value: int | None) -> str:
         """Return nvidia-smi's command."""
         return f"sudo nvidia-smi -i {self.device} " + ("-rgc" if value is None else f"-lgc {value},{value}")
-
-
-def _gpu(uuid: str) -> tuple[Any, str]:
-    """Return the handle of a GPU and its name for messages. Raises MissingCapabilityError."""
-    binding = nvml.load_pynvml()
-    try:
-        handle = binding.nvmlDeviceGetHandleByUUID(uuid)
-        return handle, f"{uuid} ({binding.nvmlDeviceGetName(handle)})"
-    except binding.NVMLError as error:
-        raise MissingCapabilityError(f"{uuid}: this process cannot see it ({error})") from error
-
-
-def _refused(name: str, what: str, error: Exception) -> NoReturn:
-    """Raise the MissingCapabilityError or ConfigurationError that explains ``error`` of the driver."""
-    binding = nvml.load_pynvml()
-    if isinstance(error, binding.NVMLError_NoPermission):
-        raise MissingCapabilityError(
-            f"{name}: its {what} may be changed by root only (the driver says: {error}); "
-            f"{ROOT_HINT}, or {UNPRIVILEGED_HINT}"
-        ) from None
-    if isinstance(error, binding.NVMLError_NotSupported | binding.NVMLError_FunctionNotFound):
-        raise MissingCapabilityError(f"{name}: its {what} cannot be changed ({error}); {UNPRIVILEGED_HINT}") from None
-    if isinstance(error, binding.NVMLError_InvalidArgument):
-        raise ConfigurationError(f"{name}: the driver does not take this {what} ({error})") from None
-    raise MissingCapabilityError(f"{name}: its {what} cannot be read or changed: the driver says: {error}") from None
 
 
 GPU_LIMIT_KINDS: Final[Mapping[str, Callable[[str], DeviceLimit]]] = {
@@ -279,7 +266,7 @@ class CpuPowerLimit:
         most = self._text(f"constraint_{self._number()}_max_power_uw")
         return LimitRange(most=int(most) / self.per_unit if most.isdecimal() and int(most) else None)
 
-    def now(self) -> int | None:
+    def now(self) -> int:
         """Return the limit in uW."""
         try:
             return int(self._limit.read_text())
@@ -291,10 +278,9 @@ class CpuPowerLimit:
         except (OSError, ValueError) as error:
             raise MissingCapabilityError(f"{self._limit} cannot be read: {error}") from None
 
-    def in_force(self) -> float | None:
+    def in_force(self) -> float:
         """Return what the kernel shows, in W."""
-        limit = self.now()
-        return None if limit is None else limit / self.per_unit
+        return self.now() / self.per_unit
 
     def put(self, value: int | None) -> None:
         """Write the limit in uW."""

@@ -7,6 +7,7 @@ CUDA_VISIBLE_DEVICES to UUIDs and is pure. pynvml is imported at the first use, 
 
 import functools
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -130,10 +131,14 @@ class GpuSensor:
         """Return the share of the driver's last sample period in which a kernel ran, 0 to 1. Raises SensorReadError."""
         return float(self._ask(self._nvml.nvmlDeviceGetUtilizationRates).gpu) / 100
 
-    def memory(self) -> tuple[int, int]:
-        """Return the bytes of memory in use by any process, and those there are. Raises SensorReadError."""
+    def memory_share(self) -> float:
+        """Return the share of memory in use by any process; NaN where there is none. Raises SensorReadError."""
         info = self._ask(self._nvml.nvmlDeviceGetMemoryInfo)
-        return int(info.used), int(info.total)
+        return info.used / info.total if info.total else math.nan
+
+    def energy_mj(self) -> int:
+        """Return the energy since the driver was loaded. Raises SensorReadError."""
+        return int(self._ask(self._nvml.nvmlDeviceGetTotalEnergyConsumption))
 
     def _ask(self, call: Callable[[Any], Any]) -> Any:
         try:
@@ -150,16 +155,9 @@ class GpuCounter:
     span: int | None = None  # 64 bits: it never wraps
     gaps = 0
 
-    def __init__(self, nvml: ModuleType, handle: Any, about: SourceInfo, sensor: GpuSensor) -> None:
-        self.name, self.about = sensor.uuid, about
-        self._nvml, self._handle, self._sensor = nvml, handle, sensor
-
-    def read(self) -> int:
-        """Return the counter in mJ. Raises SensorReadError."""
-        try:
-            return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
-        except self._nvml.NVMLError as error:
-            raise SensorReadError(f"the driver says: {error}") from None
+    def __init__(self, about: SourceInfo, sensor: GpuSensor) -> None:
+        self.name, self.about, self.read = sensor.uuid, about, sensor.energy_mj
+        self._sensor = sensor
 
     def power_mw(self) -> int | None:
         """Return the power in mW, None where this GPU has no such reading. Raises SensorReadError."""
@@ -255,7 +253,7 @@ class NvmlDriver:
             return IntegratedPower(uuid, "gpu", sensor.power_mw, about, interval_s)
         except self._nvml.NVMLError:
             pass  # there is one, which fails now: its reads will be counted as failed
-        return GpuCounter(self._nvml, handle, about, sensor)
+        return GpuCounter(about, sensor)
 
 
 def gpus_in_use(driver: NvmlDriver, bus_id: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:

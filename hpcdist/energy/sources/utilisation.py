@@ -286,7 +286,7 @@ class NodeUtilisation:
         return private + shared
 
     def _devices(self) -> dict[str, float]:
-        shares = [(_ask_or_nan(gpu.use), _memory_share(gpu)) for gpu in self._gpus]
+        shares = [(_ask_or_nan(gpu.use), _ask_or_nan(gpu.memory_share)) for gpu in self._gpus]
         if not shares:
             return {}
         busy, filled = np.mean(np.array(shares), axis=0)  # NaN where one of them is not known
@@ -323,11 +323,3 @@ def _ask_or_nan(question: Callable[[], float]) -> float:
         return question()
     except SensorReadError:
         return math.nan
-
-
-def _memory_share(gpu: GpuSensor) -> float:
-    try:
-        used, total = gpu.memory()
-    except SensorReadError:
-        return math.nan
-    return used / total if total else math.nan
