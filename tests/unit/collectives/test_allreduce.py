@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist import collectives
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS
 from hpcdist.collectives import ALLREDUCE, ON_GPUS
@@ -58,6 +59,31 @@ def test_allreduce_gives_all_ranks_the_same_bits(algorithm, size, dtype, rng):
     unit = units[dtype.name]
     denormal = 2.0**-25 if dtype == np.float16 else 0.0
     assert (np.abs(results[0].astype(np.float64) - exact) <= 1.01 * unit * magnitude + denormal).all()
+
+
+@cases(
+    "function, options",
+    (collectives.circulant_allreduce, {"segment_bytes": 128}),
+    (collectives.circulant_allreduce, {"segment_bytes": 1 << 20}),
+    (collectives.rabenseifner_allreduce, {"halves_bytes": 0}),
+    (collectives.rabenseifner_allreduce, {"halves_bytes": 1 << 20}),
+    (collectives.double_tree_allreduce, {"segment_bytes": 64}),
+    (collectives.double_tree_allreduce, {"segment_bytes": 200}),
+    (collectives.double_tree_allreduce, {"segment_bytes": 1 << 20}),
+)
+@pytest.mark.parametrize("size", [*range(1, 10), 13, 16])
+def test_pieces_of_any_size_give_all_ranks_the_same_bits(size, function, options, rng):
+    for count in (0, 1, 3, 9, 100, 1003):
+        inputs = rng.standard_normal((size, count))
+        bound = size * np.finfo(np.float64).eps * np.abs(inputs).sum(axis=0)
+
+        def body(comm, inputs=inputs, bound=bound):
+            buffer = inputs[comm.rank].copy()
+            function(comm, buffer, **options)
+            assert (np.abs(buffer - inputs.sum(axis=0)) <= bound).all()
+            return buffer.tobytes()
+
+        assert len(set(run_threads(size, body))) == 1
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # the oracle's, and that of threads that act as MPI

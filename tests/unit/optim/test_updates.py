@@ -150,6 +150,23 @@ class Replica:
             flat = values[segment.key].ravel()
             store.range(where)[...] = flat[where.start - segment.range.start : where.stop - segment.range.start]
 
+    def direct(self, drawn=None, scale=1.0):
+        """Make the first half of a step, of the gradients that are there or ``drawn``, and return its norms."""
+        if drawn is not None:
+            self.load(self.gradient, drawn)
+        self.optimizer.begin_step()
+        self.optimizer.direction(self.part, self.master, self.gradient, scale)
+        return self.optimizer.partial_norms()
+
+    def step(self, drawn=None, scale=1.0):
+        """Make a step and return its norms."""
+        norms = self.direct(drawn, scale)
+        self.optimizer.apply(self.part, self.master, self.gradient, None, norms)
+        return norms
+
+    def tensors(self):
+        return {spec.key: self.master.view(spec.key) for spec in SPECS}
+
 
 def train(config, weights, drawn, parts, dtype=FLOAT64, scale=1.0, longest=10**9, **options):
     """Update a partitioned model over all steps; return its tensors and the replicas."""
@@ -286,11 +303,7 @@ def test_padding_is_neither_read_nor_written(rng, name):
     for segment in LAYOUT.segments:
         inside[segment.range.slice] = True
     replica.master.array[~inside] = replica.gradient.array[~inside] = np.nan
-    replica.load(replica.gradient, gradients(rng, weights, 1)[0])
-    replica.optimizer.begin_step()
-    replica.optimizer.direction(replica.part, replica.master, replica.gradient)
-    norms = replica.optimizer.partial_norms()
-    replica.optimizer.apply(replica.part, replica.master, replica.gradient, None, norms)
+    norms = replica.step(gradients(rng, weights, 1)[0])
     assert np.isfinite(norms).all() and np.isfinite(replica.master.array[inside]).all()
     assert np.isnan(replica.master.array[~inside]).all()
     assert all(not slot.array[~inside].any() for slot in replica.optimizer.slots.values())
@@ -302,10 +315,7 @@ def test_partial_norms_are_those_of_the_definition_and_start_anew(rng):
     for name in LAYERWISE:
         replica = Replica(config_of(name), weights, whole()[0], FLOAT64)
         for step in drawn:  # no apply: the weights stay
-            replica.load(replica.gradient, step)
-            replica.optimizer.begin_step()
-            replica.optimizer.direction(replica.part, replica.master, replica.gradient, 0.5)
-            norms = replica.optimizer.partial_norms()
+            norms = replica.direct(step, 0.5)
             assert norms.shape == (len(SPECS), 2) and norms.dtype == np.float64
             for spec, row in zip(SPECS, norms, strict=True):
                 after = replica.gradient.view(spec.key)
@@ -328,11 +338,7 @@ def test_a_restored_optimizer_continues_bit_for_bit(rng, name):
     for slot, store in before.optimizer.slots.items():
         after.optimizer.slots[slot].array[...] = store.array
     for step in drawn[7:]:
-        after.load(after.gradient, step)
-        after.optimizer.begin_step()
-        after.optimizer.direction(after.part, after.master, after.gradient)
-        norms = after.optimizer.partial_norms()
-        after.optimizer.apply(after.part, after.master, after.gradient, None, norms)
+        after.step(step)
     assert all(np.array_equal(after.master.view(key), expected[key]) for key in expected)
 
 
@@ -488,7 +494,7 @@ def test_momentum_correction_makes_the_velocity_that_of_the_present_rate(rng):
     v = {key: np.zeros_like(value) for key, value in w.items()}
     for t, step in enumerate(drawn, 1):
         if t == 7:  # go on with a rate 20 times lower
-            after = Replica(other, {s.key: replica.master.view(s.key) for s in SPECS}, whole()[0], FLOAT64)
+            after = Replica(other, replica.tensors(), whole()[0], FLOAT64)
             after.optimizer.restore(replica.optimizer.state())
             after.optimizer.slots["momentum"].array[...] = replica.optimizer.slots["momentum"].array
             replica = after
@@ -499,12 +505,9 @@ def test_momentum_correction_makes_the_velocity_that_of_the_present_rate(rng):
             local = config.trust_coefficient * norms[0] / (norms[1] + config.epsilon)
             v[spec.key] = 0.9 * v[spec.key] + (local if spec.adapted and all(norms) else 1.0) * g
             w[spec.key] = w[spec.key] - rate * v[spec.key]
-        replica.load(replica.gradient, step)
-        replica.optimizer.begin_step()
+        replica.step(step)
         assert replica.optimizer.learning_rate == pytest.approx(rate)
-        replica.optimizer.direction(replica.part, replica.master, replica.gradient)
-        replica.optimizer.apply(replica.part, replica.master, replica.gradient, None, replica.optimizer.partial_norms())
-    assert distance({s.key: replica.master.view(s.key) for s in SPECS}, w) < 1e-12
+    assert distance(replica.tensors(), w) < 1e-12
 
 
 def test_a_state_without_its_rate_had_that_of_the_schedule(rng):
@@ -535,10 +538,8 @@ def test_a_normalized_gradient_has_one_norm_whatever_its_scale(rng):
     for step, factor in zip(drawn, np.geomspace(1e-3, 1e3, len(drawn)), strict=True):
         replica.load(replica.gradient, {key: factor * g for key, g in step.items()})
         scale = norms.clip_scale(norms.sum_of_squares(replica.gradient), 1.0, normalize=True)
-        replica.optimizer.begin_step()
-        replica.optimizer.direction(replica.part, replica.master, replica.gradient, scale)
-        replica.optimizer.apply(replica.part, replica.master, replica.gradient, None, replica.optimizer.partial_norms())
-    assert distance({s.key: replica.master.view(s.key) for s in SPECS}, expected) < 1e-12
+        replica.step(scale=scale)
+    assert distance(replica.tensors(), expected) < 1e-12
     assert [norms.clip_scale(norm**2, 1.0, normalize=True) for norm in (0.0, 1e-31)] == [1.0, 1.0]
 
 

@@ -34,21 +34,6 @@ def uneven(size, rng):
     return [tiles, shuffled, gaps, [*[Range(0, 0)] * (size - 1), Range(0, 9)]]
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, 100, 1003])
-@pytest.mark.parametrize("size", SIZES)
-def test_circulant_gives_all_ranks_the_same_bits(size, count, segment_bytes, rng):
-    inputs = rng.standard_normal((size, count))
-    bound = size * np.finfo(np.float64).eps * np.abs(inputs).sum(axis=0)
-
-    def body(comm):
-        buffer = inputs[comm.rank].copy()
-        circulant_allreduce(comm, buffer, segment_bytes=segment_bytes)
-        assert (np.abs(buffer - inputs.sum(axis=0)) <= bound).all()
-        return buffer.tobytes()
-
-    assert len(set(run_threads(size, body))) == 1
-
-
 @pytest.mark.parametrize("size", SIZES)
 @on_threads("size")
 def test_circulant_sends_the_bytes_of_the_ring_in_the_rounds_of_a_tree(comm, size):
