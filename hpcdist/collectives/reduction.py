@@ -2,7 +2,7 @@
 
 The operator is a ufunc of the library that owns the buffer, numpy or cupy. An algorithm in which several ranks
 compute the same element must pass the operands in the same order on each of them: the sign of a zero and the payload
-of a NaN depend on the order. `AllreduceFunction` is the protocol of an algorithm.
+of a NaN depend on the order. `AllreduceFunction` is an algorithm.
 """
 
 from collections.abc import Callable
@@ -24,11 +24,8 @@ _UFUNCS: Final = {"sum": "add", "max": "maximum", "min": "minimum"}
 assert tuple(_UFUNCS) == REDUCTIONS
 
 
-class AllreduceFunction(Protocol):
-    """An algorithm: reduces ``buffer`` in place to the same bits on every rank. Collective over ``comm``."""
-
-    def __call__(self, comm: Communicator, buffer: Array, op: str = "sum") -> None:
-        """Reduce ``buffer`` by ``op``."""
+# An algorithm: reduces a buffer in place by an op to the same bits on every rank. Collective.
+AllreduceFunction: TypeAlias = Callable[[Communicator, Array, str], None]
 
 
 class ScaledFunction(Protocol):

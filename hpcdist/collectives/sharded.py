@@ -22,7 +22,7 @@ the reduction between the nodes halved as well.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.dtypes import is_16bit_float, name_of
@@ -40,11 +40,8 @@ from hpcdist.errors import HpcdistError, UsageError
 SUM_16_BITS: Final = ("node_shared",)  # sums them in float32 where they lie
 
 
-class SharesFunction(Protocol):
-    """Returns the range of each rank, in rank order. Local, but the first call on ``comm`` may be collective."""
-
-    def __call__(self, comm: Communicator, size: int, itemsize: int) -> list[Range]:
-        """Cut ``size`` elements of ``itemsize`` bytes; the ranges tile them, any may be empty."""
+# Cuts (size, itemsize) into a range for each rank; any may be empty. Local, but the first call may be collective.
+SharesFunction: TypeAlias = Callable[[Communicator, int, int], list[Range]]
 
 
 class ReduceScatterFunction(Protocol):
@@ -54,11 +51,8 @@ class ReduceScatterFunction(Protocol):
         """Reduce ``buffer`` by ``op``."""
 
 
-class AllGatherFunction(Protocol):
-    """Gives ``buffer[shares[rank]]`` to all and fills the other shares, in place. Collective over ``comm``."""
-
-    def __call__(self, comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
-        """Fill ``buffer``."""
+# Gives ``buffer[shares[rank]]`` to all and fills the other shares, in place. Collective over ``comm``.
+AllGatherFunction: TypeAlias = Callable[[Communicator, Array, Sequence[Range]], None]
 
 
 @dataclass(frozen=True)
@@ -168,7 +162,7 @@ def _watched(
     name: str,
     shares: SharesFunction,
     reduce_scatter: Callable[[Communicator, Array, Sequence[Range], str], None],
-    all_gather: Callable[[Communicator, Array, Sequence[Range]], None],
+    all_gather: AllGatherFunction,
 ) -> Sharding:
     """Return a sharding that checks its arguments, returns at once on one rank, and records one event for each call.
 

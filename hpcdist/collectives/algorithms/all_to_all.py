@@ -17,8 +17,8 @@ are still summed in float32 and rounded once: half the bytes of every other algo
 of scratch, and p-1 messages at once in the network. The sum is in rank order, whatever the size of the buffer.
 """
 
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -33,19 +33,8 @@ from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, UsageError
 
-
-class AllToAllFunction(Protocol):
-    """An algorithm; see `all_to_all` for what it does. Collective over ``comm``."""
-
-    def __call__(
-        self,
-        comm: Communicator,
-        send: Array,
-        receive: Array,
-        send_ranges: Sequence[Range],
-        receive_ranges: Sequence[Range],
-    ) -> None:
-        """Exchange a part with every rank."""
+# send, receive, ranges to send, ranges to receive; see `all_to_all`
+AllToAllFunction: TypeAlias = Callable[[Communicator, Array, Array, Sequence[Range], Sequence[Range]], None]
 
 
 def all_to_all(

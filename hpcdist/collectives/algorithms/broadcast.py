@@ -10,7 +10,8 @@ communication library (InterCom)", SHPCC 1994; the all-gather here is the one of
 in all, counted over the ranks, but scatter_all_gather, which sends more by what it scatters through other ranks.
 """
 
-from typing import Final, Protocol
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
@@ -29,11 +30,7 @@ SCATTER_RANKS: Final = 8
 SEGMENT_BYTES: Final = 512 << 10  # of the chain; shorter ones were slower through shared memory
 
 
-class BroadcastFunction(Protocol):
-    """An algorithm: overwrites ``buffer`` with the root's. Collective over ``comm``."""
-
-    def __call__(self, comm: Communicator, buffer: Array, root: int = 0) -> None:
-        """Broadcast ``buffer`` from ``root``."""
+BroadcastFunction: TypeAlias = Callable[[Communicator, Array, int], None]  # buffer, root; see `broadcast`
 
 
 def broadcast(comm: Communicator, buffer: Array, root: int = 0, algorithm: str = "auto") -> None:
