@@ -21,8 +21,9 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.harness import Results
+from benchmarks.operations.folded_energy import EnergyEstimate, estimate, naive_j
 from hpcdist.comm.start import Session
-from hpcdist.energy.accounts.part_time_sensor import EnergyEstimate, PowerSensor, SensorShift, estimate, naive_j
+from hpcdist.energy.accounts.part_time_sensor import PowerSensor, SensorShift
 from hpcdist.reporting.table import aligned
 
 sys.path.insert(0, str(harness.ROOT / "tests"))

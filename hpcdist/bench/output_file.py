@@ -9,7 +9,6 @@ A `ResultsFormat` names the schema of a file. What is changed reaches the disk a
 """
 
 import math
-import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,6 @@ from typing import Annotated, Any, Final, TypeVar, get_args, get_origin
 import numpy as np
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.start import Session
 from hpcdist.errors import HpcdistError, StorageError
 from hpcdist.hdf5 import files
 
@@ -184,16 +182,3 @@ def check_on_all_ranks(comm: Communicator, check: Callable[[], object]) -> None:
     error = comm.broadcast_object(error)
     if error is not None:
         raise error
-
-
-def exit_unless_writable(session: Session, output: Path | None) -> None:
-    """Leave, with the exit code of a StorageError, where no new file can be written at ``output``. Collective.
-
-    For programs that have no command line of ours around them.
-    """
-    try:
-        check_on_all_ranks(session.comm, lambda: None if output is None else files.check_place(output))
-    except HpcdistError as error:
-        if session.comm.rank == 0:
-            print(error, file=sys.stderr)
-        session.leave(error.exit_code)

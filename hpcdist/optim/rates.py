@@ -81,11 +81,6 @@ class BatchSchedule:
         return self._steps_before(start) + (samples - start) / self.final
 
     @property
-    def smallest(self) -> int:
-        """The samples of the smallest step."""
-        return min([self.final, *(size for _, size in self.stages)])
-
-    @property
     def sizes(self) -> list[int]:
         """The samples of a step of each stage, the final one last."""
         return [*(size for _, size in self.stages), self.final]

@@ -14,9 +14,19 @@ from hpcdist.planner.cluster.hardware import (
 )
 from hpcdist.planner.estimate import FlopEstimate, MemoryEstimate, PlanEstimate, RunEstimate, StepEnergy, TimeEstimate
 from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.limits import checks
+from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.description import ModelDescription, ModelUnit
 
 GB = 1e9
+
+
+def problems(description: ModelDescription, layout: ParallelLayout, cluster: Cluster, batch: int) -> tuple[str, ...]:
+    """Return why the layout cannot be, a text for each limit; nothing for one that can."""
+    broken = [*checks.shape_problems(description, layout, cluster, batch)]
+    if not broken and (full := checks.memory_problem(memory(description, layout, cluster, batch))):
+        broken.append(full)
+    return tuple(problem.text for problem in broken)
 
 
 def cluster_of(device: Device, *levels: LinkLevel, **keys: Any) -> Cluster:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpcdist.energy.accounts.part_time_sensor import PowerSensor, WorkIntervals
+from benchmarks.operations.folded_energy import WorkIntervals
+from hpcdist.energy.accounts.part_time_sensor import PowerSensor
 
 
 @dataclass(frozen=True)

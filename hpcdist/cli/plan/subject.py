@@ -16,6 +16,7 @@ from hpcdist.errors import StorageError, UsageError
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.layout import HALVES, ParallelLayout
 from hpcdist.planner.limits import checks
+from hpcdist.planner.limits.unsupported import unsupported
 from hpcdist.planner.model.description import ModelDescription, TransformerShape
 from hpcdist.reporting.nearest import nearest
 from hpcdist.reporting.units import counted
@@ -162,9 +163,7 @@ def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = 
         f"kernels and memory are those of published trainings, and this toolkit's unmeasured on {on.device.name}: "
         "--implementation hpcdist plans them all the same"
     )
-    return dataclasses.replace(
-        subject, layout=layout, notes=(*subject.notes, note, *checks.unsupported(subject.layout))
-    )
+    return dataclasses.replace(subject, layout=layout, notes=(*subject.notes, note, *unsupported(subject.layout)))
 
 
 def subject_from_options(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> PlanSubject:

@@ -42,7 +42,6 @@ def unreadable_reason(path: str | Path, error: Exception) -> str:
     return f"{path} cannot be read: {error}"
 
 
-KINDS: Final = ("gpu", "cpu", "dram", "node")  # a node's counter includes those of the others
 PROBE_NS: Final = 500_000_000  # a counter is looked at often for so long, to see how often it steps
 PROBED_CHANGES: Final = 3
 LARGEST_MJ: Final = 1 << 62  # what fits into the tables; a register of ones is no energy

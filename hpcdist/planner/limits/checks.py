@@ -13,8 +13,6 @@ from hpcdist.planner import layout as known
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import MemoryEstimate
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.limits.unsupported import unsupported
-from hpcdist.planner.memory import device as taken
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.transformer import inner
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
@@ -240,19 +238,6 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-__all__ = [
-    "LayoutProblem",
-    "flags",
-    "grid_problems",
-    "memory_problem",
-    "order_problems",
-    "problems",
-    "shape_problems",
-    "too_large",
-    "unsupported",
-    "value_problems",
-]
-
 DEGREES: Final = ("data", "pipeline", "tensor", "context", "expert", "microbatch", "chunks")
 COUNTS: Final = ("servers", "optimizer_slots")
 SHARES: Final = ("overlap", "tensor_overlap")
@@ -273,17 +258,6 @@ _CHOICES: Final = {
     "activations": ("float32", "working"),
     "library": known.LIBRARIES,
 }
-
-
-def problems(
-    description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
-) -> tuple[str, ...]:
-    """Return why the layout cannot be, a text for each limit; nothing for one that can (local)."""
-    broken = tuple(shape_problems(description, layout, cluster, global_batch))
-    if not broken:
-        full = memory_problem(taken.memory(description, layout, cluster, global_batch))
-        broken = (full,) if full else ()
-    return tuple(problem.text for problem in broken)
 
 
 def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:

@@ -312,16 +312,6 @@ def named(name: str) -> TransformerShape:
     return TransformerShape(**{key: value for key, value in entry.items() if key not in ABOUT})
 
 
-def about(name: str) -> str:
-    """Return where the numbers of ``name`` are from, how many parameters are printed there, and what differs (local).
-
-    Raises ConfigurationError as `named` does.
-    """
-    entry = _entry(name)
-    differs = f"; but: {entry['but']}" if "but" in entry else ""
-    return f"{entry['source']}: {entry['printed']} parameters{differs}"
-
-
 def printed(name: str) -> tuple[float, int]:
     """Return the parameters that the source of ``name`` prints, and how many digits of them (local)."""
     text = _entry(name)["printed"]

@@ -31,7 +31,6 @@ from hpcdist.reporting.plotting import GanttBar, GanttStyle
 if TYPE_CHECKING:
     from hpcdist.strategies.schedule.simulate.timeline import StepTimeline
 
-KINDS: Final = ("forward", "backward", "input", "weight", "recompute", "message", "exchange", "update", "input_data")
 MEMORY: Final = {
     "parameters": "#1f3b5c",
     "gradients": "#4f83b5",
@@ -83,7 +82,7 @@ _CHARACTER: Final = 0.007  # of the width
 
 
 class TimelineBar(NamedTuple):
-    """Bar of the timeline: what pipeline rank ``stage`` does in a span of time; ``kind`` is one of `KINDS`.
+    """Bar of the timeline: what pipeline rank ``stage`` does in a span of time; ``kind`` is one of `TIMELINE`.
 
     -1: of no micro-batch. An "exchange" may lie beside passes; nothing else overlaps.
     """

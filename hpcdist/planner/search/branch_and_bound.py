@@ -25,6 +25,7 @@ from hpcdist.planner.estimate import MemoryEstimate, PlanEstimate
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.limits import checks
 from hpcdist.planner.limits.checks import LayoutProblem
+from hpcdist.planner.limits.unsupported import unsupported
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import step_flops
@@ -196,7 +197,7 @@ class BranchAndBound:
             if problem is not None:
                 self.refusals.grid(problem)
                 continue
-            if self.wanted.runnable and (reasons := checks.unsupported(grid)):
+            if self.wanted.runnable and (reasons := unsupported(grid)):
                 self.refusals.grid(LayoutProblem("unbuilt", reasons[0]))
                 continue
             orders = len(space.orders(self.description, grid, self.wanted))
@@ -264,7 +265,7 @@ class BranchAndBound:
             return strategies
         runnable = []
         for strategy in strategies:
-            if reasons := checks.unsupported(space.with_strategy(order, strategy)):
+            if reasons := unsupported(space.with_strategy(order, strategy)):
                 self.refusals.layout(LayoutProblem("unbuilt", reasons[0]))
             else:
                 runnable.append(strategy)

@@ -11,7 +11,7 @@ from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim import rates
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.optim.rates import BatchSchedule, learning_rate, staged_batches
+from hpcdist.optim.rates import learning_rate, staged_batches
 from hpcdist.training.build import state
 from hpcdist.training.data import Prefetcher, open_source
 from hpcdist.training.recipe import recipe as recipes
@@ -47,7 +47,6 @@ def test_known_steps():
     batches = staged_batches(12, WARMUP)
     assert [batches.size(step) for step in range(8)] == [4, 4, 4, 8, 8, 8, 12, 12]
     assert [batches.samples_before(step) for step in range(8)] == [0, 4, 8, 12, 20, 28, 36, 48]
-    assert batches.smallest == 4 and BatchSchedule(12).smallest == 12
 
 
 @pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])

@@ -36,8 +36,6 @@ def test_the_sum_has_the_bits_of_its_definition(n, counts, rng):
     found = payloads(rng, n, counts)
     expected = by_index_then_rank(found, n)
     out = np.full(n, np.nan, np.float32)
-    coo.accumulate(np.concatenate(found), [payload.size for payload in found], out)
-    assert out.tobytes() == expected.tobytes()
     coo.write(found[0], out)
     for payload in found[1:]:
         coo.add(payload, out)
@@ -46,12 +44,13 @@ def test_the_sum_has_the_bits_of_its_definition(n, counts, rng):
 
 def test_on_a_gpu_the_same_bits_without_a_wait(gpu, rng):
     found = payloads(rng, 700, [40, 0, 40, 13])
-    sizes = [payload.size for payload in found]
-    gathered, out = backend.place(np.concatenate(found), "gpu"), backend.empty(700, np.dtype(np.float32), "gpu")
+    placed = [backend.place(payload, "gpu") for payload in found]
+    out = backend.zeros(700, np.dtype(np.float32), "gpu")
     gpu.LOG.clear()
-    coo.accumulate(gathered, sizes, out)
+    for payload in placed:
+        coo.add(payload, out)
     expected = by_index_then_rank(found, 700)
-    coo.clear(gathered[: sizes[0]], out)
+    coo.clear(placed[0], out)
     assert gpu.LOG.events == []
     coo.clear(found[0], expected)
     assert not expected[coo.indices(found[0])].any() and out.get().tobytes() == expected.tobytes()
@@ -62,16 +61,13 @@ def test_payloads_of_another_tensor_are_refused(rng):
     coo.indices(payload)[-1] = 99
     out = np.zeros(60, np.float32)
     guarded = np.zeros(200, np.float32)
-    for use in (coo.write, coo.add, coo.clear, lambda p, o: coo.accumulate(p, [p.size], o)):
+    for use in (coo.write, coo.add, coo.clear):
         with pytest.raises(UsageError, match=r"1 indices .* are not ascending below 60: it is of another tensor"):
             use(payload, guarded[:60])
         assert not guarded[60:].any()  # nothing was written behind
     coo.indices(payload)[:] = [5000, 3, 2, 1]
-    with pytest.raises(UsageError, match="3 indices .* are not ascending below 8000"):
-        coo.accumulate(payload, [payload.size], np.zeros(8000, np.float32))
+    with pytest.raises(UsageError, match="3 indices .* are not ascending below 2"):
+        coo.add(payload, np.zeros(2, np.float32))
     coo.indices(payload)[0] = -1
     with pytest.raises(UsageError, match="another tensor"):
         coo.write(payload, out)
-    for sizes in ([16], [16, 12], [40, -8]):
-        with pytest.raises(UsageError, match="pass the size of each"):
-            coo.accumulate(payload, sizes, out)

@@ -5,12 +5,14 @@ from itertools import product
 
 import pytest
 
+from harness.made_plans import problems
 from harness.marks import cases
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.limits import checks
+from hpcdist.planner.limits.unsupported import unsupported
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.description import TransformerShape
 from hpcdist.planner.model.transformer import describe, inner, of_config
@@ -26,7 +28,7 @@ BATCH = 1536
 
 
 def said(layout, batch=BATCH, model=MODEL, cluster=CLUSTER):
-    return checks.problems(model, layout, cluster, batch)
+    return problems(model, layout, cluster, batch)
 
 
 def test_what_can_be_has_no_problems():
@@ -184,11 +186,11 @@ def test_a_model_that_is_no_transformer_has_nothing_for_a_tensor_axis():
 
 
 def test_unbuilt_is_of_hpcdist_alone():
-    assert checks.unsupported(OURS) == ()
-    assert "context" in checks.unsupported(replace(OURS, context=2))[0]
-    assert "expert" in checks.unsupported(replace(OURS, expert=2))[0]
-    assert "selective" in checks.unsupported(replace(OURS, recompute="selective"))[0]
-    assert checks.unsupported(replace(FITS, context=2)) == ()
+    assert unsupported(OURS) == ()
+    assert "context" in unsupported(replace(OURS, context=2))[0]
+    assert "expert" in unsupported(replace(OURS, expert=2))[0]
+    assert "selective" in unsupported(replace(OURS, recompute="selective"))[0]
+    assert unsupported(replace(FITS, context=2)) == ()
 
 
 def _settings(layout, model):
@@ -257,7 +259,7 @@ def test_what_runs_is_what_a_recipe_may_say(strategy):
             overlap=overlap,
             microbatch=2,
         )
-        refused = tuple(checks.shape_problems(model, layout, cluster, 24)) or checks.unsupported(layout)
+        refused = tuple(checks.shape_problems(model, layout, cluster, 24)) or unsupported(layout)
         try:
             load(None, _settings(layout, config), environment={})
             runs = True

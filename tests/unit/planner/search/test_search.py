@@ -8,11 +8,13 @@ from itertools import product
 
 import pytest
 
+from harness.made_plans import problems
 from harness.marks import cases
 from hpcdist.errors import UsageError
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.limits import checks
+from hpcdist.planner.limits.unsupported import unsupported
 from hpcdist.planner.memory.device import by_rank, memory
 from hpcdist.planner.model.description import TransformerShape
 from hpcdist.planner.model.transformer import describe
@@ -77,7 +79,7 @@ def possible(implementation, memory_bytes):
     """Return the estimates of all layouts that can be: brute force."""
     on, base = cluster(memory_bytes), replace(BASE, implementation=implementation)
     return tuple(
-        plan(MODEL, layout, on, BATCH, STEPS) for layout in every(base) if not checks.problems(MODEL, layout, on, BATCH)
+        plan(MODEL, layout, on, BATCH, STEPS) for layout in every(base) if not problems(MODEL, layout, on, BATCH)
     )
 
 
@@ -328,7 +330,7 @@ def test_only_what_runs_where_that_is_wanted():
     assert all(any("context" in flag for flag in one.estimate.flags) for one in free.found), "flagged as not built"
     bound = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=base, runnable=True, first=20))
     assert len(bound.found) == 20
-    assert all(not checks.unsupported(one.estimate.layout) for one in bound.found)
+    assert all(not unsupported(one.estimate.layout) for one in bound.found)
     with_none = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=base, contexts=(2,), runnable=True))
     assert with_none.found == ()
     assert {one.limit for one in with_none.refused} >= {"unbuilt"}
