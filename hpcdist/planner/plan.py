@@ -60,7 +60,7 @@ def plan(
 
     With ``simulate`` the passes of a pipeline are run one by one, with the seconds of each stage; without, its closed
     form is taken. A layout that does not fit into memory has an estimate, too; one that cannot be at all
-    (`hpcdist.planner.limits.checks.problems`) should not come here. Buckets of gradients are longer than by default
+    (`hpcdist.planner.limits.checks`) should not come here. Buckets of gradients are longer than by default
     only where they fit into ``limit_bytes``, or into all the memory (0). ``known``: as
     `hpcdist.planner.time.step.timing` takes it. Raises ConfigurationError for a precision that the device of
     ``cluster`` has no peak for.

@@ -27,6 +27,7 @@ from hpcdist.planner.report.quantities import (
     share,
     wrapped,
 )
+from hpcdist.reporting import table as text_table
 
 if TYPE_CHECKING:
     from hpcdist.planner.search.best_layouts import SearchResult
@@ -172,16 +173,7 @@ def strategy_cell(layout: ParallelLayout) -> str:
 
 def aligned(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a table: words to the left, numbers to the right (local)."""
-    cells = [list(heads), *map(list, rows)]
-    widths = [max(len(line[place]) for line in cells) for place in range(len(heads))]
-    lines = []
-    for line in cells:
-        parts = [
-            f"{cell:<{width}}" if head in _LEFT else f"{cell:>{width}}"
-            for head, cell, width in zip(heads, line, widths, strict=True)
-        ]
-        lines.append("  ".join(parts).rstrip())
-    return lines
+    return text_table.aligned([heads, *rows], [place for place, head in enumerate(heads) if head in _LEFT])
 
 
 def search_table(result: "SearchResult", notes: Sequence[str] = (), again: str | None = None) -> str:

@@ -246,12 +246,12 @@ def memory_lines(memory: MemoryEstimate, layout: ParallelLayout) -> list[str]:
     return [*lines, f"rule: {memory.rule}"]
 
 
-def bar(memory: MemoryEstimate, width: int = WIDTH) -> str:
+def bar(memory: MemoryEstimate) -> str:
     """Return the memory as letters of its terms, a dot for what is free and a bar where the limit is (local).
 
-    The longer of what is needed and of the limit is ``width`` characters.
+    The longer of what is needed and of the limit is `WIDTH` characters.
     """
-    scale = width / max(memory.bytes, memory.limit_bytes)
+    scale = WIDTH / max(memory.bytes, memory.limit_bytes)
     drawn, ends = "", 0.0
     for name, size in memory.terms.items():
         ends += size * scale
