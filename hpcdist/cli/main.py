@@ -23,6 +23,7 @@ GIVE_WAY_S: Final = 3.0  # ranks of a job start within seconds of each other
 
 # name -> (where its click command is, what the overview says of it), in the order in which a user needs them
 COMMANDS: Final = {
+    "help": ("hpcdist.cli.help:command", "Show a page of the documentation, or a key of a recipe."),
     "plan": ("hpcdist.cli.plan.group:command", "Say what a training needs of a cluster before it is started."),
     "run": ("hpcdist.cli.run:command", "Start a command on N ranks with this environment's mpirun."),
     "submit": ("hpcdist.cli.submit.command:command", "Submit the training of a recipe as a batch job."),

@@ -55,6 +55,8 @@ def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
         return allreduce(np.array([array]), op, comm=where)[0]
     scale = 1.0
     if op == MEAN:
+        if array.dtype.kind in "iu":
+            raise UsageError(f"the mean of {array.dtype} arrays is not whole; reduce them as floats")
         op, scale = "sum", 1.0 / where.size
     return _on_flat(
         array,
