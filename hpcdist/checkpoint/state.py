@@ -1,7 +1,7 @@
 """Checkpoints of any program: `save` and `load` of named arrays, whole or in parts, and of small values.
 
 `hpcdist.checkpoint.save`, `load` and `Sharded` are these names. A checkpoint is that of a training: one shard a rank,
-committed by one rename, with a digest of every block; ``hpcdist checkpoint list DIRECTORY`` and its like read it.
+committed by one rename, with a digest of every block; ``hpcdist checkpoint ls DIRECTORY`` and its like read it.
 """
 
 import json
