@@ -38,7 +38,7 @@ COMMANDS: Final = {
     "compare": ("hpcdist.cli.bench.group:compare", "Compare two runs, or tell whether a benchmark became slower."),
     "tune": ("hpcdist.cli.tune:tune", "Measure which allreduce is fastest here."),
     "schedule": ("hpcdist.cli.plan.schedule:command", "Show what pipeline schedules cost, and draw them."),
-    "checkpoint": ("hpcdist.cli.checkpoint:command", "List, verify, export and import what runs have saved."),
+    "checkpoint": ("hpcdist.cli.runs.checkpoint:command", "List, verify, export and import what runs have saved."),
     "trace": ("hpcdist.cli.runs.trace:command", "Write the timeline of a run for Perfetto; who waited for whom."),
     "hang": ("hpcdist.cli.runs.hang:command", "Name the rank and the line at which a run came apart."),
     "config": ("hpcdist.cli.config:command", "Show a recipe as it will run, and where each value comes from."),

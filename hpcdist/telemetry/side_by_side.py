@@ -118,7 +118,7 @@ def plot(reports: Sequence[RunReport], file: Path) -> None:
         grid = picture.add_gridspec(len(bars), 2, width_ratios=(3, 2))
         losses = picture.add_subplot(grid[:, 0])
         for index, (report, name) in enumerate(zip(reports, names, strict=True)):
-            line = dict(color=colors[index], label=name, linewidth=1 + 2 * (len(reports) - index) / len(reports))
+            line = dict(color=colors[index], label=name, linewidth=1.5 + 2 * (len(reports) - index - 1))
             losses.plot(report.steps["step"], report.steps["loss"], **line)
         losses.set_xlabel("step")
         losses.set_ylabel("training loss (nats)")
