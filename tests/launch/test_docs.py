@@ -147,3 +147,10 @@ def test_the_readme_is_short_and_its_links_exist():
     assert text.count("\n") <= 250 and len(text.encode()) <= 16384
     for link in re.findall(r"\]\((?!https?://)([^)#]+)", text):
         assert (README.parent / link).exists(), link
+
+
+def test_the_table_of_what_is_measured_is_that_of_the_studies():
+    if not STUDIES.exists():
+        pytest.skip("hpcdist is installed, there are no results beside it")
+    rows = [line for line in STUDIES.read_text().splitlines() if line.startswith("| ")]
+    assert rows and "\n".join(rows) in PAGES["testing"].read_text()
