@@ -43,7 +43,7 @@ def allreduce(array: Number, op: str = "sum", *, comm: AnyComm = None) -> Number
 def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
     """Reduce ``array`` over all ranks in place, and return it. Collective over ``comm``.
 
-    ``array`` is a numpy or cupy array of any shape, the same on all ranks, of floats (16 to 64 bits, bfloat16
+    ``array`` is a numpy or cupy array, or a tensor of PyTorch, of any shape, the same on all ranks, of floats (16 to 64 bits, bfloat16
     included) or integers; or a number of Python or numpy, of which the reduced one is returned. ``op`` is "sum", "mean"
     (not of integer arrays), "max" or "min". All ranks get the same bits. 16-bit floats are summed in float32 and
     rounded once. Raises UsageError for another op, BufferHandoverError for another dtype or a read-only array.
@@ -53,16 +53,15 @@ def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
         return _reduced_number(where, array, op)
     if isinstance(array, np.generic):
         return allreduce(np.array([array]), op, comm=where)[0]
-    scale = 1.0
+    scale, view = 1.0, backend.as_array(array)
     if op == MEAN:
-        if array.dtype.kind in "iu":
-            raise UsageError(f"the mean of {array.dtype} arrays is not whole; reduce them as floats")
+        if view.dtype.kind in "iu":
+            raise UsageError(f"the mean of {view.dtype} arrays is not whole; reduce them as floats")
         op, scale = "sum", 1.0 / where.size
-    return _on_flat(
-        array,
-        lambda flat: dispatch.allreduce(where, flat, _algorithm(where, flat), op, scale=scale),
-        where.size > 1,
+    _on_flat(
+        view, lambda flat: dispatch.allreduce(where, flat, _algorithm(where, flat), op, scale=scale), where.size > 1
     )
+    return array
 
 
 def _reduced_number(comm: Communicator, number: int | float, op: str) -> int | float:
@@ -121,7 +120,8 @@ def broadcast(array: Array, root: int = 0, *, comm: AnyComm = None) -> Array:
     BufferHandoverError for another dtype or a read-only array.
     """
     where = communicator_of(comm)
-    return _on_flat(array, lambda flat: tree.broadcast(where, flat, root), where.rank != root)
+    _on_flat(backend.as_array(array), lambda flat: tree.broadcast(where, flat, root), where.rank != root)
+    return array
 
 
 def all_to_all(parts: Sequence[Array], *, comm: AnyComm = None) -> list[Array]:
@@ -179,19 +179,18 @@ def _row_size(array: Array) -> int:
     return int(np.prod(array.shape[1:], dtype=np.int64))
 
 
-def _on_flat(array: Array, run: Callable[[Array], object], changes: bool) -> Array:
-    """Call ``run`` on the elements of ``array`` as a 1-D contiguous buffer; return ``array``.
+def _on_flat(array: Array, run: Callable[[Array], object], changes: bool) -> None:
+    """Call ``run`` on the elements of ``array`` as a 1-D contiguous buffer.
 
     A strided array is copied, and copied back where it ``changes``.
     """
     if array.flags.c_contiguous:
         run(array.reshape(-1))
-        return array
+        return
     flat = backend.namespace(array).ascontiguousarray(array).reshape(-1)
     run(flat)
     if changes:
         array[...] = flat.reshape(array.shape)
-    return array
 
 
 def _kept(comm: Communicator, key: tuple[str, ...], make: Callable[[], Result]) -> Result:

@@ -117,3 +117,11 @@ def test_rank_world(comm):
     assert world.mpi4py.Get_size() == comm.size and 0 <= world.local_rank < world.local_size
     with pytest.raises(UsageError, match="the ranks are"):
         world.bcast(1, comm.size)
+
+
+def test_rank_tensors_of_pytorch_are_reduced_where_they_lie(comm):
+    torch = pytest.importorskip("torch")
+    tensor = torch.full((3, 4), float(comm.rank))
+    assert hpcdist.allreduce(tensor, comm=comm) is tensor
+    assert (tensor == sum(range(comm.size))).all()
+    hpcdist.broadcast(tensor[0] + comm.rank, comm.size - 1, comm=comm)
