@@ -43,10 +43,11 @@ def allreduce(array: Number, op: str = "sum", *, comm: AnyComm = None) -> Number
 def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
     """Reduce ``array`` over all ranks in place, and return it. Collective over ``comm``.
 
-    ``array`` is a numpy or cupy array, or a tensor of PyTorch, of any shape, the same on all ranks, of floats (16 to 64 bits, bfloat16
-    included) or integers; or a number of Python or numpy, of which the reduced one is returned. ``op`` is "sum", "mean"
-    (not of integer arrays), "max" or "min". All ranks get the same bits. 16-bit floats are summed in float32 and
-    rounded once. Raises UsageError for another op, BufferHandoverError for another dtype or a read-only array.
+    ``array`` is a numpy or cupy array, or a tensor of PyTorch, of any shape, the same on all ranks, of floats (16 to 64
+    bits, bfloat16 included) or integers; or a number of Python or numpy, of which the reduced one is returned. ``op``
+    is "sum", "mean" (not of integer arrays), "max" or "min". All ranks get the same bits. 16-bit floats are summed in
+    float32 and rounded once. Raises UsageError for another op, BufferHandoverError for another dtype or a read-only
+    array.
     """
     where = communicator_of(comm)
     if isinstance(array, int | float):
@@ -106,7 +107,7 @@ def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
     counts = _gathered_counts(where, np.array([array.shape[0]], np.int64))[:, 0]
     ends, width = np.cumsum(counts), _row_size(array)
     shares = [Range(int(end - count) * width, int(end) * width) for end, count in zip(ends, counts, strict=True)]
-    result = backend.namespace(array).empty((int(ends[-1]), *array.shape[1:]), array.dtype)
+    result: Array = backend.namespace(array).empty((int(ends[-1]), *array.shape[1:]), array.dtype)
     buffer = result.reshape(-1)
     buffer[shares[where.rank].slice] = array.reshape(-1)
     _sharding(where, buffer).all_gather(where, buffer, shares)

@@ -83,9 +83,9 @@ def comparison(before: RunReport, after: RunReport) -> list[dict[str, Any]]:
     """Return for each figure its value in both runs, and the ratio of the second to the first (None: not known)."""
     rows = []
     for key, (title, _, _) in FIGURES.items():
-        values = figure(before, key), figure(after, key)
-        ratio = values[1] / values[0] if None not in values and values[0] else None
-        rows.append({"figure": title, "before": values[0], "after": values[1], "ratio": ratio})
+        earlier, later = figure(before, key), figure(after, key)
+        ratio = later / earlier if later is not None and earlier else None
+        rows.append({"figure": title, "before": earlier, "after": later, "ratio": ratio})
     return rows
 
 
