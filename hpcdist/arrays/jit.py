@@ -16,10 +16,12 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
-from typing import Any, overload
+from typing import Any, Final, overload
 
 from hpcdist.arrays.gpu.device import is_device_array
 from hpcdist.errors import MissingCapabilityError
+
+FEW_KERNELS: Final = 10  # a step of the smallest model has more
 
 _lock = threading.Lock()
 _kernels: list["Kernel"] = []
@@ -275,6 +277,14 @@ def jit(function: Callable[..., Any] | None = None, *, fastmath: FastMath = Fals
     if function is None:
         return lambda inner: Kernel(inner, fastmath)
     return Kernel(function, fastmath)
+
+
+def is_cold() -> bool:
+    """Return whether hardly any kernel of this version lies in the cache of this process: a step compiles (local)."""
+    folder = cache_directory()
+    sources = _digest_of_sources()
+    folder = folder if folder.name == sources else folder / sources
+    return sum(1 for _ in folder.rglob("*.nbi")) < FEW_KERNELS
 
 
 def count() -> int:

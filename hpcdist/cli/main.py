@@ -23,6 +23,7 @@ GIVE_WAY_S: Final = 3.0  # ranks of a job start within seconds of each other
 
 # name -> (where its click command is, what the overview says of it), in the order in which a user needs them
 COMMANDS: Final = {
+    "help": ("hpcdist.cli.help:command", "Show a page of the documentation, or a key of a recipe."),
     "plan": ("hpcdist.cli.plan.group:command", "Say what a training needs of a cluster before it is started."),
     "run": ("hpcdist.cli.run:command", "Start a command on N ranks with this environment's mpirun."),
     "submit": ("hpcdist.cli.submit.command:command", "Submit the training of a recipe as a batch job."),
@@ -31,12 +32,13 @@ COMMANDS: Final = {
     "grow": ("hpcdist.cli.train:grow", "Let more ranks join a training that runs."),
     "evaluate": ("hpcdist.cli.train:evaluate", "Print the validation loss of a trained model."),
     "sample": ("hpcdist.cli.train:sample", "Print text from a trained model."),
-    "report": ("hpcdist.cli.runs.report:report", "Print, or plot, what a run or a sweep measured."),
+    "runs": ("hpcdist.cli.runs.listing:command", "List runs: state, steps, loss, speed, age."),
+    "report": ("hpcdist.cli.runs.report:report", "Print, or plot, what runs or a sweep measured."),
     "bench": ("hpcdist.cli.bench.group:command", "Measure many configurations, or collective operations."),
-    "compare": ("hpcdist.cli.bench.group:compare", "Tell whether a benchmark became slower."),
+    "compare": ("hpcdist.cli.bench.group:compare", "Compare two runs, or tell whether a benchmark became slower."),
     "tune": ("hpcdist.cli.tune:tune", "Measure which allreduce is fastest here."),
     "schedule": ("hpcdist.cli.plan.schedule:command", "Show what pipeline schedules cost, and draw them."),
-    "checkpoint": ("hpcdist.cli.checkpoint:command", "List, verify, export and import what runs have saved."),
+    "checkpoint": ("hpcdist.cli.runs.checkpoint:command", "List, verify, export and import what runs have saved."),
     "trace": ("hpcdist.cli.runs.trace:command", "Write the timeline of a run for Perfetto; who waited for whom."),
     "hang": ("hpcdist.cli.runs.hang:command", "Name the rank and the line at which a run came apart."),
     "config": ("hpcdist.cli.config:command", "Show a recipe as it will run, and where each value comes from."),

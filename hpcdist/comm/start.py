@@ -114,7 +114,7 @@ class Session:
         if self.outlives:
             failfast.set_survivable(is_rank_failure)
 
-    def leave(self, code: int) -> None:
+    def leave(self, code: int) -> NoReturn:
         """End together with exit code ``code``, all ranks having agreed on it. Collective.
 
         The first process that leaves with a non-zero code makes the launcher kill the others, so every rank flushes

@@ -4,4 +4,21 @@ Floor 5: imports comm, hdf5, reporting and errors, no other package of this floo
 `monitor` reads them while a job runs, `accounts` computes from what was read, `power_limits` changes limits for a
 while, and `report` makes the joules of a job of those of its nodes.
 Begin with `monitor.monitor.EnergyMonitor` and `report.merge`.
+
+The names in ``__all__`` are part of the public API: see `hpcdist.energy.phases`.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpcdist.energy.phases import configure, usage, window
+
+__all__ = ["configure", "usage", "window"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name at its first use: importing a module of this package loads no MPI."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("hpcdist.energy.phases"), name)

@@ -20,6 +20,7 @@ from hpcdist.cli.bench.trials import (
     tally_line,
     trial_command,
 )
+from hpcdist.cli.common import PATH
 from hpcdist.errors import FAILURE, OK, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
@@ -56,8 +57,8 @@ def _threshold(context: click.Context, parameter: click.Parameter, value: str) -
 
 
 @click.command("compare")
-@click.argument("before", type=click.Path(dir_okay=False, path_type=Path))
-@click.argument("after", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("before", type=PATH)
+@click.argument("after", type=PATH)
 @click.option("--threshold", callback=_threshold, default="5%", help="Slowdown that is still tolerated.")
 @click.option(
     "--confidence", type=click.FloatRange(0.5, 1.0, max_open=True), default=0.95, help="Of the intervals of ratios."
@@ -69,6 +70,9 @@ def _threshold(context: click.Context, parameter: click.Parameter, value: str) -
 def compare(before: Path, after: Path, as_json: bool, markdown: bool, **rule_options: Any) -> int:
     """Say what of AFTER is slower or faster than in BEFORE: two results of `hpcdist bench collectives`, or of a sweep.
 
+    Two run directories are put beside each other: their figures, with ratios, and the keys of their recipes that
+    differ; the exit code is 0.
+
     The ratio is that of the medians of the slowest rank's times, with a bootstrap interval over the iterations; the
     largest slowdown comes first. What only one of the files has is listed.
 
@@ -76,6 +80,9 @@ def compare(before: Path, after: Path, as_json: bool, markdown: bool, **rule_opt
     gives a wrong result in AFTER, 2 for usage (also files that have nothing in common, or too few iterations for any
     verdict), 74 for a file that cannot be read.
     """
+    if before.is_dir() and after.is_dir():
+        _compare_runs(before, after, as_json)
+        return OK
     from hpcdist.bench import compare as comparing  # late: --help must not load h5py
 
     if as_json and markdown:
@@ -172,3 +179,19 @@ def _show(items: "list[SeriesItem]", line: "Command") -> None:
         click.echo(f"[{number}/{len(items)}] {item_line(item)}: {settings}")
     for ranks in sorted({item.trial.ranks for item in items}):
         click.echo(shlex.join(line(ranks, Path("RECIPE"), Path("RUN_DIR"))))
+
+
+def _compare_runs(before: Path, after: Path, as_json: bool) -> None:
+    """Print the figures of two runs beside each other, and in which keys their recipes differ."""
+    from hpcdist.reporting.rules import written
+    from hpcdist.telemetry import report as reports
+    from hpcdist.telemetry import side_by_side
+    from hpcdist.training.recipe import recipe as recipes
+
+    runs = [reports.report(path) for path in (before, after)]
+    keys = [recipes.flat(recipes.load_stored(path / "recipe.toml")) for path in (before, after)]
+    differ = {key: (written(keys[0][key]), written(keys[1][key])) for key in keys[0] if keys[0][key] != keys[1][key]}
+    if as_json:
+        click.echo(json.dumps({"figures": side_by_side.comparison(*runs), "recipe": differ}))
+    else:
+        click.echo(side_by_side.comparison_text(runs[0], runs[1], differ))

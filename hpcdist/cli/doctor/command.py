@@ -64,7 +64,18 @@ def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: st
     if launch:
         checks += _launched()
     report.show(checks, as_json)
+    if not as_json:
+        click.echo(f"\nnext: {_next_command(checks, launch)}")
     return report.exit_code(checks)
+
+
+def _next_command(checks: list[Check], launched: bool) -> str:
+    """Return what to try after ``checks`` of this machine."""
+    if report.exit_code(checks):
+        return "cure what failed, then `hpcdist doctor` once more; `hpcdist help troubleshooting` goes by symptom"
+    if not launched:
+        return "`hpcdist doctor --launch` starts two ranks; or train at once: `hpcdist run -n 2 train`"
+    return "`hpcdist run -n 2 train` trains a small model for two minutes; `hpcdist help start` has more"
 
 
 def _examine_machine() -> list[Check]:

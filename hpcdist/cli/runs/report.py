@@ -7,6 +7,7 @@ another process draws in a minute at most. Numpy, h5py and matplotlib are import
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +20,7 @@ from hpcdist.reporting.toml_text import toml_value
 from hpcdist.reporting.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpcdist.telemetry.page.run_data import CheckpointEntry, ExternalData, RecipeSetting, TextSample
 
@@ -142,7 +143,7 @@ def _sample(run_dir: Path, checkpoints: "list[CheckpointEntry]", prompt: str) ->
 
 
 @click.command("report")
-@click.argument("place", metavar="RUN_DIR|RESULTS.h5", type=PATH)
+@click.argument("places", metavar="RUN_DIR...|RESULTS.h5", type=PATH, nargs=-1, required=True)
 @click.option("--plot", type=FILE, help="Draw the curves into this file (.png, .pdf).")
 @click.option("--html", type=FILE, help="Write all of it as a page that needs no network.")
 @click.option("--no-sample", is_flag=True, help="The page: no text from the model.")
@@ -150,7 +151,7 @@ def _sample(run_dir: Path, checkpoints: "list[CheckpointEntry]", prompt: str) ->
 @json_option
 @click.option("--markdown", is_flag=True, help="Print the table of a sweep as Markdown.")
 def report(
-    place: Path,
+    places: tuple[Path, ...],
     plot: Path | None,
     html: Path | None,
     no_sample: bool,
@@ -160,16 +161,18 @@ def report(
 ) -> None:
     """Show loss, times and bytes of the training in RUN_DIR, or the table of the benchmark in RESULTS.h5.
 
-    Either may be under way. --html makes one file to send to others: charts, figures, a step's timeline, recipe,
-    environment and a text sample of the model.
+    Either may be under way. Several runs are put side by side: a table, and with --plot one picture. --html makes one
+    file to send to others: charts, figures, a step's timeline, recipe, environment and a text sample of the model.
     """
+    place = places[0]
     _check_options(place, html, no_sample, sample_prompt)
     if as_json and markdown:
         raise UsageError("--json and --markdown are two ways to print the same; choose one")
-    if not place.exists():
-        raise StorageError(f"{place}: there is no such directory or file; {_PLACE_HINT}")
-    if place.name == METRICS_FILE and place.is_file():
-        raise UsageError(f"{place} is one file of a run; give its directory: hpcdist report {place.parent}")
+    for each in places:
+        _check_place(each)
+    if len(places) > 1:
+        _report_runs(places, plot, as_json, html is not None or markdown)
+        return
     if html is not None:
         write_page(place, html, sample=not no_sample, prompt="" if no_sample else sample_prompt)
         if not as_json:
@@ -186,6 +189,14 @@ def report(
         _report_run(place, plot, as_json)
     if plot is not None and not (as_json or markdown):
         click.echo(f"\nplot       {plot}")
+
+
+def _check_place(place: Path) -> None:
+    """Refuse a place that is not there, or a file within a run."""
+    if not place.exists():
+        raise StorageError(f"{place}: there is no such directory or file; {_PLACE_HINT}")
+    if place.name == METRICS_FILE and place.is_file():
+        raise UsageError(f"{place} is one file of a run; give its directory: hpcdist report {place.parent}")
 
 
 def _check_options(place: Path, html: Path | None, no_sample: bool, prompt: str) -> None:
@@ -212,6 +223,27 @@ def _report_run(run_dir: Path, plot: Path | None, as_json: bool) -> None:
     if plot is not None:
         with regular.damage(run_dir, regular.FIGURES):
             reports.plot(summary, plot)
+
+
+def _report_runs(places: "Sequence[Path]", plot: Path | None, as_json: bool, other: bool) -> None:
+    """Put several runs side by side."""
+    from hpcdist.telemetry import report as reports
+    from hpcdist.telemetry import side_by_side
+
+    if other:
+        raise UsageError("--html and --markdown show one place; give one run, or --plot and --json for several")
+    files = [place for place in places if place.is_file()]
+    if files:
+        raise UsageError(f"{files[0]} is a file of results: give one, or directories of runs; see `hpcdist compare`")
+    with ExitStack() as stack:
+        for place in places:
+            stack.enter_context(regular.damage(place, regular.FIGURES))
+        runs = [reports.report(place) for place in places]
+        click.echo(json.dumps(list(map(reports.jsonable, runs))) if as_json else side_by_side.table(runs))
+        if plot is not None:
+            side_by_side.plot(runs, plot)
+    if plot is not None and not as_json:
+        click.echo(f"\nplot       {plot}")
 
 
 def _is_collectives(path: Path) -> bool:

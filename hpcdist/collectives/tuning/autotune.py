@@ -126,6 +126,7 @@ def _repeats(seconds: float) -> int:
 
 
 NATIVE: Final = "native"
+TUNING: Final = "HPCDIST_TUNING"  # "off": `auto` is the MPI library's own, and nothing is measured
 ONE_NODE: Final = ("node_shared",)
 BETWEEN_NODES: Final = ("hierarchical",)  # on one node they are what they do inside of it
 ALLREDUCE_KIND, SHARDED_KIND = "allreduce", "sharded"

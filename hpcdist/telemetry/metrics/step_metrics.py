@@ -143,6 +143,7 @@ class MetricsWriter:
                 raise ValueError(f"{table.name} has columns that are not known here: {sorted(strange)[:3]}")
             if resume_step is not None and not is_new:
                 table.drop_from(file, resume_step + 1)  # they will be made again
+        _link_to_root(file)
         self._session = int(file.attrs.get("sessions", 0))
         steps = file["steps"]["step"]
         self.last = int(steps[-1]) if len(steps) else 0
@@ -228,6 +229,14 @@ class MetricsWriter:
     def close(self) -> None:
         """Flush; the file is never held open."""
         self.flush()
+
+
+def _link_to_root(file: Any) -> None:
+    """Give the columns of the steps a second name at the root: `xarray.open_dataset` needs to know no group then."""
+    for name, column in file["steps"].items():
+        if name in file:
+            del file[name]
+        file[name] = column
 
 
 def _check_tables(file: Any, path: Path) -> None:

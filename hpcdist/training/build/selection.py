@@ -28,7 +28,6 @@ from hpcdist.training.build.state_source import StateSource
 from hpcdist.training.recipe.recipe import Recipe
 
 AUTO: Final = "auto"
-TUNING: Final = "HPCDIST_TUNING"  # "off": `auto` is the MPI library's own, and nothing is measured
 DEADLINE_SHARE: Final = 0.25  # of communication.deadline_s: the most that a measurement may aim to take
 
 
@@ -155,9 +154,9 @@ def _nodes_text(nodes: tuple[int, ...] | list[int]) -> str:
 
 def tuning_is_off(comm: Communicator) -> bool:
     """Whether rank 0's environment turns measuring off. Collective. Raises ConfigurationError for another value."""
-    switch = comm.broadcast_object(os.environ.get(TUNING, "on"))
+    switch = comm.broadcast_object(os.environ.get(autotune.TUNING, "on"))
     if switch not in ("on", "off"):
-        raise ConfigurationError(f"{TUNING} = {switch!r}; set it to 'on' or 'off'")
+        raise ConfigurationError(f"{autotune.TUNING} = {switch!r}; set it to 'on' or 'off'")
     return bool(switch == "off")
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hpcdist.arrays import jit
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch import exit_file, standard_streams
@@ -243,6 +244,8 @@ def _introduction(
     yield _labelled("other than in the start before", run.changed)
     yield _changed_rate_text(trainer, run.steps_before)
     yield f"resumed from {run.resume_from} after {trainer.first_step} steps" if run.resume_from is not None else ""
+    if jit.is_cold():
+        yield "the first step compiles kernels for this processor, once: some seconds (`hpcdist warmup` does it before)"
     yield f"run directory {run.path}"
 
 

@@ -55,6 +55,18 @@ def test_plain_h5py_sees_scales_and_units(tmp_path, rng):
         assert [list(dim.keys()) for dim in compute.dims] == [["step"], ["rank"]]
         assert file["steps/rank"][...].tolist() == [0, 1]
         assert file[file.attrs["default"]].attrs["signal"] == "loss"
+        assert all(file[name] == column for name, column in file["steps"].items()), "the same datasets at the root"
+
+
+def test_xarray_needs_no_group_also_when_the_world_has_changed(tmp_path, rng):
+    xarray = pytest.importorskip("xarray", reason="xarray is not installed: pip install 'hpcdist[analysis]'")
+    pytest.importorskip("h5netcdf")
+    path = tmp_path / "metrics.h5"
+    rows = write(path, rng, range(1, 4), 2)
+    write(path, rng, (4,), 3, 3)
+    with xarray.open_dataset(path, engine="h5netcdf") as data:
+        assert dict(data.sizes) == {"step": 4, "rank": 3}
+        assert data.loss.values[:3].tolist() == [one["loss"] for one in rows]
 
 
 def test_resume_drops_later_rows_and_takes_another_world(tmp_path, rng):

@@ -1,0 +1,186 @@
+"""Checkpoints of any program: `save` and `load` of named arrays, whole or in parts, and of small values.
+
+`hpcdist.checkpoint.save`, `load` and `Sharded` are these names. A checkpoint is that of a training: one shard a rank,
+committed by one rename, with a digest of every block; ``hpcdist checkpoint ls DIRECTORY`` and its like read it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import dtype_of, is_supported, name_of
+from hpcdist.arrays.piece import Box, Piece, whole_box
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.checkpoint import directory as names
+from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, on_first_rank, restore_together
+from hpcdist.checkpoint.saving import two_phase
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.mpi.world import AnyComm, communicator_of
+from hpcdist.errors import StorageError, UsageError
+
+KIND: Final = "state"
+FOLDER: Final = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """This rank's part of an array that the ranks hold together.
+
+    ``array`` is the part, numpy or cupy. Without more, parts are rows, one behind the other in the order of the ranks;
+    their numbers may differ. Blocks of any shape have their first index ``start`` in the whole array, whose ``shape``
+    is then given, too; together they cover it.
+    """
+
+    array: Array
+    start: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.start is None) != (self.shape is None):
+            raise UsageError("Sharded takes both start and shape, or neither for rows in the order of the ranks")
+        if not self.array.ndim:
+            raise UsageError("Sharded takes an array with at least one dimension")
+        if self.start is not None and self.shape is not None:
+            ends = [begin + size for begin, size in zip(self.start, self.array.shape, strict=False)]
+            fits = len(self.start) == len(self.shape) == self.array.ndim
+            if not fits or min(self.start) < 0 or any(end > size for end, size in zip(ends, self.shape, strict=True)):
+                raise UsageError(
+                    f"a part of shape {self.array.shape} at {self.start} is not inside an array of {self.shape}"
+                )
+
+
+State: TypeAlias = Mapping[str, "Array | Sharded | Any"]
+
+
+def save(directory: str | Path, state: State, *, step: int | None = None, keep: int = 2, comm: AnyComm = None) -> Path:
+    """Save ``state`` in ``directory``; return ``directory/checkpoints/step-N``. Collective over ``comm``.
+
+    ``state`` has the same names on all ranks. Its values are numpy or cupy arrays that all ranks have alike (each rank
+    writes a share of them), `Sharded` arrays of which each has a part, and JSON values (taken from rank 0). ``step``
+    is N, one more than the newest by default. The newest ``keep`` checkpoints stay. All of a checkpoint becomes
+    visible at once, or nothing. Raises StorageError on all ranks when one cannot write, UsageError for a value that
+    cannot be saved or ``keep`` below 1.
+    """
+    if keep < 1:
+        raise UsageError(f"keep = {keep}; at least one checkpoint is kept")
+    where, folder = communicator_of(comm), Path(directory) / FOLDER
+    number = on_first_rank(where, lambda: _next_step(folder) if step is None else step)
+    pieces, values = [], {}
+    for name, value in state.items():
+        if is_array(value):
+            pieces.append(_piece(where, name, value, split_whole=True)[0])
+        else:
+            values[name] = value
+    _check_values(values)
+    return two_phase.save(folder, number, pieces, values, where, keep)
+
+
+def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = None) -> dict[str, Any] | None:
+    """Return the newest checkpoint in ``directory``; None where there is none. Collective over ``comm``.
+
+    ``state`` names the arrays that are wanted, and has memory for them: arrays, which get all of an array, and
+    `Sharded` parts, in any cut and on any number of ranks, whoever saved them. They are filled, and returned with the
+    JSON values of the checkpoint. Without ``state`` every rank gets new numpy arrays of everything. A checkpoint with
+    damaged bytes is skipped for the one before, which is reported. Raises StorageError for arrays that the checkpoint
+    does not have, or has in another shape or dtype.
+    """
+    where = communicator_of(comm)
+
+    def take(path: Path | None) -> dict[str, Any] | None:
+        return None if path is None else _load(where, path, state)
+
+    return from_newest_intact(directory, where, newest_complete(directory, where), take)
+
+
+def is_array(value: object) -> bool:
+    """Whether ``value`` is saved as an array, not as JSON (local)."""
+    return isinstance(value, Sharded | np.ndarray | np.generic) or backend.is_device(value)
+
+
+def _check_values(values: Mapping[str, Any]) -> None:
+    """Raise UsageError for a value that is no JSON (local)."""
+    for name, value in values.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"{name} is a {type(value).__name__}, which is neither an array nor a JSON value ({error})"
+            ) from error
+
+
+def _next_step(folder: Path) -> int:
+    return max((step for step, _ in names.candidates(folder)), default=0) + 1
+
+
+def _load(comm: Communicator, path: Path, state: State | None) -> dict[str, Any]:
+    stored = on_first_rank(comm, lambda: _stored_arrays(path))
+    if state is None:
+        state = {name: np.empty(shape, dtype_of(dtype)) for name, (shape, dtype) in stored.items()}
+    pieces, results, copies = [], dict[str, Any](), []
+    for name, value in state.items():
+        if not is_array(value):
+            continue
+        piece, copied = _piece(comm, name, value, split_whole=False)
+        _check_stored(path, piece, stored.get(name))
+        pieces.append(piece)
+        results[name] = value.array if isinstance(value, Sharded) else value
+        if copied:
+            copies.append((results[name], piece.array))
+    scalars = restore_together(comm, path, pieces)
+    for target, filled in copies:
+        target[...] = filled.reshape(target.shape)
+    return scalars | results
+
+
+def _stored_arrays(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and dtype of the arrays of the checkpoint at ``path`` by name (local)."""
+    return {entry.tensor: (entry.shape, entry.dtype) for entry in manifest.load(path).pieces if entry.kind == KIND}
+
+
+def _check_stored(path: Path, piece: Piece, stored: tuple[tuple[int, ...], str] | None) -> None:
+    if stored is None:
+        raise StorageError(f"{path} has no array {piece.tensor!r}")
+    shape, dtype = stored
+    if (tuple(shape), dtype) != (piece.global_shape, name_of(piece.array.dtype)):
+        raise StorageError(
+            f"{path}: {piece.tensor} is {dtype}{list(shape)}, and the program has "
+            f"{name_of(piece.array.dtype)}{list(piece.global_shape)}"
+        )
+
+
+def _piece(comm: Communicator, name: str, value: Any, *, split_whole: bool) -> tuple[Piece, bool]:
+    """Return the piece of this rank for ``value``, and whether its memory is a copy. Collective for rows.
+
+    With ``split_whole`` an array that all ranks have is cut into one share for each.
+    """
+    array = value.array if isinstance(value, Sharded) else value
+    if not is_supported(array.dtype):
+        raise UsageError(f"{name} has dtype {array.dtype}, which a checkpoint cannot hold; save it as numbers")
+    copied = not array.flags.c_contiguous
+    flat = backend.namespace(array).ascontiguousarray(array).reshape(-1)
+    part = Range(0, flat.size)
+    if isinstance(value, Sharded):
+        box, shape = _placed(comm, value)
+    else:
+        box, shape = whole_box(array.shape), array.shape
+        if split_whole:
+            part = split(flat.size, comm.size, flat.itemsize)[comm.rank]
+    return Piece(KIND, name, shape, box, part, flat[part.slice]), copied
+
+
+def _placed(comm: Communicator, part: Sharded) -> tuple[Box, tuple[int, ...]]:
+    """Return the box of ``part`` and the shape of the whole. Collective."""
+    start, shape = part.start, part.shape
+    if start is None or shape is None:
+        rows = comm.allgather_object(part.array.shape[0])
+        start = sum(rows[: comm.rank]), *(0 for _ in part.array.shape[1:])
+        shape = sum(rows), *part.array.shape[1:]
+    ends = (begin + size for begin, size in zip(start, part.array.shape, strict=True))
+    return tuple(zip(start, ends, strict=True)), tuple(shape)

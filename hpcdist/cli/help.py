@@ -1,0 +1,121 @@
+"""``hpcdist help``: the pages of documentation in a pager, one key of a recipe, or all as one HTML page.
+
+The pages are Markdown files in ``hpcdist/docs``, installed with the package.
+"""
+
+import re
+import textwrap
+import webbrowser
+from pathlib import Path
+from typing import Final
+
+import click
+
+import hpcdist
+from hpcdist.cli.common import FILE
+from hpcdist.errors import MissingCapabilityError, UsageError
+from hpcdist.reporting.nearest import nearest
+
+# In the order in which a reader needs them; the one-liner of each is its first sentence in `hpcdist help`.
+TOPICS: Final = {
+    "start": "Install, a first run, and which page is for you.",
+    "your-model": "Train a model of PyTorch or JAX from a script of yours.",
+    "from-ddp": "What DDP, FSDP, torchrun and DCP are called here.",
+    "api": "Collectives, checkpoints, energy and stop requests for any MPI program.",
+    "recipe": "Every key of a recipe: type, default, meaning. `hpcdist help SECTION.KEY` shows one.",
+    "architectures": "Allreduce, ZeRO, parameter server, gossip: memory, bytes, when to use which.",
+    "pipelines": "Pipelines, tensor parallelism and their products.",
+    "collectives": "Algorithms of allreduce and its like, and how one is chosen.",
+    "compression": "Gradients in fewer bytes, and what that costs.",
+    "cluster": "Slurm and other launchers: submit, sites, modules, GPUs.",
+    "checkpoints": "Save, resume on other ranks, verify, import and export.",
+    "survival": "When ranks die: restarts, requeues, going on without them.",
+    "monitoring": "Metrics, traces, the report of a run, hangs.",
+    "energy": "Joules of a run and of its phases; power limits.",
+    "planner": "Memory, time and energy of a training before it is started.",
+    "studies": "Sweeps and benchmarks, and how to compare them.",
+    "troubleshooting": "By symptom: what it means and what to do.",
+    "exit-codes": "What a job's exit code tells a script.",
+    "testing": "What is proven, on which hardware, by which command.",
+    "contributing": "The tree of the source, its rules and its tests.",
+    "glossary": "Words and symbols of these pages.",
+}
+DOCS: Final = Path(hpcdist.__file__).parent / "docs"
+_COMMENT: Final = re.compile(r"[ ]?<!--.*?-->", re.DOTALL)
+
+
+@click.command("help")
+@click.argument("topic", required=False)
+@click.option("--html", type=FILE, help="Write all pages into one HTML file.")
+@click.option("--open", "opened", is_flag=True, help="Write hpcdist-help.html, or --html, and show it in a browser.")
+def command(topic: str | None, html: Path | None, opened: bool) -> None:
+    """Show the page TOPIC, a key of a recipe (run.steps) or a section of it (run); without one list the pages."""
+    if html is not None or opened:
+        if topic is not None:
+            raise click.UsageError(f"--html and --open take all pages; leave {topic} out")
+        file = html or Path("hpcdist-help.html")
+        write_html(file)
+        click.echo(file)
+        if opened:
+            webbrowser.open(file.absolute().as_uri())
+    elif topic is None:
+        width = max(map(len, TOPICS))
+        lines = [f"  {name:{width}}  {line}" for name, line in TOPICS.items()]
+        click.echo("\n".join(["Pages (hpcdist help TOPIC):", *lines, "", "All on one page: hpcdist help --open"]))
+    elif topic in TOPICS:
+        click.echo_via_pager(styled(page(topic)))
+    else:
+        click.echo(_key(topic))
+
+
+def page(topic: str) -> str:
+    """Return the page ``topic`` as Markdown, without comments."""
+    text = (DOCS / f"{topic}.md").read_text(encoding="utf-8")
+    return _COMMENT.sub("", text)
+
+
+def styled(text: str) -> str:
+    """Return Markdown for a terminal: titles bold, code indented, the rest as it is written."""
+    lines, in_code = [], False
+    for line in text.splitlines():
+        if line.startswith("```"):
+            in_code = not in_code
+        elif in_code:
+            lines.append(f"    {line}" if line else "")
+        elif line.startswith("#"):
+            lines.append(click.style(line.lstrip("# "), bold=True, underline=line.startswith("# ")))
+        else:
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def write_html(file: Path) -> None:
+    """Write all pages into ``file``. Raises StorageError where that cannot be written, MissingCapabilityError."""
+    from hpcdist.reporting import atomic
+    from hpcdist.reporting.template import templates
+
+    try:
+        from markdown_it import MarkdownIt
+    except ImportError as error:
+        raise MissingCapabilityError(f"HTML needs markdown-it-py: pip install 'hpcdist[help]' ({error})") from error
+    markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
+    pages = [(topic, markdown.render(_linked(page(topic)))) for topic in TOPICS]
+    template = templates(DOCS, {}, html=True).get_template("help.html.j2")
+    atomic.save(file, template.render(pages=pages, topics=TOPICS, version=hpcdist.__version__))
+
+
+def _linked(text: str) -> str:
+    """Return Markdown whose links to other pages lead to their place in the one page."""
+    return re.sub(r"\]\((?:\./)?([a-z-]+)\.md\)", r"](#\1)", text)
+
+
+def _key(word: str) -> str:
+    """Return the text on a key or a section of a recipe. Raises click.UsageError for a word that is no topic either."""
+    from hpcdist.training.recipe.reference import lookup
+
+    try:
+        return lookup(word)
+    except UsageError as error:
+        near = nearest(word, TOPICS)
+        hint = f"did you mean `hpcdist help {near}`?" if near else textwrap.shorten(str(error), 300)
+        raise click.UsageError(f"there is no page {word!r}; {hint}") from error

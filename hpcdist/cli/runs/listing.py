@@ -1,0 +1,85 @@
+"""`hpcdist runs`: what lies in a folder of runs, and how far each has come."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from hpcdist.cli.common import DIRECTORY, json_option
+from hpcdist.errors import HpcdistError, StorageError
+
+DEFAULT: Final = "runs"
+RUNNING, FAILED, NEW = "running", "failed", "no step yet"
+
+
+@click.command("runs")
+@click.argument("folder", type=DIRECTORY, default=DEFAULT)
+@json_option
+def command(folder: Path, as_json: bool) -> None:
+    """List the runs in FOLDER, the newest first: state, steps, loss, speed and age.
+
+    A run is "running" while a process holds its lock and touches it, "finished", "stopped" (saved by request, and to be
+    continued), or "failed". `hpcdist report RUN RUN` and `hpcdist compare RUN RUN` tell more.
+    """
+    if not folder.is_dir():
+        raise StorageError(f"{folder}: there is no such folder; runs lie in {DEFAULT}/ unless --out says otherwise")
+    paths = [path for path in folder.iterdir() if (path / "recipe.toml").is_file()]
+    rows = sorted((_row(path) for path in paths), key=lambda row: row["age_s"])
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    from hpcdist.reporting.table import aligned, text_of
+    from hpcdist.reporting.units import format_duration
+
+    head = ["run", "state", "steps", "loss", "tokens/s", "age"]
+    cells = [
+        [
+            row["run"],
+            row["state"],
+            f"{row['steps']} of {row['planned']}",
+            text_of(row["loss"], ".4f"),
+            text_of(row["tokens_per_s"], ",.0f"),
+            format_duration(row["age_s"]),
+        ]
+        for row in rows
+    ]
+    click.echo("\n".join(aligned([head, *cells], left=(0, 1))) if cells else f"{folder} holds no runs")
+
+
+def _row(path: Path) -> dict[str, Any]:
+    """Return what is known of the run at ``path``."""
+    from hpcdist.telemetry import report as reports
+    from hpcdist.training.recipe import recipe as recipes
+
+    row: dict[str, Any] = {"run": path.name, "state": _state(path), "planned": None, "steps": 0}
+    row |= {"loss": None, "tokens_per_s": None, "age_s": _age_s(path)}
+    try:
+        row["planned"] = recipes.load_stored(path / "recipe.toml").run.steps
+        figures = reports.report(path).figures
+        row |= {"steps": figures["steps"], "loss": figures["train_loss_mean"], "tokens_per_s": figures["tokens_per_s"]}
+    except HpcdistError:  # it has just begun, or is damaged: its state says so
+        row["state"] = row["state"] or NEW
+    return row
+
+
+def _state(path: Path) -> str:
+    """Return what the record of starts and the lock of a run say."""
+    from hpcdist.checkpoint.lock import LOCK_FILE, STALE_S
+    from hpcdist.training.run.start_record import known_starts
+
+    try:
+        is_locked = time.time() - (path / LOCK_FILE).stat().st_mtime < STALE_S
+    except OSError:
+        is_locked = False
+    starts = known_starts(path)
+    if is_locked:
+        return RUNNING
+    return (starts[-1].end or FAILED) if starts else NEW
+
+
+def _age_s(path: Path) -> float:
+    """Return the seconds since a file of the run was written."""
+    newest = max((item.stat().st_mtime for item in path.iterdir()), default=time.time())
+    return max(0.0, time.time() - newest)

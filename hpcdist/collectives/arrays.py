@@ -1,0 +1,234 @@
+"""Collective operations on arrays of any shape: `hpcdist.allreduce` and its like.
+
+They choose the algorithm by measurement. The first call of a program for a type of elements measures about a second on
+all ranks, and the result is kept in the user's cache for later starts on the same machines; `hpcdist tune` does it
+beforehand, and HPCDIST_TUNING=off leaves it to the MPI library. Every function is collective: all ranks of ``comm``
+call it, with arrays of the same dtype.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar, overload
+
+import numpy as np
+
+from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import is_16bit_float
+from hpcdist.arrays.ranges import Range
+from hpcdist.collectives import dispatch
+from hpcdist.collectives.algorithms import all_to_all as exchange
+from hpcdist.collectives.algorithms import broadcast as tree
+from hpcdist.collectives.reduction import check_buffer, check_op
+from hpcdist.collectives.sharded import SHARDED, SHARDED_ON_GPUS, Sharding
+from hpcdist.collectives.tuning import autotune
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.mpi.world import AnyComm, communicator_of, library_of
+from hpcdist.errors import UsageError
+
+MEAN: Final = "mean"
+# A table measured up to one of these serves all smaller buffers; its last row serves larger ones.
+MEASURED_BYTES: Final = (4 << 20, 64 << 20)
+BUDGET_S: Final = autotune.BUDGET_S
+_UNORDERED: Final = "hierarchical"  # its shares do not ascend with the rank, as rows do
+
+Number = TypeVar("Number", int, float)
+Result = TypeVar("Result")
+
+
+@overload
+def allreduce(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Array: ...
+@overload
+def allreduce(array: Number, op: str = "sum", *, comm: AnyComm = None) -> Number: ...
+def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
+    """Reduce ``array`` over all ranks in place, and return it. Collective over ``comm``.
+
+    ``array`` is a numpy or cupy array, or a tensor of PyTorch, of any shape, the same on all ranks, of floats (16 to 64
+    bits, bfloat16 included) or integers; or a number of Python or numpy, of which the reduced one is returned. ``op``
+    is "sum", "mean" (not of integer arrays), "max" or "min". All ranks get the same bits. 16-bit floats are summed in
+    float32 and rounded once. Raises UsageError for another op, BufferHandoverError for another dtype or a read-only
+    array.
+    """
+    where = communicator_of(comm)
+    if isinstance(array, int | float):
+        return _reduced_number(where, array, op)
+    if isinstance(array, np.generic):
+        return allreduce(np.array([array]), op, comm=where)[0]
+    scale, view = 1.0, backend.as_array(array)
+    if op == MEAN:
+        if view.dtype.kind in "iu":
+            raise UsageError(f"the mean of {view.dtype} arrays is not whole; reduce them as floats")
+        op, scale = "sum", 1.0 / where.size
+    _on_flat(
+        view, lambda flat: dispatch.allreduce(where, flat, _algorithm(where, flat), op, scale=scale), where.size > 1
+    )
+    return array
+
+
+def _reduced_number(comm: Communicator, number: int | float, op: str) -> int | float:
+    """Return the reduced ``number``: as int64 where it is an integer and stays one, else as float64."""
+    whole = isinstance(number, int) and op != MEAN
+    buffer = np.array([number], np.int64 if whole else np.float64)
+    dispatch.allreduce(comm, buffer, "native", "sum" if op == MEAN else op, scale=1 / comm.size if op == MEAN else 1.0)
+    result: int | float = buffer[0].item()
+    return result
+
+
+def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Array:
+    """Return this rank's rows of the sum of ``array`` over all ranks. Collective over ``comm``.
+
+    ``array`` (n, ...) is the same shape on all ranks and is not changed. Rank r gets rows n r / p to n (r+1) / p as
+    `numpy.array_split` cuts them, in a new array; rows need not divide evenly. ``op`` is "sum", "mean", "max" or
+    "min". Raises UsageError for an array without rows or another op, BufferHandoverError for another dtype.
+    """
+    where = communicator_of(comm)
+    _check_rows(array, "reduce_scatter")
+    if op != MEAN:
+        check_op(op)
+    rows, width = row_ranges(array.shape[0], where.size), _row_size(array)
+    shares = [Range(part.start * width, part.stop * width) for part in rows]
+    buffer = array.reshape(-1).copy()  # the algorithms work in place
+    _sharding(where, buffer).reduce_scatter(where, buffer, shares, "sum" if op == MEAN else op)
+    own = buffer[shares[where.rank].slice].copy().reshape(rows[where.rank].size, *array.shape[1:])
+    if op == MEAN:
+        own /= where.size
+    return own
+
+
+def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
+    """Return the rows of all ranks, in the order of the ranks. Collective over ``comm``.
+
+    ``array`` is (n, ...); n may differ from rank to rank and may be 0, the other lengths and the dtype may not. The
+    result is a new array (sum of n, ...) on every rank. Raises UsageError for an array without rows,
+    BufferHandoverError for another dtype.
+    """
+    where = communicator_of(comm)
+    _check_rows(array, "all_gather")
+    counts = _gathered_counts(where, np.array([array.shape[0]], np.int64))[:, 0]
+    ends, width = np.cumsum(counts), _row_size(array)
+    shares = [Range(int(end - count) * width, int(end) * width) for end, count in zip(ends, counts, strict=True)]
+    result: Array = backend.namespace(array).empty((int(ends[-1]), *array.shape[1:]), array.dtype)
+    buffer = result.reshape(-1)
+    buffer[shares[where.rank].slice] = array.reshape(-1)
+    _sharding(where, buffer).all_gather(where, buffer, shares)
+    return result
+
+
+def broadcast(array: Array, root: int = 0, *, comm: AnyComm = None) -> Array:
+    """Overwrite ``array`` with that of rank ``root``, and return it. Collective over ``comm``.
+
+    ``array`` has the same shape and dtype on all ranks. Raises UsageError for a root that does not exist,
+    BufferHandoverError for another dtype or a read-only array.
+    """
+    where = communicator_of(comm)
+    _on_flat(backend.as_array(array), lambda flat: tree.broadcast(where, flat, root), where.rank != root)
+    return array
+
+
+def all_to_all(parts: Sequence[Array], *, comm: AnyComm = None) -> list[Array]:
+    """Send ``parts[q]`` to each rank q; return the parts that came from the ranks, in their order. Collective.
+
+    ``parts`` are one array for each rank, or an array whose first dimension they are. They have one dtype and, but for
+    their numbers of rows, one shape. Raises UsageError for another number of parts, BufferHandoverError for another
+    dtype.
+    """
+    where = communicator_of(comm)
+    if len(parts) != where.size:
+        raise UsageError(f"all_to_all got {len(parts)} parts for {where.size} ranks; give one for each rank")
+    for part in parts:
+        _check_rows(part, "all_to_all")
+    shapes = {(part.shape[1:], part.dtype) for part in parts}
+    if len(shapes) > 1:
+        raise UsageError(f"the parts of all_to_all differ in more than their rows: {sorted(map(str, shapes))}")
+    width = _row_size(parts[0])
+    counts = _gathered_counts(where, np.array([part.shape[0] for part in parts], np.int64))
+    sent, received = (
+        np.concatenate([[0], np.cumsum(rows)]) * width for rows in (counts[where.rank], counts[:, where.rank])
+    )
+    xp = backend.namespace(parts[0])
+    outgoing = xp.concatenate([part.reshape(-1) for part in parts])
+    incoming = xp.empty(int(received[-1]), outgoing.dtype)
+    exchange.all_to_all(where, outgoing, incoming, _ranges(sent), _ranges(received))
+    return [incoming[part.slice].reshape(-1, *parts[0].shape[1:]) for part in _ranges(received)]
+
+
+def row_ranges(rows: int, parts: int) -> list[Range]:
+    """Return the ranges of `numpy.array_split`: the first ``rows`` % ``parts`` of them have one row more (local)."""
+    small, more = divmod(rows, parts)
+    starts = [index * small + min(index, more) for index in range(parts + 1)]
+    return _ranges(starts)
+
+
+def _ranges(edges: Sequence[int] | np.ndarray) -> list[Range]:
+    return [Range(int(start), int(stop)) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+
+
+def _gathered_counts(comm: Communicator, own: np.ndarray) -> np.ndarray:
+    """Return the ``own`` counts of all ranks as rows. Collective."""
+    everybody = np.zeros((comm.size, own.size), np.int64)
+    everybody[comm.rank] = own
+    comm.all_gather(everybody.reshape(-1), [Range(own.size * rank, own.size * (rank + 1)) for rank in range(comm.size)])
+    return everybody
+
+
+def _check_rows(array: Array, name: str) -> None:
+    if not getattr(array, "ndim", 0):
+        raise UsageError(f"{name} needs an array with at least one dimension, got {type(array).__name__}")
+
+
+def _row_size(array: Array) -> int:
+    return int(np.prod(array.shape[1:], dtype=np.int64))
+
+
+def _on_flat(array: Array, run: Callable[[Array], object], changes: bool) -> None:
+    """Call ``run`` on the elements of ``array`` as a 1-D contiguous buffer.
+
+    A strided array is copied, and copied back where it ``changes``.
+    """
+    if array.flags.c_contiguous:
+        run(array.reshape(-1))
+        return
+    flat = backend.namespace(array).ascontiguousarray(array).reshape(-1)
+    run(flat)
+    if changes:
+        array[...] = flat.reshape(array.shape)
+
+
+def _kept(comm: Communicator, key: tuple[str, ...], make: Callable[[], Result]) -> Result:
+    """Return what is kept on ``comm`` under ``key``, made at the first call."""
+    if key not in comm.settled:
+        comm.settled[key] = make()
+    result: Result = comm.settled[key]
+    return result
+
+
+def _algorithm(comm: Communicator, buffer: Array) -> str:
+    """Return the table of algorithms for buffers like ``buffer``. Collective at the first call for its type."""
+    return _measured(comm, buffer, autotune.ALLREDUCE_KIND)
+
+
+def _sharding(comm: Communicator, buffer: Array) -> Sharding:
+    """Return the two halves of an allreduce for buffers like ``buffer``. Collective as `_algorithm`."""
+    name = _measured(comm, buffer, autotune.SHARDED_KIND)
+    return (SHARDED | SHARDED_ON_GPUS)["ring" if name == _UNORDERED else name]
+
+
+def _measured(comm: Communicator, buffer: Array, kind: str) -> str:
+    """Return the text of the selection of ``kind`` for the type and size of ``buffer``."""
+    if comm.size == 1:
+        return autotune.NATIVE
+    place = "device" if backend.is_device(buffer) else "host"
+    dtype = buffer.dtype
+    if dtype.kind in "iu":  # as floats of their size travel
+        dtype = np.dtype(np.float64 if dtype.itemsize == 8 else np.float32)
+    most = next((size for size in MEASURED_BYTES if buffer.nbytes <= size), MEASURED_BYTES[-1])
+    key = "hpcdist.collectives.arrays", kind, place, dtype.str if not is_16bit_float(dtype) else str(dtype), str(most)
+
+    def measure() -> str:
+        check_buffer(buffer)
+        if comm.broadcast_object(os.environ.get(autotune.TUNING)) == "off":
+            return autotune.NATIVE
+        request = autotune.TuningRequest(max_bytes=most, dtype=dtype, kind=kind, buffer=place, budget_s=BUDGET_S)
+        return autotune.select(comm, comm, request, library_of(comm)).text
+
+    return _kept(comm, key, measure)

@@ -1,0 +1,166 @@
+"""World of a program that is not a training: `init`, and the communicator that the public functions take.
+
+`hpcdist.init`, `hpcdist.session` and `hpcdist.World` are these names. The functions of the public API that
+communicate take ``comm``: None (all ranks), a `World`, a communicator of mpi4py or one of `hpcdist.comm`.
+`communicator_of` makes of each what the rest of the package works with.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.handover import Handover
+from hpcdist.comm.mpi.communicator import MpiCommunicator
+from hpcdist.comm.start import Session, import_mpi, library, start
+from hpcdist.errors import UsageError
+
+Value = TypeVar("Value")
+
+
+class World:
+    """All ranks of a job, as `init` returns it; the methods are collective, the properties local."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def comm(self) -> Communicator:
+        """The communicator of all ranks, with messages of its own."""
+        return self._session.comm
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank, from 0."""
+        return self.comm.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.comm.size
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank among those of its node, from 0; its GPU follows from it."""
+        return self._session.place.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """The number of ranks on this node."""
+        return self._session.place.local_size
+
+    @property
+    def node(self) -> int:
+        """The number of this node, from 0."""
+        return self._session.place.node
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return self._session.place.nodes
+
+    @property
+    def library(self) -> str:
+        """The version string of the MPI library; "none" for a process that no launcher started."""
+        return self._session.library
+
+    @property
+    def mpi4py(self) -> Any:
+        """The mpi4py communicator of the same ranks: MPI.COMM_WORLD, or COMM_SELF without a launcher."""
+        mpi = import_mpi()
+        return mpi.COMM_SELF if self.library == "none" else mpi.COMM_WORLD
+
+    def exit(self, code: int = 0) -> NoReturn:
+        """End the program on all ranks with exit ``code``, the same on all: MPI is finalised first."""
+        self._session.leave(code)
+
+    def barrier(self) -> None:
+        """Return when all ranks have called."""
+        self.comm.barrier()
+
+    def bcast(self, value: Value, root: int = 0) -> Value:
+        """Return the ``value`` of rank ``root`` on all ranks; it is pickled. Raises UsageError for no such rank."""
+        if not 0 <= root < self.size:
+            raise UsageError(f"root = {root}; the ranks are 0 to {self.size - 1}")
+        result: Value = self.comm.broadcast_object(value, root)
+        return result
+
+    def allgather(self, value: Value) -> list[Value]:
+        """Return the values of all ranks in their order, on all ranks; they are pickled."""
+        return self.comm.allgather_object(value)
+
+
+AnyComm: TypeAlias = "World | Communicator | Any | None"  # Any: a communicator of mpi4py
+
+_worlds: Final[list[World]] = []  # the one of this process
+_keyvals: Final[list[int]] = []  # of the attribute that keeps ours on a communicator of mpi4py
+
+
+def init(device: str = "cpu") -> World:
+    """Start MPI where a launcher announced a world, else a world of this process; return it. Collective.
+
+    Later calls return the same world. ``device`` is "cpu", or "gpu": the GPU of this rank's local rank becomes current
+    before MPI starts. From here on an uncaught exception on any rank ends the job, and its traceback is shown. MPI may
+    have been started by mpi4py before; it ends with the interpreter. Raises ConfigurationError where the launcher and
+    the MPI library do not belong together, UsageError for another device.
+    """
+    if device not in ("cpu", "gpu"):
+        raise UsageError(f"device = {device!r}; choose 'cpu' or 'gpu'")
+    if not _worlds:
+        _worlds.append(World(start(device)))
+    return _worlds[0]
+
+
+@contextmanager
+def session(device: str = "cpu") -> Iterator[World]:
+    """Yield the world of `init`; at the end of the block all ranks meet. Collective."""
+    world = init(device)
+    yield world
+    world.barrier()
+
+
+def communicator_of(comm: AnyComm = None) -> Communicator:
+    """Return the communicator that ``comm`` stands for; None is the world of `init`.
+
+    Collective at the first use of a communicator of mpi4py, which is duplicated then, and once for None. Raises
+    UsageError for anything else.
+    """
+    if comm is None:
+        return init().comm
+    if isinstance(comm, World):
+        return comm.comm
+    if hasattr(comm, "allgather_object"):
+        ours: Communicator = comm
+        return ours
+    if not hasattr(comm, "Get_attr"):
+        raise UsageError(
+            f"comm is a {type(comm).__name__}; pass what hpcdist.init() returned, or an intracommunicator of mpi4py"
+        )
+    return _adopted(comm)
+
+
+def _adopted(comm: Any) -> Communicator:
+    """Return ours for the communicator ``comm`` of mpi4py, which keeps it as an attribute until it is freed."""
+    mpi = import_mpi()
+    if not _keyvals:
+        _keyvals.append(mpi.Comm.Create_keyval(delete_fn=_freed))
+    kept: Communicator | None = comm.Get_attr(_keyvals[0])
+    if kept is None:
+        if comm.Is_inter():
+            raise UsageError("comm is an intercommunicator; pass an intracommunicator (comm.Merge() makes one)")
+        init()  # failures of a rank end the job from the first collective on
+        kept = MpiCommunicator(mpi, comm.Dup(), comm.Get_name() or "mpi4py", Handover(device_pointers=False))
+        comm.Set_attr(_keyvals[0], kept)
+    return kept
+
+
+def _freed(comm: Any, keyval: int, ours: Communicator) -> None:
+    """Free ``ours`` where the program frees ``comm``; those of MPI itself end in MPI_Finalize (collective)."""
+    mpi = import_mpi()
+    if comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
+        ours.free()
+
+
+def library_of(comm: Communicator) -> str:
+    """Return the version string of the MPI library below ``comm``; "none" for one process (local)."""
+    return library(import_mpi()) if isinstance(comm, MpiCommunicator) else "none"

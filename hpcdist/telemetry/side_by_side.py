@@ -1,0 +1,134 @@
+"""Several runs side by side: a table of their figures, what differs between two of them, and one picture."""
+
+import math
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from hpcdist.errors import UsageError
+from hpcdist.reporting import plotting
+from hpcdist.reporting.table import MISSING, Columns, aligned, rows_of, text_of
+from hpcdist.reporting.units import format_bytes
+from hpcdist.telemetry.metrics import step_metrics
+from hpcdist.telemetry.page.charts import style
+from hpcdist.telemetry.report import RunReport
+
+MOVED: Final = "moved"  # bytes in messages, through shared memory, and in buffers of the MPI library
+# key of `RunReport.figures` -> title, form, and unit of a figure that two runs are compared by
+FIGURES: Final = {
+    "train_loss_mean": ("loss", ".4f", 1.0),
+    "val_loss": ("validation", ".4f", 1.0),
+    "step_s_median": ("step ms", ".1f", 1e-3),
+    "tokens_per_s": ("tokens/s", ",.0f", 1.0),
+    "comm_fraction": ("communication", ".1%", 1.0),
+    "peak_bytes_total": ("memory", "bytes", 1.0),
+    MOVED: ("moved a step", "bytes", 1.0),
+    "energy_j": ("joules", ",.0f", 1.0),
+}
+MOST_RUNS: Final = 10  # that a picture can tell apart
+
+
+def figure(report: RunReport, key: str) -> float | None:
+    """Return a figure of `FIGURES`; None where it was not measured."""
+    value: Any = report.figures.get(key)
+    if key == MOVED:
+        moved = step_metrics.moved_bytes(report.figures)
+        value = None if moved is None else sum(moved)
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def figure_text(report: RunReport, key: str) -> str:
+    """Return a figure of `FIGURES` as text; `MISSING` where it was not measured."""
+    _, form, unit = FIGURES[key]
+    value = figure(report, key)
+    if value is not None and form == "bytes":
+        return format_bytes(round(value))
+    return text_of(value, form, unit)
+
+
+def strategy_of(run_dir: Path) -> str:
+    """Return ``parallel.strategy`` of the recipe of a run; `MISSING` where it cannot be read."""
+    try:
+        strategy = tomllib.loads((run_dir / "recipe.toml").read_text())["parallel"]["strategy"]
+    except (OSError, ValueError, KeyError):
+        return MISSING
+    return str(strategy)
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Return short names that tell the directories apart: their last parts, as many as that takes (local)."""
+    parts = [path.absolute().parts for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-count:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise UsageError("a run is given twice; each is shown once")
+
+
+def table(reports: Sequence[RunReport]) -> str:
+    """Return a line for each run, below a head."""
+    names = dict(zip(map(id, reports), names_of([report.run_dir for report in reports]), strict=True))
+    columns: Columns[RunReport] = [
+        ("run", lambda report: names[id(report)]),
+        ("strategy", lambda report: strategy_of(report.run_dir)),
+        ("ranks", lambda report: str(report.figures["world"])),
+        ("steps", lambda report: str(report.figures["steps"])),
+        *((title, lambda report, key=key: figure_text(report, key)) for key, (title, _, _) in FIGURES.items()),
+    ]
+    return "\n".join(aligned(rows_of(columns, reports), left=(0, 1)))
+
+
+def comparison(before: RunReport, after: RunReport) -> list[dict[str, Any]]:
+    """Return for each figure its value in both runs, and the ratio of the second to the first (None: not known)."""
+    rows = []
+    for key, (title, _, _) in FIGURES.items():
+        earlier, later = figure(before, key), figure(after, key)
+        ratio = later / earlier if later is not None and earlier else None
+        rows.append({"figure": title, "before": earlier, "after": later, "ratio": ratio})
+    return rows
+
+
+def comparison_text(before: RunReport, after: RunReport, keys: dict[str, tuple[str, str]]) -> str:
+    """Return the figures of both runs beside each other, and the ``keys`` of their recipes that differ."""
+    names = names_of([before.run_dir, after.run_dir])
+    rows = [["", *names, "ratio"]]
+    for key, row in zip(FIGURES, comparison(before, after), strict=True):
+        rows.append([row["figure"], figure_text(before, key), figure_text(after, key), text_of(row["ratio"], ".3f")])
+    lines = aligned(rows)
+    if keys:
+        lines += ["", *aligned([["recipe", *names], *([key, *values] for key, values in keys.items())], left=(0, 1, 2))]
+    return "\n".join(lines)
+
+
+def plot(reports: Sequence[RunReport], file: Path) -> None:
+    """Draw the losses of the runs over their steps, and bars of seconds, memory and bytes beside them.
+
+    Raises UsageError for more than MOST_RUNS runs or one without steps, what `plotting.drawing` raises else.
+    """
+    if len(reports) > MOST_RUNS:
+        raise UsageError(f"a picture of {len(reports)} runs cannot be read; give at most {MOST_RUNS}")
+    for report in reports:
+        if not len(report.steps["step"]):
+            raise UsageError(f"{report.run_dir}: no step was completed, so there is nothing to plot")
+    names = names_of([report.run_dir for report in reports])
+    bars = ("step_s_median", "peak_bytes_total", MOVED)
+    with style.chart_style(), plotting.drawing(file, 10, 4.5) as picture:
+        colors = [style.CYCLE[index % len(style.CYCLE)] for index in range(len(reports))]
+        grid = picture.add_gridspec(len(bars), 2, width_ratios=(3, 2))
+        losses = picture.add_subplot(grid[:, 0])
+        for index, (report, name) in enumerate(zip(reports, names, strict=True)):
+            line = dict(color=colors[index], label=name, linewidth=1.5 + 2 * (len(reports) - index - 1))
+            losses.plot(report.steps["step"], report.steps["loss"], **line)
+        losses.set_xlabel("step")
+        losses.set_ylabel("training loss (nats)")
+        losses.legend()
+        for row, key in enumerate(bars):
+            axis = picture.add_subplot(grid[row, 1])
+            values = [figure(report, key) or 0.0 for report in reports]
+            drawn = axis.barh(names, values, color=colors)
+            axis.bar_label(drawn, [figure_text(report, key) for report in reports], padding=3, fontsize=8)
+            axis.invert_yaxis()
+            axis.set_xlim(0, 1.3 * max([*values, 1e-9]))
+            axis.set_xticks([])
+            axis.set_title(FIGURES[key][0], fontsize=9, loc="left")

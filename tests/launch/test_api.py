@@ -1,0 +1,96 @@
+"""Programs with a loop of their own: the public API under a launcher, stopped by a signal and resumed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hpcdist
+from harness import jobs
+
+PROGRAM = """
+import sys, time
+import numpy as np
+import hpcdist
+
+with hpcdist.session() as world:
+    field, start = np.zeros((6 // world.size, 4)), 0
+    shard = hpcdist.checkpoint.Sharded(field)
+    if saved := hpcdist.checkpoint.load("out", {"field": shard}):
+        start = saved["steps"]
+    for step in range(start, int(sys.argv[1])):
+        with hpcdist.energy.window("sweep"):
+            field += step
+        time.sleep(0.02)
+        if code := hpcdist.should_stop(margin_s=0.5):
+            hpcdist.checkpoint.save("out", {"field": shard, "steps": step + 1})
+            world.exit(code)
+        if world.rank == 0 and step == start + 5:
+            open("begun", "w").close()
+    hpcdist.checkpoint.save("out", {"field": shard, "steps": int(sys.argv[1])})
+    total = hpcdist.allreduce(field.sum(keepdims=True))
+    phases = hpcdist.energy.usage()["phases"]
+    if world.rank == 0:
+        print("total", total.item(), "from", start, "phases", *phases)
+"""
+
+
+def total_of(steps):
+    return 24.0 * steps * (steps - 1) / 2
+
+
+@pytest.mark.timeout(240)
+def test_a_program_is_stopped_and_goes_on_with_another_number_of_ranks(mpiexec, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    run = subprocess.Popen(
+        [sys.executable, "-m", "hpcdist", "run", "-n", "2", "--", sys.executable, str(program), "100000"], text=True
+    )
+    try:
+        deadline = time.monotonic() + 100
+        while not (tmp_path / "begun").exists():
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(60) == 75
+    finally:
+        run.kill()
+        run.wait()
+    steps = hpcdist.checkpoint.load("out")["steps"]
+    done = mpiexec(3, [str(program), str(steps + 3)], timeout=100, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert f"total {total_of(steps + 3)} from {steps} phases sweep" in done.stdout
+
+
+def test_the_end_of_the_job_stops_it(tmp_path, monkeypatch):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    root = str(Path(hpcdist.__file__).parents[1])  # the one under test
+    ends = str(int(time.time()) + 3)
+    done = jobs.run(
+        [sys.executable, str(program), "100000"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": root, "SLURM_JOB_END_TIME": ends},
+    )
+    assert done.returncode == 75, done.stdout
+    assert np.allclose(hpcdist.checkpoint.load(tmp_path / "out")["field"][0, 0] % 1, 0)
+
+
+def test_importing_loads_nothing_heavy():
+    code = "import sys, hpcdist; dir(hpcdist); print(sorted({'numpy', 'mpi4py', 'click', 'h5py'} & set(sys.modules)))"
+    assert jobs.python(code).stdout.strip() == "[]"
+
+
+def test_type_checkers_see_the_public_names():
+    stub = (Path(hpcdist.__file__).parent / "__init__.pyi").read_text()
+    names = set(re.findall(r"^from .* import \w+ as (\w+)$", stub, re.MULTILINE))
+    assert names == set(hpcdist.__all__)
+    for name in hpcdist.__all__:
+        assert getattr(hpcdist, name) is not None

@@ -1,0 +1,156 @@
+"""The pages of documentation: their commands and programs run, their figures are those of committed results."""
+
+import fnmatch
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import hpcdist
+from harness import pages
+from hpcdist.cli import help as pages_of_help
+from hpcdist.training.recipe import recipe as recipes
+
+ROOT = Path(hpcdist.__file__).parents[1]
+README = Path(__file__).parents[2] / "README.md"
+STUDIES = Path(__file__).parents[2] / "benchmarks" / "README.md"
+PAGES = {topic: pages_of_help.DOCS / f"{topic}.md" for topic in pages_of_help.TOPICS}
+LIMIT_S = 120
+
+
+def environment():
+    """Return the environment of a reader's shell, with the hpcdist under test."""
+    path = os.pathsep.join([sysconfig.get_path("scripts"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    return (
+        os.environ
+        | pages.SHORT
+        | {
+            "PATH": path,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "PAGER": "cat",
+            "COLUMNS": "120",
+        }
+    )
+
+
+def shell(text, folder):
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text],
+        cwd=folder,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, f"{text}\nended with {done.returncode}:\n{done.stdout}"
+    return done.stdout
+
+
+def check_block(block, folder):
+    """Run, write or check one block of a page."""
+    if block.title:
+        (folder / block.title).write_text(block.text)
+    elif block.language == "sh" and "norun" in block.words:
+        wrong = {" ".join(call): pages.unknown(call) for call in pages.commands(block.text)}
+        assert not any(wrong.values()), {call: word for call, word in wrong.items() if word}
+    elif block.language == "sh":
+        shell(block.text, folder)
+    elif block.language == "console":
+        for command, expected in pages.turns(block.text):
+            shown = shell(command, folder)
+            wrong = pages.difference(expected, shown.splitlines())
+            assert not wrong, f"{command}: {wrong} in\n{shown}"
+    elif block.language == "python":
+        (folder / "example.py").write_text(block.text)
+        shell("mpirun -n 2 python example.py", folder)
+    elif block.language == "toml":
+        fragment = folder / "fragment.toml"
+        fragment.write_text(block.text)
+        recipes.load(fragment)
+    else:
+        assert block.language == "text", f"a block of {block.language!r}: nobody checks it"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.full_except("start")
+@pytest.mark.parametrize("topic", PAGES)
+def test_what_a_page_says_runs(topic, tmp_path):
+    for block in pages.blocks(PAGES[topic].read_text()):
+        try:
+            check_block(block, tmp_path)
+        except Exception as error:
+            error.add_note(f"{PAGES[topic].name}, line {block.line}")
+            raise
+
+
+@pytest.mark.parametrize("topic", PAGES)
+def test_pages_are_short_and_lead_to_each_other(topic):
+    text = PAGES[topic].read_text()
+    assert text.startswith("# ") and text.count("\n") <= 300
+    for link in re.findall(r"\]\((?!https?://)([^)#]+)", text):
+        assert (PAGES[topic].parent / link).exists(), link
+    assert not re.search(r"!\[", text), "a picture, which no terminal shows"
+
+
+def test_every_page_is_a_topic():
+    assert {path.stem for path in pages_of_help.DOCS.glob("*.md")} == set(PAGES)
+
+
+@pytest.mark.parametrize("topic", PAGES)
+def test_figures_are_those_of_results(topic):
+    if not STUDIES.exists():
+        pytest.skip("hpcdist is installed, there are no results beside it")
+    rows = [line for line in STUDIES.read_text().splitlines() if line.startswith("| ")]
+    for figure, file in pages.figures(PAGES[topic].read_text()):
+        name = str(file.relative_to("results"))
+        of_file = [row for row in rows if any(is_named(name, cell) for cell in re.findall(r"`([^`]+)`", row))]
+        assert any(re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d])", row) for row in of_file), (figure, name)
+
+
+def is_named(name, cell):
+    """Return whether a cell of the table names the file: a pattern, with or without its suffix, or a folder."""
+    return any(fnmatch.fnmatch(name, pattern) for pattern in (cell, f"{cell}*", f"{cell.rstrip('/')}/*"))
+
+
+def test_help_shows_pages_keys_and_html(tmp_path):
+    run = CliRunner()
+    listed = run.invoke(pages_of_help.command, [])
+    assert listed.exit_code == 0 and all(topic in listed.output for topic in PAGES)
+    shown = run.invoke(pages_of_help.command, ["start"])
+    assert shown.exit_code == 0 and "<!--" not in shown.output and "```" not in shown.output
+    assert "pipeline" in run.invoke(pages_of_help.command, ["parallel.pipeline"]).output
+    wrong = run.invoke(pages_of_help.command, ["chekpoints"])
+    assert wrong.exit_code == 2 and "hpcdist help checkpoints" in wrong.output
+    pytest.importorskip("markdown_it")
+    file = tmp_path / "all.html"
+    assert run.invoke(pages_of_help.command, ["--html", str(file)]).exit_code == 0
+    text = file.read_text()
+    assert all(f'<section id="{topic}">' in text for topic in PAGES) and "<table>" in text
+    links = set(re.findall(r'href="#([^"]+)"', text))
+    assert links <= set(PAGES)
+
+
+def test_the_readme_is_short_and_its_links_exist():
+    if not README.exists():
+        pytest.skip("hpcdist is installed, there is no README beside it")
+    text = README.read_text()
+    assert text.count("\n") <= 250 and len(text.encode()) <= 16384
+    for link in re.findall(r"\]\((?!https?://)([^)#]+)", text):
+        assert (README.parent / link).exists(), link
+
+
+def test_the_table_of_what_is_measured_is_that_of_the_studies():
+    if not STUDIES.exists():
+        pytest.skip("hpcdist is installed, there are no results beside it")
+    rows = [line for line in STUDIES.read_text().splitlines() if line.startswith("| ")]
+    assert rows and "\n".join(rows) in PAGES["testing"].read_text()

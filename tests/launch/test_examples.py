@@ -1,0 +1,55 @@
+"""The programs in hpcdist/docs/examples, as a reader starts them on two ranks."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import hpcdist
+from harness import jobs
+
+EXAMPLES = Path(hpcdist.__file__).parent / "docs" / "examples"
+ROOT = str(EXAMPLES.parents[2])
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+
+
+def start(mpiexec, folder, *words, ranks=2, **keys):
+    path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH", "")]))
+    done = mpiexec(
+        ranks, [str(EXAMPLES / words[0]), *words[1:]], cwd=folder, env={"PYTHONPATH": path, **keys}, timeout=200
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_a_program_of_mpi4py_goes_on_where_it_was(mpiexec, tmp_path):
+    assert "heat 25600.0 after 20 steps, 0 of them before" in start(mpiexec, tmp_path, "heat_mpi4py.py", "20")
+    assert "after 30 steps, 20 of them before" in start(mpiexec, tmp_path, "heat_mpi4py.py", "30", ranks=3)
+
+
+@pytest.mark.parametrize("key", ["PARALLEL__STRATEGY=zero3", "PARALLEL__PIPELINE=2"])
+def test_pictures_are_told_apart(mpiexec, tmp_path, key):
+    pytest.importorskip("torch")
+    name, _, value = key.partition("=")
+    shown = start(mpiexec, tmp_path, "pictures.py", **{f"HPCDIST_SET__{name}": value})
+    assert float(re.search(r"held out: loss ([\d.]+)", shown)[1]) < 0.6  # ln 2 knows nothing
+
+
+def test_a_model_of_hugging_face_learns_a_text(mpiexec, tmp_path, text):
+    transformers = pytest.importorskip("transformers")
+    shown = start(mpiexec, tmp_path, "finetune.py", str(text), HPCDIST_SET__PARALLEL__STRATEGY="zero2")
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", shown, re.MULTILINE)]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "finetuned")
+
+
+def test_the_sweep_is_one_and_a_job_array(tmp_path):
+    shutil.copy(EXAMPLES / "sweep.toml", tmp_path)
+    listed = jobs.hpcdist("bench", "sweep", "sweep.toml", "--list", cwd=tmp_path)
+    assert listed.returncode == 0 and len(listed.stdout.splitlines()) >= 9, listed
+    words = ("--array", "sweep.toml", "--nodes", "1", "--ranks-per-node", "2", "--site", "slurm-openmpi", "--dry-run")
+    script = jobs.hpcdist("submit", *words, cwd=tmp_path)
+    assert script.returncode == 0 and "#SBATCH --array=0-8" in script.stdout, script
