@@ -83,8 +83,9 @@ class Tree:
     def __init__(self, root):
         self.root = root
         # An installed package holds slurm/ too, in batch/slurm: its recipes for Spack are data, not modules.
-        data = root / "batch" / "slurm"
-        self.paths = sorted(path for path in root.rglob("*.py") if not path.is_relative_to(data))
+        # Examples of the documentation are programs of a user.
+        apart = root / "batch" / "slurm", root / "docs"
+        self.paths = sorted(path for path in root.rglob("*.py") if not any(map(path.is_relative_to, apart)))
 
     def name_of(self, path):
         """Return the dotted name of the module in a file."""
