@@ -32,10 +32,15 @@ def written(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Condition:
-    """Condition on the value of a key; ``cure`` makes the part of a message that says what to set it to."""
+    """Condition on the value of a key; ``cure`` makes the part of a message that says what to set it to.
+
+    ``sign`` and ``values`` are those of the term that says the same (see `rule`), None where no term does.
+    """
 
     matches: Callable[[Any], object]
     cure: Callable[[str, Any], str] | None = None
+    sign: str | None = None
+    values: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,20 +131,22 @@ def _condition(term: str) -> tuple[str, Condition]:
     key, sign, listed, instead = match.groups()
     values = tuple(map(_value, listed.split("|"))) if listed else ("", ())
     if sign == "":
-        return key, Condition(lambda value: value not in OFF, _switch_off)
+        return key, Condition(lambda value: value not in OFF, _switch_off, "")
     if sign == "?":
-        return key, Condition(lambda _: True)
+        return key, Condition(lambda _: True, sign=sign)
     if sign == "=":
         cure = None if instead is None else lambda key, _: f"{key} = {written(_value(instead))}"
-        return key, Condition(lambda value: value in values, cure)
+        return key, Condition(lambda value: value in values, cure, sign, values)
     if sign == "!=":
         return key, other_than(*values)
     if sign in ("~", "!~"):
-        return key, Condition(lambda used: set(values).isdisjoint(used) == (sign == "!~"))
+        return key, Condition(lambda used: set(values).isdisjoint(used) == (sign == "!~"), None, sign, values)
     (limit,) = values
     return key, Condition(
         (lambda value: value > limit) if sign == ">" else (lambda value: value < limit),
         lambda key, _: f"{key} = {limit}",
+        sign,
+        values,
     )
 
 
@@ -155,7 +162,7 @@ def _switch_off(key: str, value: Any) -> str:
 def other_than(*values: Any) -> Condition:
     """Return the condition that a value is none of ``values``."""
     cure = f" to one of {', '.join(map(str, values))}" if len(values) > 1 else f" = {written(*values)}"
-    return Condition(lambda value: value not in values, lambda key, _: key + cure)
+    return Condition(lambda value: value not in values, lambda key, _: key + cure, "!=", values)
 
 
 def no_effect(key: str, default: Any, other: str, needed: Iterable[Any], cure: Text = "") -> Rule:
@@ -176,7 +183,8 @@ def must(key: str, holds: Callable[[Any], object], expected: str) -> Rule:
 def at_least(least: float, *keys: str, expected: str = "") -> Iterator[Rule]:
     """Yield the rules that the numbers of ``keys`` are at least ``least``."""
     for key in keys:
-        yield must(key, lambda value: value >= least, expected or f"it must be at least {least}")
+        below = Condition(lambda value: not value >= least, sign="<", values=(least,))  # and what is not a number
+        yield Rule({key: below}, cure=expected or f"it must be at least {least}")
 
 
 def finite(key: str, holds: Callable[[float], object], expected: str) -> Rule:

@@ -5,5 +5,6 @@ Light: a login node reads a recipe without MPI, HDF5, numba or CuPy. It imports 
 sections) and `recipe.load` (a file under overrides, environment and site).
 
 A new key is a field of its section's dataclass in the package that acts on it (`optim.config`, `zero.config`, ...), its
-range in the RULES beside that, its rules with other sections in `strategies.rules`, and a line in README.md.
+range in the RULES beside that, its rules with other sections in `strategies.rules`, its meaning in ``keys.toml``, and a
+line in README.md; `python -m hpcdist.training.recipe.reference > hpcdist/docs/recipe.md` renews the page of all keys.
 """

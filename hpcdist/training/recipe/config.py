@@ -53,7 +53,7 @@ RUN_RULES: Final = (
     must(
         "run.suspicious_factor",
         lambda factor: factor == 0 or (math.isfinite(factor) and factor > 1),
-        "it must be finite and above 1, such as 5, or 0 to suspect nothing",
+        "it must be 0 (suspects nothing), or finite and above 1, such as 5",
     ),
 )
 
@@ -238,8 +238,10 @@ class SurvivalConfig:
     least_ranks: int = 1
 
     def __post_init__(self) -> None:
-        rules = (
-            *at_least(1, "survival.every_steps", "survival.least_ranks"),
-            *at_least(0, "survival.check_every_steps"),
-        )
-        check_section(rules, "survival", self)
+        check_section(SURVIVAL_RULES, "survival", self)
+
+
+SURVIVAL_RULES: Final = (
+    *at_least(1, "survival.every_steps", "survival.least_ranks"),
+    *at_least(0, "survival.check_every_steps"),
+)

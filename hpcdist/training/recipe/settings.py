@@ -181,21 +181,24 @@ def _example(default: Any) -> str:
 def _check_known(key: str, value: Any, place: str, known: Mapping[str, Any]) -> None:
     if key in known:
         return
-    section = key.partition(".")[0]
-    sections = list(dict.fromkeys(other.partition(".")[0] for other in known))
-    if key in sections:
+    if any(other.startswith(key + ".") for other in known):
         raise ConfigurationError(
             f"{key} = {value!r} in {place}: [{key}] is a section with keys of its own, not a value"
         )
+    raise ConfigurationError(f"unknown key {key!r} in {place}; {known_instead(key, known)}")
+
+
+def known_instead(key: str, known: Mapping[str, Any]) -> str:
+    """Return the cure of an unknown ``key``: the nearest of those ``known``, else the names that there are."""
+    section = key.partition(".")[0]
+    sections = list(dict.fromkeys(other.partition(".")[0] for other in known))
     near = _nearest_key(key, known, sections)
     if near:
-        cure = f"the nearest known is {near!r}"
-    elif section in sections:
+        return f"the nearest known is {near!r}"
+    if section in sections:
         names = ", ".join(other.partition(".")[2] for other in known if other.startswith(section + "."))
-        cure = f"keys of [{section}] are: {names}"
-    else:
-        cure = f"sections are: {', '.join(sections)}"
-    raise ConfigurationError(f"unknown key {key!r} in {place}; {cure}")
+        return f"keys of [{section}] are: {names}"
+    return f"sections are: {', '.join(sections)}"
 
 
 def _nearest_key(key: str, known: Mapping[str, Any], sections: list[str]) -> str | None:

@@ -3,44 +3,26 @@
 import pytest
 
 from harness.marks import cases
-from hpcdist.checkpoint.config import RULES as CHECKPOINT
-from hpcdist.comm.config import RULES as COMMUNICATION
-from hpcdist.energy.config import RULES as ENERGY
 from hpcdist.errors import ConfigurationError
-from hpcdist.models.config import RULES as MODEL
-from hpcdist.optim.config import RULES as OPTIMIZER
 from hpcdist.reporting.rules import check, refusals, rule
 from hpcdist.strategies import rules
-from hpcdist.strategies.compressed.config import RULES as COMPRESSION
-from hpcdist.strategies.config import RULES as PARALLEL
-from hpcdist.strategies.decentralised.config import RULES as DECENTRALISED
-from hpcdist.strategies.parameter_server.config import RULES as SERVERS
-from hpcdist.strategies.zero.config import RULES as ZERO
-from hpcdist.telemetry.config import RULES as TELEMETRY
-from hpcdist.training.chaos.config import RULES as CHAOS
 from hpcdist.training.recipe import recipe as recipes
-from hpcdist.training.recipe.config import DATA_RULES, PRECISION_RULES, RUN_RULES
+from hpcdist.training.recipe.reference import RULES
 
-SECTIONS = (CHECKPOINT, COMMUNICATION, ENERGY, MODEL, OPTIMIZER, COMPRESSION, PARALLEL, DECENTRALISED, SERVERS, ZERO)
-ALL = [
-    each
-    for table in (rules.RULES, *SECTIONS, TELEMETRY, CHAOS, DATA_RULES, PRECISION_RULES, RUN_RULES)
-    for each in table
-]
 OPTIONS = {"data rank": 2, "feed-forward column": 512, "--survive": "shrink", "--spares": 0}
 VALUES = rules.derived({**recipes.defaults(), **OPTIONS})
 
 
 def test_every_rule_names_keys_that_there_are():
-    unknown = {key for each in ALL for key in (*each.conditions, *each.given) if key not in VALUES}
+    unknown = {key for each in RULES for key in (*each.conditions, *each.given) if key not in VALUES}
     assert unknown == set(), "such a rule would be passed over"
 
 
 def test_defaults_go_together():
-    assert list(refusals(ALL, VALUES)) == []
+    assert list(refusals(RULES, VALUES)) == []
 
 
-@pytest.mark.parametrize("each", ALL, ids=lambda each: " with ".join(each.conditions))
+@pytest.mark.parametrize("each", RULES, ids=lambda each: " with ".join(each.conditions))
 def test_every_rule_says_what_to_change(each):
     assert each.cure or any(condition.cure for key, condition in each.conditions.items() if "." in key)
 

@@ -1,0 +1,121 @@
+"""The reference of keys: each has a meaning, and what the rules say that it needs; the page is the committed one."""
+
+from pathlib import Path
+
+import pytest
+
+import hpcdist
+from harness.marks import cases
+from hpcdist.errors import UsageError
+from hpcdist.reporting import regular
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.recipe import reference
+
+FOLDER = Path(hpcdist.__file__).parent
+
+
+def test_every_key_has_one_short_meaning():
+    table = regular.toml(FOLDER / "training" / "recipe" / "keys.toml")
+    meanings = {f"{section}.{name}": text for section, names in table.items() for name, text in names.items()}
+    assert list(meanings) == list(recipes.defaults()), "in the order of the dataclasses"
+    assert [key for key, text in meanings.items() if not text.endswith(".") or len(text) > 110 or "|" in text] == []
+
+
+def test_the_page_is_the_one_that_the_code_gives():
+    page = (FOLDER / "docs" / "recipe.md").read_text()
+    assert page == reference.page(), "python -m hpcdist.training.recipe.reference > hpcdist/docs/recipe.md"
+    assert page.count("\n") <= 300
+    assert len(page.encode()) <= 25 << 10
+    assert [key for key in recipes.defaults() if f"\n| {key.partition('.')[2]} |" not in page] == []
+
+
+def test_the_example_of_the_page_is_a_recipe(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(reference.page().split("```toml\n")[1].split("```")[0])
+    resolved = recipes.load(path, environment={"HOME": str(tmp_path)})
+    assert sum(place == f"recipe {path}" for place in resolved.origin.values()) == 12
+
+
+@cases(
+    "key, values, only_with",
+    ("parallel.pipeline", "integer >= 1", ""),
+    ("parallel.tensor", "integer >= 1", '> 1: model.kind = "gpt" or "encoder"'),
+    ("parallel.sequence_parallel", "false, true", "parallel.tensor > 1"),
+    ("optimizer.nesterov", "false, true", 'optimizer.name = "sgd"'),
+    ("compression.bits", "integer", 'communication.compression = "qsgd" (or a candidate of auto)'),
+    ("compression.error_feedback", "false, true", 'communication.compression other than "none", "dgc" or "onebit"'),
+    ("data.staged", "path", "data.path set"),
+    (
+        "zero.prefetch",
+        "integer >= 0",
+        (
+            'parallel.strategy = "zero1", "zero2" or "zero3"; parallel.strategy = "zero3", or zero.parameters > 1; '
+            'communication.overlap = "thread" or "poll"'
+        ),
+    ),
+    (
+        "zero.offload_optimizer",
+        "none, host, file",
+        (
+            'parallel.strategy = "zero1", "zero2" or "zero3"; "file": zero.offload_directory set; '
+            '"host": run.device = "gpu"'
+        ),
+    ),
+    (
+        "communication.overlap",
+        "none, thread, poll",
+        (
+            'parallel.strategy other than "parameter_server", "gossip" or "local_sgd"; run.device = "cpu"; '
+            '"poll": communication.algorithm = "ring"'
+        ),
+    ),
+    (
+        "energy.shift",
+        "false, true",
+        'energy.sources = "auto" or "nvml", or energy.sensor_window_s != 0',
+    ),
+    ("checkpoint.writers", "rank, node, or a number of ranks of at least 1", ""),
+    ("checkpoint.mtbf_s", "number or observed", ""),
+    ("run.suspicious_factor", "number, 0, or > 1", 'run.device = "cpu"'),
+)
+def test_an_entry_says_what_the_rules_do(key, values, only_with):
+    entry = reference.entry(key)
+    assert (entry.values, entry.only_with) == (values, only_with)
+
+
+@cases(
+    "key, line",
+    ("compression.bits", '< 8 only with compression.error_feedback = false, where communication.compression = "qsgd"'),
+    ("run.logical_shards", "not with parallel.pipeline > 1"),
+    ("run.device", '"gpu" not with zero.shared_parameters = true'),
+    ("run.device", '"gpu" only with --spares N, where hpcdist run --survive replace'),
+    ("communication.compression", "not with hpcdist run --survive"),
+)
+def test_a_block_has_what_a_key_excludes(key, line):
+    assert f"\n  {line}" in reference.lookup(key)
+
+
+def test_lookup_gives_a_key_or_a_section():
+    assert reference.lookup("parallel.pipeline").splitlines()[:4] == [
+        "parallel.pipeline",
+        "  Pipeline stages: ranks that hold parts of the model.",
+        "  values: integer >= 1",
+        "  default: 1",
+    ]
+    head, only_with, *keys = reference.lookup("zero").splitlines()
+    assert head == "[zero] Sharding degrees, and what is not cut."
+    assert only_with == '  only with parallel.strategy = "zero1", "zero2" or "zero3"'
+    assert [line.split()[0] for line in keys] == [key for key in recipes.defaults() if key.startswith("zero.")]
+
+
+@cases(
+    "word, message",
+    ("parallel.pipelin", "the nearest known is 'parallel.pipeline'"),
+    ("pipeline", "the nearest known is 'parallel.pipeline'"),
+    ("zeros", "the nearest known is 'zero'"),
+    ("optimizer.lr", "the nearest known is 'optimizer.learning_rate'"),
+    ("xyzzy", "sections are: model, data"),
+)
+def test_lookup_refuses_another_word_with_the_nearest(word, message):
+    with pytest.raises(UsageError, match=message):
+        reference.lookup(word)
