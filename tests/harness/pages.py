@@ -10,17 +10,12 @@ import click
 
 from hpcdist.cli.main import COMMANDS, group
 
-# What makes the runs of examples short where a command does not set it itself.
-SHORT: Final = {
-    "HPCDIST_SET__RUN__STEPS": "4",
-    "HPCDIST_SET__RUN__GLOBAL_BATCH": "4",
-    "HPCDIST_SET__DATA__CONTEXT": "16",
-    "HPCDIST_SET__MODEL__HIDDEN": "32",
-    "HPCDIST_SET__MODEL__LAYERS": "2",
-}
+# What makes the runs of examples short where a command does not set it itself; scripts of a reader take it, too.
+SHORT: Final = {"HPCDIST_SET__RUN__STEPS": "4", "HPCDIST_SET__RUN__GLOBAL_BATCH": "4"}
 PROMPT: Final = "$ "
 ANY_LINES: Final = "..."
 _NUMBER: Final = re.compile(r"(\d[\d,]*(\.\d+)?([eE][-+]?\d+)?|\bnan\b|\binf\b)")
+_UNIT: Final = re.compile(r"(?<=# )([KMGT]?i?B|bytes|[mun]?s|min|h)\b")
 _BAR: Final = re.compile(r"[-─━=|█▇▆▅▄▃▂▁▏▎▍▌▋▊▉]{2,}|[█▇▆▅▄▃▂▁▏▎▍▌▋▊▉]")
 
 
@@ -72,8 +67,8 @@ def turns(text: str) -> list[tuple[str, list[str]]]:
 
 
 def plain(line: str) -> str:
-    """Return a line of output as it is compared: every number and bar alike, blanks joined."""
-    return " ".join(_BAR.sub("-", _NUMBER.sub("#", line)).split())
+    """Return a line of output as it is compared: every number, unit of bytes or time, and bar alike, blanks joined."""
+    return " ".join(_BAR.sub("-", _UNIT.sub("unit", _NUMBER.sub("#", line))).split())
 
 
 def difference(expected: list[str], shown: list[str]) -> str:
@@ -101,7 +96,7 @@ def commands(text: str) -> list[list[str]]:
     result = []
     for line in lines:
         words = shlex.split(line, comments=True)
-        for at in [index for index, word in enumerate(words) if word == "hpcdist" or word.endswith("/hpcdist")]:
+        for at in [index for index, word in enumerate(words) if word == "hpcdist" or word.endswith("bin/hpcdist")]:
             call = words[at + 1 :]
             end = next(
                 (index for index, word in enumerate(call) if word in ("|", "&&", ";", ">", "2>", "&")), len(call)
@@ -126,9 +121,10 @@ def unknown(call: list[str]) -> str:
             child = above.get_command(context, name)
             assert child is not None
             current, known = child, known | _options(child)
-        elif (word.startswith("-") and name not in known and not re.fullmatch(r"-\d.*|-[a-z]\d+", name)) or (
-            isinstance(current, click.Group) and current is group and not word.startswith("-")
-        ):
+        elif word.startswith("-") and " " not in word:
+            if name not in known and not re.fullmatch(r"-\d.*|-[a-z]\d+", name):
+                return word
+        elif current is group:
             return word
     return ""
 
