@@ -260,7 +260,7 @@ def _source_and_model(comm: Communicator, recipe: Recipe, script_model: Model | 
     if recipe.run.device == "gpu" and recipe.precision.mode == "bfloat16":
         device.check_bfloat16()
     source = data.script_source() if script_model else data.open_source(recipe.data, recipe.model, comm)
-    whole = script_model or models.build(recipe.model, recipe.precision.stages, **source.model_inputs())
+    whole = script_model or models.build(recipe.model, recipe.precision.stages, **source.inputs)
     return source, with_recomputation(whole) if recipe.parallel.recomputes_layers else whole
 
 

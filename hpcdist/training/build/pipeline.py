@@ -131,7 +131,7 @@ def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
     """
     parallel, comm = recipe.parallel, solo()
     source = data.open_source(recipe.data, recipe.model, comm, digests=False)
-    whole = models.build(recipe.model, recipe.precision.computes, **source.model_inputs())
+    whole = models.build(recipe.model, recipe.precision.computes, **source.inputs)
     grid = ProcessGrid(data=max(1, parallel.data), pipeline=parallel.pipeline, tensor=parallel.tensor)
     partition = plan_partition(comm, recipe, grid, whole, whole, read_schedule(parallel, comm), None)
     if partition is None:

@@ -63,7 +63,7 @@ def scalars(trainer: Trainer, steps: int) -> dict[str, Any]:
         "compression": trainer.compression.name,
         "data": trainer.source.fingerprint,
         "data_digest": trainer.source.digest,
-        "model_inputs": trainer.source.model_inputs(),
+        "model_inputs": trainer.source.inputs,
         "optimizer": trainer.exchange.state(),
         "loss_scale": trainer.executor.loss_scale.state(),
     }

@@ -145,7 +145,7 @@ def utilisation_figures(comm: Communicator, trainer: Trainer, tokens_per_s: floa
     utilisation: dict[str, Any] = dict.fromkeys(UTILISATION_FIGURES)
     if trainer.recipe.model.kind in FOREIGN:
         return utilisation | {"mfu_reason": USER_MODEL_NOT_COUNTED}
-    utilisation["flops_per_sample"] = counts(trainer.recipe.model, **trainer.source.model_inputs()).flops
+    utilisation["flops_per_sample"] = counts(trainer.recipe.model, **trainer.source.inputs).flops
     if math.isnan(tokens_per_s):
         return utilisation | {"mfu_reason": why_not}
     utilisation["flops_per_s"] = tokens_per_s / trainer.model.tokens_per_sample * utilisation["flops_per_sample"]

@@ -203,9 +203,7 @@ class StepLog:
                 self._metrics.put(side_tables.SHARES, first_step=batch + 1, samples=[samples])
 
 
-SHIFTED_STEPS: Final = (
-    64  # in so many, all positions are seen equally often; they wait for less than one update together
-)
+SHIFTED_STEPS: Final = 64  # all positions are seen equally often in them; together they wait less than one update
 SHIFT_SPAN: Final = "shift"  # of the spans
 
 
@@ -279,13 +277,6 @@ class Instrumentation:
         end = now_ns()
         self.waited_s = (end - begun_ns) / 1e9
         self.spans.add("data", WAIT_SPAN, self.step + 1, begun_ns, end)
-
-    @contextmanager
-    def aside(self, name: str) -> Iterator[None]:
-        """Record a span of "other" work between steps, which is in no phase."""
-        begun = now_ns()
-        yield
-        self.spans.add("other", name, self.step, begun, now_ns())
 
     def stepped(self, step: int, begin_s: float, end_s: float) -> None:
         """Record that ``step`` is done, which lasted from ``begin_s`` to ``end_s`` of `time.perf_counter`."""

@@ -60,7 +60,7 @@ def join() -> int:
         if is_rank_failure(error, session.comm):
             end_alone(error)  # the ranks that started it meet again, and start other processes
         raise
-    stop_requests.end_at(description["ends"])
+    stop_requests.ends = description["ends"]
     job = TrainingJob(
         description["recipe"],
         description["run"],
