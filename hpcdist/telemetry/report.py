@@ -15,13 +15,12 @@ from hpcdist.reporting import plotting
 from hpcdist.reporting.units import counted, format_bytes
 from hpcdist.telemetry.metrics import sampling, side_tables, step_metrics
 from hpcdist.telemetry.metrics.sampling import SampledMetrics
-from hpcdist.telemetry.metrics.step_metrics import MetricsData
+from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE, MetricsData
 from hpcdist.telemetry.page import energy_data, run_data
 from hpcdist.telemetry.page.charts import over_steps, style
+from hpcdist.telemetry.page.charts.over_steps import ENTROPIES
 from hpcdist.telemetry.page.energy_data import RunEnergy
 
-FILE_NAME: Final = "metrics.h5"
-ENTROPIES: Final = ("unigram_nats", "bigram_nats", "trigram_nats")
 CURVE_ROWS: Final = 12
 
 
@@ -42,12 +41,11 @@ class RunReport:
 def report(run_dir: str | Path) -> RunReport:
     """Read a run directory; the run may be under way. Raises StorageError when it holds no readable metrics."""
     run_dir = Path(run_dir)
-    path = run_dir / FILE_NAME
+    path = run_dir / METRICS_FILE
     if not path.is_file():
-        raise StorageError(f"{run_dir} holds no {FILE_NAME}; give the directory that a training wrote (its --out)")
+        raise StorageError(f"{run_dir} holds no {METRICS_FILE}; give the directory that a training wrote (its --out)")
     run = sampling.read(path)
-    hidden = {"schema", "schema_version", "NX_class", "default"}
-    attributes = {name: value for name, value in run.sample.attributes.items() if name not in hidden}
+    attributes = run_data.shown_attributes(run)
     energy = energy_data.read_energy(run_dir, None, attributes, run_data.last_step(run))
     figures = {"run_dir": str(run_dir)} | attributes | run_data.summary_figures(run) | _mishaps(run)
     if energy.joules is not None:

@@ -4,20 +4,17 @@ A million steps of a thousand ranks are 40 GB on the disk. Figures over time and
 read in blocks that are whole chunks of the file; which part of all that is, is reported with the figures.
 """
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.errors import StorageError
 from hpcdist.hdf5 import datasets, files
 from hpcdist.hdf5.tables import spread_blocks
-from hpcdist.reporting import regular
 from hpcdist.telemetry.metrics import observations
 from hpcdist.telemetry.metrics.observations import Observations
-from hpcdist.telemetry.metrics.step_metrics import READ_ATTEMPTS, SCHEMA, VERSION, MetricsData
+from hpcdist.telemetry.metrics.step_metrics import MetricsData, read_settled
 
 WIDE_BYTES: Final = 24 << 20  # of one column of all ranks
 SMALL_TABLES: Final = ("lives", "loss_scale", "recomputed", "noise_scale", "consensus", "shares")
@@ -46,16 +43,7 @@ class SampledMetrics:
 
 def read(path: str | Path, wide_bytes: int = WIDE_BYTES) -> SampledMetrics:
     """Read the metrics file ``path``; its run may be under way. Raises StorageError."""
-    for attempt in range(READ_ATTEMPTS):
-        with files.open_read(path, SCHEMA, VERSION) as file:
-            try:
-                return _read(file, wide_bytes)
-            except regular.BROKEN_LIBRARY_ERRORS as error:
-                # Read in the moment in which it was changed? Then it is whole a moment later.
-                if attempt == READ_ATTEMPTS - 1:
-                    raise StorageError(f"{path}: is damaged: {error}") from error
-        time.sleep(0.05)
-    raise AssertionError("unreachable")
+    return read_settled(path, lambda file: _read(file, wide_bytes))
 
 
 def _read(file: Any, wide_bytes: int) -> SampledMetrics:

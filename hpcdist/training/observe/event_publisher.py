@@ -25,8 +25,9 @@ from hpcdist.telemetry import provenance
 from hpcdist.telemetry.anomalies import KINDS, Anomalies, Anomaly
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.telemetry.metrics import quantities
+from hpcdist.telemetry.metrics.observations import RunEvent
 from hpcdist.telemetry.metrics.quantities import DerivedFigures, StepRow, energy_per_token
-from hpcdist.telemetry.sinks.stream import EventStream, RunEvent, RunInfo, StreamSink
+from hpcdist.telemetry.sinks.stream import EventStream, RunInfo, StreamSink
 from hpcdist.training.build.trainer import Trainer
 
 

@@ -9,7 +9,7 @@ from hpcdist.comm.record.spans import Span
 from hpcdist.reporting import plotting
 from hpcdist.reporting.plotting import GanttBar, GanttStyle
 from hpcdist.reporting.units import counted
-from hpcdist.telemetry.metrics.quantities import mean_over_ranks, most_over_ranks
+from hpcdist.telemetry.metrics.quantities import PHASES, mean_over_ranks, most_over_ranks
 from hpcdist.telemetry.metrics.sampling import SampledMetrics
 from hpcdist.telemetry.page.charts import series
 from hpcdist.telemetry.page.charts import style as draw
@@ -19,7 +19,6 @@ from hpcdist.telemetry.page.run_data import PageData
 
 ENTROPIES: Final = ("unigram_nats", "bigram_nats", "trigram_nats")
 MIN_SMOOTHED_STEPS: Final = 60  # points that get a mark each
-PHASES: Final = ("compute", "communication", "update")
 MAX_RANK_ROWS: Final = 128  # of a picture of ranks; more are put together, and the slowest of them shows
 
 
