@@ -1,7 +1,6 @@
 """Report of a run directory: its figures as text or JSON, and its curves as a picture."""
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE, MetricsData
 from hpcdist.telemetry.page import energy_data, run_data
 from hpcdist.telemetry.page.charts import over_steps, style
 from hpcdist.telemetry.page.charts.over_steps import ENTROPIES
+from hpcdist.telemetry.page.charts.series import format_value
 from hpcdist.telemetry.page.energy_data import RunEnergy
 
 CURVE_ROWS: Final = 12
@@ -73,16 +73,14 @@ def text(run_report: RunReport) -> str:
     lines += [f"{label:10} {figures[key]}" for label, key in _HEAD if figures.get(key)]
     sessions = f" in {figures['sessions']} sessions" if figures.get("sessions", 1) > 1 else ""
     lines.append(f"steps      {figures['steps']} on {counted(figures['world'], 'rank')}{sessions}")
-    lines.append(
-        f"loss       train {_nats(figures['train_loss'])} ({_nats(figures['train_loss_mean'])} over the last steps), "
-        f"validation {_nats(figures['val_loss'])}"
-    )
-    entropies = [f"{key.removesuffix('_nats')} {_nats(figures[key])}" for key in ENTROPIES if figures.get(key)]
+    train, mean, val = (format_value(figures[name]) for name in ("train_loss", "train_loss_mean", "val_loss"))
+    lines.append(f"loss       train {train} ({mean} over the last steps), validation {val}")
+    entropies = [f"{key.removesuffix('_nats')} {format_value(figures[key])}" for key in ENTROPIES if figures.get(key)]
     if entropies:
         lines.append(f"entropies  {', '.join(entropies)} (of the training data)")
     lines.append(f"step       median {_seconds(figures['step_s_median'])}, 95 % {_seconds(figures['step_s_p95'])}")
-    lines.append(f"speed      {_or_unknown(figures['tokens_per_s'], '{:,.0f} ' + unit + '/s')}")
-    shares = [f"{name} {_or_unknown(figures[f'{key}_fraction'], '{:.1%}')}" for name, key in _SHARES]
+    lines.append(f"speed      {format_value(figures['tokens_per_s'], '{:,.0f} ' + unit + '/s')}")
+    shares = [f"{name} {format_value(figures[f'{key}_fraction'], '{:.1%}')}" for name, key in _SHARES]
     lines.append(f"time       {', '.join(shares)}")
     if figures.get("communication_hidden_share") is not None:  # of a run that has ended, with overlap
         hidden = figures["communication_hidden_share"]
@@ -153,25 +151,8 @@ def _curve(columns: Mapping[str, np.ndarray]) -> list[str]:
     return lines
 
 
-def _or_unknown(value: float | None, form: str) -> str:
-    return "not measured" if value is None else form.format(value)
-
-
-def _nats(value: float | None) -> str:
-    return _or_unknown(value, "{:.4f}")
-
-
 def _seconds(value: float | None) -> str:
-    return _or_unknown(value and value * 1e3, "{:.2f} ms")
-
-
-def jsonable(run_report: RunReport) -> dict[str, Any]:
-    """Return the figures as JSON values; numbers that are not finite become None."""
-
-    def clean(value: Any) -> Any:
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return {key: clean(value) for key, value in run_report.figures.items()}
+    return format_value(value and value * 1e3, "{:.2f} ms")
 
 
 def plot(run_report: RunReport, file: str | Path) -> None:

@@ -101,7 +101,7 @@ class Training:
         self._trainer = self._loop.trainer
         self._open = ExitStack()
         self._open.enter_context(self._loop.energy.monitor)
-        self._open.enter_context(self._loop.energy.window("training"))
+        self._open.enter_context(self._loop.energy.monitor.window("training"))
         self._loop.begin()
         self._done, self._ended, self._evaluations = self._trainer.first_step, False, 0
         self._left_ns = now_ns()

@@ -55,19 +55,13 @@ def _read(file: Any, wide_bytes: int) -> SampledMetrics:
     chunk = max((group[name].chunks[0] for name in columns if group[name].ndim > 1), default=1)
     blocks = spread_blocks(rows, chunk, max(1, wide_bytes // (8 * max(1, ranks))))
     chosen = np.concatenate([np.arange(start, stop) for start, stop in blocks] or [np.zeros(0, np.int64)])
-    wide = {name: _blocks(group[name], blocks) for name in columns if group[name].ndim > 1}
+    wide = {
+        name: np.concatenate([group[name][:0], *(group[name][start:stop] for start, stop in blocks)])
+        for name in columns
+        if group[name].ndim > 1
+    }
     sample = {name: narrow[name][chosen] if name in narrow else wide[name] for name in columns}
     attributes = files.attributes_of(file)
     evaluations = datasets.read(file, "evaluations")
     small = {name: datasets.read(file, name, MAX_SMALL_ROWS) for name in SMALL_TABLES if name in file}
     return SampledMetrics(narrow, chosen, MetricsData(sample, evaluations, attributes), small, observations.read(file))
-
-
-def _blocks(dataset: Any, blocks: list[tuple[int, int]]) -> np.ndarray:
-    """Return the rows of ``blocks`` of a column with a second dim."""
-    rows = np.empty((sum(stop - start for start, stop in blocks), dataset.shape[1]), dataset.dtype)
-    at = 0
-    for start, stop in blocks:
-        rows[at : at + stop - start] = dataset[start:stop]
-        at += stop - start
-    return rows

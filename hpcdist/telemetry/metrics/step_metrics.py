@@ -17,6 +17,7 @@ from hpcdist.hdf5 import datasets, files
 from hpcdist.hdf5.datasets import Column
 from hpcdist.hdf5.tables import MetricsTable
 from hpcdist.reporting import atomic, regular
+from hpcdist.reporting.jsonable import json_number
 from hpcdist.telemetry.metrics.quantities import most_over_ranks
 
 Result = TypeVar("Result")
@@ -289,8 +290,8 @@ def summarise(metrics: MetricsData) -> dict[str, Any]:
     loss = steps["loss"][-LAST_LOSSES:]
     result: dict[str, Any] = {"steps": int(steps["step"][-1]) if count else 0}
     result["world"] = int(steps["world"][-1]) if count else 0
-    result["train_loss"] = _number(loss[-1]) if count else None
-    result["train_loss_mean"] = _number(np.mean(loss)) if count else None
+    result["train_loss"] = json_number(loss[-1]) if count else None
+    result["train_loss_mean"] = json_number(np.mean(loss)) if count else None
     evaluated = metrics.evaluations["val_loss"]
     evaluated = evaluated[np.isfinite(evaluated)]  # earlier versions wrote NaN for each start that was stopped
     result["val_loss"] = float(evaluated[-1]) if len(evaluated) else None
@@ -304,7 +305,7 @@ def summarise(metrics: MetricsData) -> dict[str, Any]:
     of_rank = steps["step_s"][warm][:, works] if "step_s" in steps else phases
     step_s = most_over_ranks(of_rank)
     result["step_s_median"] = _median(step_s)
-    result["step_s_p95"] = _number(np.nanpercentile(step_s, 95)) if np.isfinite(step_s).any() else None
+    result["step_s_p95"] = json_number(np.nanpercentile(step_s, 95)) if np.isfinite(step_s).any() else None
     known = np.isfinite(step_s)
     # Where no worker waits for another, the longest of their times is that of all.
     lock_step = metrics.attributes.get("lock_step", 1)
@@ -332,10 +333,6 @@ def _stragglers(compute_s: np.ndarray, ranks: np.ndarray) -> dict[str, Any]:
         return {"slowest_rank": None, "imbalance": None}
     slowest = max(known, key=lambda rank: known[rank])
     return {"slowest_rank": slowest, "imbalance": known[slowest] / float(np.median(list(known.values())))}
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if np.isfinite(value) else None
 
 
 def _median(values: np.ndarray) -> float | None:

@@ -22,7 +22,7 @@ from typing import Any
 from hpcdist.checkpoint.restoring.restore import newest_complete
 from hpcdist.comm.failure.rank_failures import is_rank_failure
 from hpcdist.comm.start import Session
-from hpcdist.errors import ConfigurationError, MissingCapabilityError, TooFewRanksError
+from hpcdist.errors import ConfigurationError, TooFewRanksError
 from hpcdist.reporting.units import counted
 from hpcdist.strategies.config import DEFAULT_PARTITION as PARTITION
 from hpcdist.strategies.config import ParallelConfig
@@ -237,7 +237,7 @@ class ElasticJob:
         progress = job.progress(trainer)
         protection = StateProtection(trainer, self._number, recipe.survival, self._memories)
         self._life = Incarnation(session, protection=protection)
-        loop = job.loop(session, trainer, progress, protection)
+        loop = job.loop(session, trainer, progress, protection.keep)
         self._life = Incarnation(session, loop, protection)
         self._say(loop, protection, origin)
         recalled = origin = None  # they refer to the arrays of the last incarnation, which can be freed now
@@ -302,20 +302,7 @@ class ElasticJob:
             if self._change is not None and self._change.grown:
                 self._job.stop_requests.grown()
         self._change = MembershipChange()
-        protection.keep(trainer.first_step, now=True)
-
-
-def begin_membership(session: Session, mode: str, spares: int) -> Membership:
-    """Return the membership of a job that begins (local).
-
-    Raises MissingCapabilityError where MPI cannot go on without a rank.
-    """
-    if not session.comm.supports("ulfm"):
-        raise MissingCapabilityError(
-            f"this MPI ({session.library}) does not go on when a rank dies; use an Open MPI with ULFM and `hpcdist run "
-            "--survive`, or `hpcdist run --restarts N`, which starts the job again from its newest checkpoint"
-        )
-    return Membership.begin(session.comm, mode, spares)
+        protection.keep(trainer.first_step, True)
 
 
 def _drop_frames(error: BaseException | None) -> None:

@@ -10,7 +10,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
@@ -229,10 +228,6 @@ class EnergyRecorder:
         sensors = [self._sensor(track.name, track.kind) for track in self.monitor.sampler.tracks]
         least = min(sensors, key=lambda sensor: sensor.seen_share, default=None)
         return None if least is None or least.seen_share >= 1 else least
-
-    def window(self, phase: str) -> AbstractContextManager[None]:
-        """Count the energy used inside in ``phase`` (local; every rank should call)."""
-        return self.monitor.window(phase)
 
     def collect(self) -> list[NodeRows]:
         """Return samples and windows since the last call, at least on rank 0 of the world. Collective."""

@@ -165,18 +165,14 @@ class StepLog:
         self._has_suspected = False
 
     def stepped(self, step: int, result: StepResult) -> None:
-        """Log a changed loss scale, a skipped step, and a second computation of ``step``."""
-        self._scale(step, result)
-        self._recomputed(step, result)
-
-    def _scale(self, step: int, result: StepResult) -> None:
-        """Log a skipped step, and a loss scale other than that of the last row."""
+        """Log a skipped step, a loss scale other than that of the last row, and a second computation of ``step``."""
         if result.skipped:
             self._progress.say(f"step {step}: skipped, its gradient overflows at the loss scale {result.loss_scale:g}")
         if result.skipped or result.loss_scale != self._loss_scale:
             scale, skipped = result.loss_scale, result.skipped
             self._metrics.put(side_tables.LOSS_SCALE, step=step, scale=scale, skipped=skipped)
             self._loss_scale = result.loss_scale
+        self._recomputed(step, result)
 
     def _recomputed(self, step: int, result: StepResult) -> None:
         """Log the verdict of a second computation of the step, where there was one."""
@@ -254,7 +250,7 @@ class Instrumentation:
     def phase(self, phase: str, name: str) -> Iterator[None]:
         """Count the time and energy inside in ``phase`` (every rank should call)."""
         begun = now_ns()
-        with self.energy.window(phase), self.ranges(phase, name):
+        with self.energy.monitor.window(phase), self.ranges(phase, name):
             yield
         self.spans.add(phase, name, self.step, begun, now_ns())
 

@@ -34,7 +34,7 @@ from hpcdist.training.observe.energy import EnergyRecorder, energy_attributes
 from hpcdist.training.observe.instrumentation import ConsoleProgress
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run.async_loop import loop_class
-from hpcdist.training.run.loop import RunOutcome, StateKeeper, TrainingLoop, mean_validation_loss
+from hpcdist.training.run.loop import Protect, RunOutcome, TrainingLoop, mean_validation_loss
 from hpcdist.training.run.stop_requests import EXIT_CODES, StopRequests
 from hpcdist.training.run.summary import LOADED_FIGURE, OVERLAP_FIGURES, describe, summarise
 
@@ -110,21 +110,21 @@ class TrainingJob:
         return self.entropies
 
     def loop(
-        self, session: Session, trainer: Trainer, progress: ConsoleProgress, protection: StateKeeper | None = None
+        self, session: Session, trainer: Trainer, progress: ConsoleProgress, protect: Protect | None = None
     ) -> TrainingLoop:
         """Return the loop of ``trainer``, with files and sensors open. Collective."""
         drain = session.spans.drain if isinstance(session.spans, Spans) else None
         energy = EnergyRecorder(session.comm, trainer.recipe, self.run.resume_from, self.run.path, spans=drain)
         attributes = _metrics_attributes(session, trainer, self.entropies or {}) if session.comm.rank == 0 else {}
         of_run = self.run.path, progress, attributes, self.stop_requests, energy
-        return loop_class(trainer)(session, trainer, *of_run, protection=protection)
+        return loop_class(trainer)(session, trainer, *of_run, protect=protect)
 
     def steps(self, loop: TrainingLoop) -> tuple[RunOutcome, float]:
         """Make the steps that are left; return their outcome and the validation loss, NaN for none. Collective."""
         energy = loop.energy
         with energy.monitor:
             try:
-                with energy.window("training"):
+                with energy.monitor.window("training"):
                     outcome = loop.run()
             except BaseException:
                 loop.streaming.close(normal=False)

@@ -149,7 +149,8 @@ def _throughput(data: PageData) -> Chart:
         draw.format_thousands(axes.yaxis)
         draw.legend(axes)
 
-    alt = f"Tokens per second over the steps, {series.format_value(data.figures['tokens_per_s'], ',.0f')} in the mean"
+    speed = series.format_value(data.figures["tokens_per_s"], "{:,.0f}")
+    alt = f"Tokens per second over the steps, {speed} in the mean"
     return Chart("speed", title, draw.draw_svg("speed", picture), series.rows_note(run), alt)
 
 
@@ -232,7 +233,7 @@ def _ranks(data: PageData) -> Chart:
         run
     )
     alt = f"Compute time of {len(ranks)} ranks over the steps; rank {slowest} is slowest, "
-    alt += f"{series.format_value(imbalance, '.2f')} times the median rank"
+    alt += f"{series.format_value(imbalance, '{:.2f}')} times the median rank"
     size = (draw.WIDE[0], float(np.clip(1.2 + 0.16 * len(groups), 2.0, 4.2)))
     return Chart("ranks", title, draw.draw_svg("ranks", picture, size), caption, alt, wide=True)
 
