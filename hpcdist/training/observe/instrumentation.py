@@ -1,9 +1,6 @@
 """Instrumentation of a loop on one rank: spans, profiler ranges, energy windows, and sensor shift.
 
-The loop reports when it waits, steps, saves and validates.
-
-`NvtxRanges`: a range for Nsight Systems and other profilers, by phase and name, coloured by its phase, as in every
-picture of a step, in a domain of its own. Without a profiler a range costs less than a microsecond.
+Without a profiler a range costs less than a microsecond.
 
 `StepShifter`: a power sensor that measures 25 ms of every 100 ms sees the same part of each step where steps take a
 multiple of 100 ms, and its counter is then wrong by as much as that part is unlike the others. Yang, Adamek and

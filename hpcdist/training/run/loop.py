@@ -2,9 +2,6 @@
 
 Requests of ranks (stop, flush, save, grow) travel with the numbers that every step sums anyway, so all ranks decide
 alike after the same step, and no further message is sent.
-
-`RunOutcome` and `StepStatistics` hold the results in memory that does not grow with the steps: the first step, sums
-over the others, and a uniform random sample of them (algorithm R of Vitter, 1985).
 """
 
 import math

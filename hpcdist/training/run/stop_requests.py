@@ -1,8 +1,6 @@
 """Stop requests: signals, a stop file and the clock set flags that all ranks agree on at a step boundary.
 
-Handlers neither communicate nor write files. While there is nothing to save, a signal ends the process at once. The
-file ``grow`` asks for further ranks in the same way. REQUEUE lets the scheduler start the job again; INTERRUPT
-(Ctrl-C) wins over it.
+The file ``grow`` asks for further ranks in the same way.
 """
 
 import math
