@@ -37,7 +37,7 @@ from hpcdist.training.observe.instrumentation import Instrumentation
 from hpcdist.training.observe.metrics import RunMetrics
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.entry_point import train
-from hpcdist.training.run.job import JobResult, TrainingJob
+from hpcdist.training.run.job import TrainingJob
 from hpcdist.training.run.loop import TrainingLoop
 
 SCHEMA = "hpcdist-benchmark-telemetry"
@@ -91,7 +91,7 @@ def as_rank(out: str, *settings: str) -> None:
         if not before:
             before.update({name: (watch.seconds, watch.calls) for name, watch in watches.items()})
 
-    def told(job: TrainingJob, loop: TrainingLoop, result: JobResult) -> int:
+    def told(job: TrainingJob, loop: TrainingLoop, *result: Any) -> int:
         own_s, empty = loop.outcome.steps.sums["step_s"], cost_s()
         found = {
             name: (watch.seconds - before[name][0] - empty * (watch.calls - before[name][1])) / own_s
@@ -108,7 +108,7 @@ def as_rank(out: str, *settings: str) -> None:
         }
         sys.stdout.write(f"\n{FOUND}{json.dumps(figures)}\n")  # one write: ranks share the stream
         sys.stdout.flush()
-        return finish(job, loop, result)
+        return finish(job, loop, *result)
 
     TrainingLoop._step, TrainingJob.finish = first_left_out, told  # type: ignore[method-assign]
     train(recipes.load(None, settings).recipe, Path(out), "never", as_json=False)

@@ -59,7 +59,7 @@ class Anomalies:
         self._norm = _Spikes("gradient_spike", "norm of the gradient", window, NORM_DEVIATIONS, NORM_RISE)
         self._speed = _Speeds(throughput_drop)
         self._straggler = _Stragglers()
-        self._skips = _Skips()
+        self._skipped = 0  # in a row
         self._rows = 0
 
     def of(
@@ -77,7 +77,11 @@ class Anomalies:
         the speed.
         """
         self._rows += 1
-        candidates = [self._skips.look(step, skipped), self._norm.look(step, figures.get("gradient_norm", math.nan))]
+        self._skipped = self._skipped + 1 if skipped else 0
+        candidates = [self._norm.look(step, figures.get("gradient_norm", math.nan))]
+        if self._skipped == MAX_SKIPPED:
+            text = f"step {step}: the last {MAX_SKIPPED} steps updated nothing, since their gradients overflowed"
+            candidates.append(Anomaly("skipped_steps", step, float(MAX_SKIPPED), 0.0, text))
         if self._loss is not None:
             candidates.append(self._loss.look(step, figures.get("training_loss_nats", math.nan)))
         if self._rows > WARM_STEPS:
@@ -227,17 +231,3 @@ class _Stragglers:
         self._reported, self._seen = rank, self._rows
         text = f"step {step}: rank {rank} computes {ratio:.2f} times as long as the median rank, and the others wait"
         return Anomaly("straggler", step, ratio, 1.0, text)
-
-
-class _Skips:
-    """Detector of many steps in a row whose gradient overflowed."""
-
-    def __init__(self) -> None:
-        self._in_a_row = 0
-
-    def look(self, step: int, skipped: bool) -> Anomaly | None:
-        self._in_a_row = self._in_a_row + 1 if skipped else 0
-        if self._in_a_row != MAX_SKIPPED:
-            return None
-        text = f"step {step}: the last {MAX_SKIPPED} steps updated nothing, since their gradients overflowed"
-        return Anomaly("skipped_steps", step, float(MAX_SKIPPED), 0.0, text)

@@ -1,7 +1,6 @@
 """Report of a run directory: its figures as text or JSON, and its curves as a picture."""
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,13 @@ from hpcdist.reporting import plotting
 from hpcdist.reporting.units import counted, format_bytes
 from hpcdist.telemetry.metrics import sampling, side_tables, step_metrics
 from hpcdist.telemetry.metrics.sampling import SampledMetrics
-from hpcdist.telemetry.metrics.step_metrics import MetricsData
+from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE, MetricsData
 from hpcdist.telemetry.page import energy_data, run_data
 from hpcdist.telemetry.page.charts import over_steps, style
+from hpcdist.telemetry.page.charts.over_steps import ENTROPIES
+from hpcdist.telemetry.page.charts.series import format_value
 from hpcdist.telemetry.page.energy_data import RunEnergy
 
-FILE_NAME: Final = "metrics.h5"
-ENTROPIES: Final = ("unigram_nats", "bigram_nats", "trigram_nats")
 CURVE_ROWS: Final = 12
 
 
@@ -42,12 +41,11 @@ class RunReport:
 def report(run_dir: str | Path) -> RunReport:
     """Read a run directory; the run may be under way. Raises StorageError when it holds no readable metrics."""
     run_dir = Path(run_dir)
-    path = run_dir / FILE_NAME
+    path = run_dir / METRICS_FILE
     if not path.is_file():
-        raise StorageError(f"{run_dir} holds no {FILE_NAME}; give the directory that a training wrote (its --out)")
+        raise StorageError(f"{run_dir} holds no {METRICS_FILE}; give the directory that a training wrote (its --out)")
     run = sampling.read(path)
-    hidden = {"schema", "schema_version", "NX_class", "default"}
-    attributes = {name: value for name, value in run.sample.attributes.items() if name not in hidden}
+    attributes = run_data.shown_attributes(run)
     energy = energy_data.read_energy(run_dir, None, attributes, run_data.last_step(run))
     figures = {"run_dir": str(run_dir)} | attributes | run_data.summary_figures(run) | _mishaps(run)
     if energy.joules is not None:
@@ -75,16 +73,14 @@ def text(run_report: RunReport) -> str:
     lines += [f"{label:10} {figures[key]}" for label, key in _HEAD if figures.get(key)]
     sessions = f" in {figures['sessions']} sessions" if figures.get("sessions", 1) > 1 else ""
     lines.append(f"steps      {figures['steps']} on {counted(figures['world'], 'rank')}{sessions}")
-    lines.append(
-        f"loss       train {_nats(figures['train_loss'])} ({_nats(figures['train_loss_mean'])} over the last steps), "
-        f"validation {_nats(figures['val_loss'])}"
-    )
-    entropies = [f"{key.removesuffix('_nats')} {_nats(figures[key])}" for key in ENTROPIES if figures.get(key)]
+    train, mean, val = (format_value(figures[name]) for name in ("train_loss", "train_loss_mean", "val_loss"))
+    lines.append(f"loss       train {train} ({mean} over the last steps), validation {val}")
+    entropies = [f"{key.removesuffix('_nats')} {format_value(figures[key])}" for key in ENTROPIES if figures.get(key)]
     if entropies:
         lines.append(f"entropies  {', '.join(entropies)} (of the training data)")
     lines.append(f"step       median {_seconds(figures['step_s_median'])}, 95 % {_seconds(figures['step_s_p95'])}")
-    lines.append(f"speed      {_or_unknown(figures['tokens_per_s'], '{:,.0f} ' + unit + '/s')}")
-    shares = [f"{name} {_or_unknown(figures[f'{key}_fraction'], '{:.1%}')}" for name, key in _SHARES]
+    lines.append(f"speed      {format_value(figures['tokens_per_s'], '{:,.0f} ' + unit + '/s')}")
+    shares = [f"{name} {format_value(figures[f'{key}_fraction'], '{:.1%}')}" for name, key in _SHARES]
     lines.append(f"time       {', '.join(shares)}")
     if figures.get("communication_hidden_share") is not None:  # of a run that has ended, with overlap
         hidden = figures["communication_hidden_share"]
@@ -155,25 +151,8 @@ def _curve(columns: Mapping[str, np.ndarray]) -> list[str]:
     return lines
 
 
-def _or_unknown(value: float | None, form: str) -> str:
-    return "not measured" if value is None else form.format(value)
-
-
-def _nats(value: float | None) -> str:
-    return _or_unknown(value, "{:.4f}")
-
-
 def _seconds(value: float | None) -> str:
-    return _or_unknown(value and value * 1e3, "{:.2f} ms")
-
-
-def jsonable(run_report: RunReport) -> dict[str, Any]:
-    """Return the figures as JSON values; numbers that are not finite become None."""
-
-    def clean(value: Any) -> Any:
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return {key: clean(value) for key, value in run_report.figures.items()}
+    return format_value(value and value * 1e3, "{:.2f} ms")
 
 
 def plot(run_report: RunReport, file: str | Path) -> None:

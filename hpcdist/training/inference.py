@@ -1,9 +1,8 @@
 """Load a trained model for evaluation and sampling: its parameters alone, on any number of ranks.
 
-Neither gradients nor optimizer state are made or read, whatever layout trained the model. Each rank reads its share
-of the parameters and gets the rest from the others. `generate` draws text token by token (temperature, top k),
-reproducibly by seed. Operations are recorded in a folder apart from that of the training, which stays where the
-inspection fails. Called by `hpcdist evaluate` and `hpcdist sample`.
+Each rank reads its share of the parameters, whatever layout trained them, and gets the rest from the others.
+Operations are recorded in a folder apart from that of the training, which stays where the inspection fails. Called by
+`hpcdist evaluate` and `hpcdist sample`.
 """
 
 import codecs

@@ -13,9 +13,9 @@ from typing import Final
 from hpcdist.batch.ledger import FILE_NAME as JOBS_FILE
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
-from hpcdist.checkpoint.restoring.restore import newest_complete
+from hpcdist.checkpoint.restoring.restore import newest_complete, on_first_rank
 from hpcdist.comm.communicator import Communicator
-from hpcdist.errors import ConfigurationError, HpcdistError, StorageError, UsageError
+from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 from hpcdist.training.recipe import recipe as recipes
@@ -52,22 +52,19 @@ def prepare_run_directory(
     "never", StorageError when it cannot be created, when it has checkpoints of which none is valid, or when another job
     holds its lock: rank 0 takes ``lock``.
     """
-    verdict: RunDirectory | HpcdistError | None = None
-    if comm.rank == 0:
+
+    def prepare() -> RunDirectory:
         try:
-            verdict = _prepare_on_rank_zero(recipe, out, resume, lock)
-        except HpcdistError as error:
-            verdict = error
+            return _prepare(recipe, out, resume, lock)
         except OSError as error:
-            verdict = StorageError(f"the run directory {out} cannot be created: {error}; choose another with --out")
-    verdict = comm.broadcast_object(verdict)
-    if isinstance(verdict, HpcdistError):
-        raise verdict
-    assert verdict is not None
-    return verdict
+            raise StorageError(
+                f"the run directory {out} cannot be created: {error}; choose another with --out"
+            ) from error
+
+    return on_first_rank(comm, prepare)
 
 
-def _prepare_on_rank_zero(recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None) -> RunDirectory:
+def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None) -> RunDirectory:
     path = out or _new_default_path(recipe.parallel.strategy)
     stored = path / RECIPE_FILE
     if stored.exists() and _has_begun(path):

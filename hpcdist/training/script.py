@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sized
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 import numpy as np
@@ -46,7 +45,7 @@ from hpcdist.training.build.state_source import CheckpointSource
 from hpcdist.training.data import SampleOrder, own_samples
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe import settings
-from hpcdist.training.run.job import JobResult, TrainingJob
+from hpcdist.training.run.job import TrainingJob
 from hpcdist.training.run.stop_requests import EXIT_CODES, StopRequests
 
 COMPARED_FIRST: Final = 3  # steps, and evaluations, whose batches are compared along a replica
@@ -102,7 +101,7 @@ class Training:
         self._trainer = self._loop.trainer
         self._open = ExitStack()
         self._open.enter_context(self._loop.energy.monitor)
-        self._open.enter_context(self._loop.energy.window("training"))
+        self._open.enter_context(self._loop.energy.monitor.window("training"))
         self._loop.begin()
         self._done, self._ended, self._evaluations = self._trainer.first_step, False, 0
         self._left_ns = now_ns()
@@ -230,7 +229,7 @@ class Training:
         self._loop.progress.close()
         self._open.close()
         self._loop.metrics.flush()
-        self._job.finish(self._loop, JobResult(outcome, float("nan")))
+        self._job.finish(self._loop, outcome, float("nan"))
         self._session.stop_recording()
         self._stop_requests.ignore()
         self._session.comm.barrier()  # files are whole before any rank looks at them
@@ -251,9 +250,7 @@ class Training:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         elif not self._ended:

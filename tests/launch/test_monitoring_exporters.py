@@ -12,8 +12,9 @@ import pytest
 
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.telemetry.metrics import quantities
+from hpcdist.telemetry.metrics.observations import RunEvent
 from hpcdist.telemetry.metrics.quantities import QUANTITIES
-from hpcdist.telemetry.sinks.stream import RunEvent, RunInfo
+from hpcdist.telemetry.sinks.stream import RunInfo
 
 pytest.importorskip("prometheus_client")
 

@@ -41,7 +41,6 @@ class CompiledPasses:
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    output: Any  # shape and dtype of y
     unused: tuple[int, ...]
     kept_bytes: int
 
@@ -95,7 +94,6 @@ def compile_passes(
     return CompiledPasses(
         forward=jax.jit(forward),
         backward=jax.jit(backward),
-        output=output,
         unused=tuple(index for index in range(len(own)) if not _uses(after, index)[-1]),
         kept_bytes=sum(value.size * value.dtype.itemsize for value in sizes),
     )
@@ -111,19 +109,14 @@ def _is_product(primitive: Any, *_: Any, **parameters: Any) -> bool:
 def _input_residuals(closed: Any, leaves: int) -> list[int]:
     """Return which residuals, outputs 1, 2, ... of a forward, depend on its input and are not the input itself."""
     x = closed.jaxpr.invars[leaves]
-    indices: list[int] = []
-    seen: list[Any] = [x]
-    for index, var in enumerate(closed.jaxpr.outvars[1:]):
-        # One that comes twice is kept once more; jit gives both the same memory.
-        if not any(var is other for other in seen[:1]) and _uses(closed, index + 1)[leaves]:
-            indices.append(index)
-    return indices
+    # One that comes twice is kept once more; jit gives both the same memory.
+    outputs = enumerate(closed.jaxpr.outvars[1:])
+    return [index for index, var in outputs if var is not x and _uses(closed, index + 1)[leaves]]
 
 
 def _uses(closed: Any, output: int) -> list[bool]:
     """Return which inputs one output of a traced function depends on."""
-    count = len(closed.jaxpr.outvars)
-    wanted = [index == output for index in range(count)]
+    wanted = [index == output for index in range(len(closed.jaxpr.outvars))]
     _, used = submodule("interpreters.partial_eval").dce_jaxpr(closed.jaxpr, wanted)
     return list(used)
 
@@ -137,7 +130,6 @@ class StageFunction:
 
     call: Callable[..., Any]
     tree: Any
-    leaves: int
     keyed: bool
 
     @classmethod
@@ -154,7 +146,7 @@ class StageFunction:
         if len(taken) not in (2, 3):
             names = ", ".join(parameter.name for parameter in taken)
             raise UsageError(f"{where} takes ({names}); give a function (params, x) -> y or (params, x, keys) -> y")
-        return cls(call, tree, tree.num_leaves, len(taken) == 3)
+        return cls(call, tree, len(taken) == 3)
 
 
 @dataclass(frozen=True)
@@ -172,7 +164,7 @@ class FunctionChain:
         """Return y; ``draw`` as in `JaxStage`, None where nothing is drawn."""
         rest = list(leaves)
         for place, function in enumerate(self.functions):
-            own, rest = rest[: function.leaves], rest[function.leaves :]
+            own, rest = rest[: function.tree.num_leaves], rest[function.tree.num_leaves :]
             params = library().tree_util.tree_unflatten(function.tree, own)
             keys = (_keys(draw, place, x.shape[0]),) if function.keyed else ()
             x = function.call(params, x, *keys)

@@ -158,26 +158,21 @@ def load(module_or_stages: Any, parameters: Mapping[str, np.ndarray]) -> None:
     Raises UsageError where a tensor is missing, left over or of another shape.
     """
     torch, left = library(), dict(parameters)
+    other = "these are parameters of other modules"
+    same = f"{other}; give the same module, or list of stages, that wrap was given"
     for layer, cut in enumerate(stages_of(module_or_stages)):
         for name, parameter in cut.own.items():
             values = left.pop(f"{layer}.{name}", None)
             if values is None:
-                raise UsageError(
-                    f"there is no tensor {layer}.{name}: these are parameters of other modules; give the same module, "
-                    "or list of stages, that wrap was given"
-                )
+                raise UsageError(f"there is no tensor {layer}.{name}: {same}")
             if parameter.numel() and tuple(parameter.shape) != values.shape:
                 raise UsageError(
-                    f"{layer}.{name} has the shape {values.shape}, the module's {tuple(parameter.shape)}: these are "
-                    "parameters of other modules"
+                    f"{layer}.{name} has the shape {values.shape}, the module's {tuple(parameter.shape)}: {other}"
                 )
             parameter.data = torch.tensor(values, dtype=parameter.dtype, device=parameter.device)
             parameter.grad = None
     if left:
-        raise UsageError(
-            f"no module has {next(iter(left))}: these are parameters of other modules; give the same module, or list "
-            "of stages, that wrap was given"
-        )
+        raise UsageError(f"no module has {next(iter(left))}: {same}")
 
 
 Adapted = Callable[[str, "torch.nn.Parameter"], bool]

@@ -213,14 +213,6 @@ class ParameterView:
     offset: int
 
 
-@dataclass(frozen=True)
-class SavedTensor:
-    """A tensor that a graph saved, and the version that it had then."""
-
-    tensor: "torch.Tensor"
-    version: int
-
-
 class _StageTensors:
     """The tensors of one stage where they lie now."""
 
@@ -310,23 +302,23 @@ class ParameterBinding:
         """Save parameters by their names in the graph that is recorded meanwhile."""
         bound = self._bound[id(cut)]
 
-        def pack(tensor: "torch.Tensor") -> ParameterView | SavedTensor:
+        def pack(tensor: "torch.Tensor") -> "ParameterView | tuple[torch.Tensor, int]":
             name = bound.starts.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
             if name is None or tensor.dtype != self.dtype:
-                return SavedTensor(tensor.detach(), tensor._version)
+                return tensor.detach(), tensor._version
             return ParameterView(name, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
-        def unpack(saved: ParameterView | SavedTensor) -> "torch.Tensor":
+        def unpack(saved: "ParameterView | tuple[torch.Tensor, int]") -> "torch.Tensor":
             if isinstance(saved, ParameterView):
                 whole = bound.tensors[saved.name]
                 return whole.as_strided(saved.shape, saved.strides, saved.offset)
-            if saved.tensor._version != saved.version:
+            tensor, version = saved
+            if tensor._version != version:
                 raise RuntimeError(
                     "one of the tensors needed for the gradient has been modified by an inplace operation: a "
-                    f"{tuple(saved.tensor.shape)} of stage {cut} is at version {saved.tensor._version}, expected "
-                    f"version {saved.version}"
+                    f"{tuple(tensor.shape)} of stage {cut} is at version {tensor._version}, expected version {version}"
                 )
-            return saved.tensor
+            return tensor
 
         with library().autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
@@ -354,11 +346,7 @@ class ParameterBinding:
         if known is None or known[0] is not view:
             known = self._targets[id(parameter)] = (view, tensor_of(view))
         target = known[1]
-        fresh = parameter.grad
-        fresh = fresh.to_dense() if fresh.is_sparse else fresh
-        if add:
-            target.add_(fresh)
-        else:
-            target.copy_(fresh)
+        fresh = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        (target.add_ if add else target.copy_)(fresh)
         parameter.grad = target
         self._written.add(name)

@@ -6,7 +6,6 @@ each gradient to its place.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -32,14 +31,6 @@ if TYPE_CHECKING:
     import torch
 
 Inputs: TypeAlias = "torch.Tensor | ArrayGroup"  # of the first stage several, if its user gives them
-
-
-@dataclass
-class ForwardGraph:
-    """A forward that a backward can follow: input and output, the latter with its graph."""
-
-    x: Any  # a tensor, or of the first stage several
-    y: "torch.Tensor | None"  # None: nothing was recorded, as in an evaluation
 
 
 class TorchStage:
@@ -101,13 +92,12 @@ class TorchStage:
         with share_stream(x):
             leaf = as_computable(x, self.binding.dtype) if self.layer == 0 else tensor_of(x)
             if saved.draw is None:
-                y = None
-                output = self._evaluated(leaf)
+                y = self._evaluated(leaf)
             else:
                 self.binding.settle(saved.draw.step)
-                y = output = self._recorded(leaf, saved.draw)
-            saved.keep("torch.run", ForwardGraph(leaf, y))
-            return array_of(self._checked(output, leaf))
+                y = self._recorded(leaf, saved.draw)
+            saved.keep("torch.run", (leaf, None if saved.draw is None else y))  # y with its graph
+            return array_of(self._checked(y, leaf))
 
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
@@ -118,20 +108,20 @@ class TorchStage:
         """
         self.binding.bind(self.cut, parameters, dy)
         with share_stream(dy):
-            run: ForwardGraph = saved["torch.run"]
-            y = self._recorded(run.x, None) if run.y is None else run.y
+            x, y = saved["torch.run"]
+            y = self._recorded(x, None) if y is None else y
             if not y.requires_grad:
                 raise UsageError(f"the output of stage {self.layer}, {self.name}, depends on no parameter of it")
             if self.layer > 0:
-                run.x.grad = None
+                x.grad = None
             with self.binding.collect(self.cut, gradients) as written:
                 y.backward(tensor_of(dy))
             self._check_written(written)
             if self.layer == 0:
                 return None
-            if run.x.grad is None:
+            if x.grad is None:
                 raise UsageError(f"the output of stage {self.layer}, {self.name}, does not depend on its input")
-            return array_of(run.x.grad)
+            return array_of(x.grad)
 
     def guard(self, why: str) -> None:
         """Make forwards outside of a step raise UsageError with the reason ``why``, while parameters are not whole."""
@@ -259,15 +249,6 @@ class TorchStage:
 REDUCTIONS: Final = ("mean", "sum")
 
 
-@dataclass
-class LossGraph:
-    """The loss of a micro-batch: what it was computed from, and itself with its graph, times what makes it a sum."""
-
-    outputs: "torch.Tensor"
-    targets: "torch.Tensor | ArrayGroup"
-    total: "torch.Tensor | None"  # None: nothing was recorded
-
-
 class TorchLoss(Loss):
     """``function(outputs, targets)`` returns one number: the mean over the samples it is given, or the sum.
 
@@ -295,40 +276,40 @@ class TorchLoss(Loss):
         """Return the sum over samples and their predictions, in float64; the outputs stay as they are."""
         with share_stream(logits):
             outputs = tensor_of(logits)
-            losses = LossGraph(outputs, as_computable(targets, outputs.dtype), None)
-            saved.keep("torch.loss", losses)
+            wanted = as_computable(targets, outputs.dtype)
             if saved.draw is None:
                 with library().no_grad():
-                    total = self._total(losses)
+                    total = self._total(outputs, wanted)
             else:
-                total = losses.total = self._recorded(losses)
+                total = self._recorded(outputs, wanted)
+            saved.keep("torch.loss", (outputs, wanted, None if saved.draw is None else total))  # total with its graph
             if not self._is_known and len(outputs) > 1:
-                self._look(losses)
+                self._look(outputs, wanted)
             if total.is_cuda:
                 return array_of(total.double())
             return float(total.detach())
 
     def backward(self, scale: float, operations: Operations, saved: Saved) -> Array:
         """Return the gradient of ``scale`` times the sum with respect to the outputs."""
-        losses: LossGraph = saved["torch.loss"]
-        with share_stream(array_of(losses.outputs)):
-            total = self._recorded(losses) if losses.total is None else losses.total
-            losses.outputs.grad = None
+        outputs, targets, total = saved["torch.loss"]
+        with share_stream(array_of(outputs)):
+            total = self._recorded(outputs, targets) if total is None else total
+            outputs.grad = None
             total.backward(total.new_tensor(scale))
-            if losses.outputs.grad is None:
+            if outputs.grad is None:
                 raise UsageError("the loss does not depend on the outputs of the last stage")
-            return array_of(losses.outputs.grad)
+            return array_of(outputs.grad)
 
-    def _look(self, losses: LossGraph) -> None:
+    def _look(self, outputs: "torch.Tensor", targets: Inputs) -> None:
         """Compare the loss of a batch, once, with the losses of its halves.
 
         Raises UsageError where it is the other reduction: steps would depend on how a batch is cut.
         """
-        half, count = len(losses.outputs) // 2, len(losses.outputs)
-        devices = [losses.outputs.device] if losses.outputs.is_cuda else []
+        half, count = len(outputs) // 2, len(outputs)
+        devices = [outputs.device] if outputs.is_cuda else []
         with library().no_grad(), restored_random(devices):  # a loss that draws draws in the step as without this
             parts = (slice(None), slice(half), slice(half, None))
-            values = [self._one(losses.outputs[part], losses.targets[part]) for part in parts]
+            values = [self._one(outputs[part], targets[part]) for part in parts]
         whole, first, second = (float(loss.double()) for loss in values)
         expected = {"mean": (first * half + second * (count - half)) / count, "sum": first + second}
         fits = {name: abs(whole - value) <= 1e-3 * abs(whole) for name, value in expected.items()}
@@ -340,19 +321,19 @@ class TorchLoss(Loss):
             )
         self._is_known = True
 
-    def _recorded(self, losses: LossGraph) -> "torch.Tensor":
-        losses.outputs.requires_grad_()
+    def _recorded(self, outputs: "torch.Tensor", targets: Inputs) -> "torch.Tensor":
+        outputs.requires_grad_()
         with library().enable_grad():
-            total = self._total(losses)
+            total = self._total(outputs, targets)
         if not total.requires_grad:
             raise UsageError("the loss has no gradient: it detaches the outputs of the last stage")
         return total
 
-    def _total(self, losses: LossGraph) -> "torch.Tensor":
-        total = self._one(losses.outputs, losses.targets)
-        return total * (len(losses.outputs) * self._tokens) if self._reduction == "mean" else total
+    def _total(self, outputs: "torch.Tensor", targets: Inputs) -> "torch.Tensor":
+        total = self._one(outputs, targets)
+        return total * (len(outputs) * self._tokens) if self._reduction == "mean" else total
 
-    def _one(self, outputs: "torch.Tensor", targets: "torch.Tensor | ArrayGroup") -> "torch.Tensor":
+    def _one(self, outputs: "torch.Tensor", targets: Inputs) -> "torch.Tensor":
         loss = self._function(outputs, targets.given if isinstance(targets, ArrayGroup) else targets)
         if not isinstance(loss, library().Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = tuple(loss.shape) if isinstance(loss, library().Tensor) else type(loss).__name__

@@ -16,6 +16,7 @@ import click
 from hpcdist.cli.common import FILE, PATH, json_option
 from hpcdist.errors import HpcdistError, StorageError, UsageError
 from hpcdist.reporting import regular
+from hpcdist.reporting.jsonable import jsonable
 from hpcdist.reporting.toml_text import toml_value
 from hpcdist.reporting.units import format_bytes
 
@@ -218,7 +219,7 @@ def _report_run(run_dir: Path, plot: Path | None, as_json: bool) -> None:
 
     with regular.damage(run_dir, regular.FIGURES):
         summary = reports.report(run_dir)
-        text = json.dumps(reports.jsonable(summary)) if as_json else reports.text(summary)
+        text = json.dumps(jsonable(summary.figures)) if as_json else reports.text(summary)
     click.echo(text)
     if plot is not None:
         with regular.damage(run_dir, regular.FIGURES):

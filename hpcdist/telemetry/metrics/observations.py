@@ -8,9 +8,10 @@ Steps and validation losses have tables of their own, and are not written twice.
 (`THINNED`) are written at intervals that grow with the run, so that a month takes some 100 MB.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -52,24 +53,29 @@ NOTES: Final = MetricsTable(
 )
 
 
-class ObservableEvent(Protocol):
-    """Protocol of an event of the stream."""
+KINDS: Final = (
+    "begin", "step", "evaluation", "checkpoint", "skipped", "anomaly", "energy", "utilisation", "memory",
+    "collectives", "end",
+)  # fmt: skip
 
-    @property
-    def kind(self) -> str:
-        """Kind of the event."""
 
-    @property
-    def step(self) -> int:
-        """Completed optimizer steps."""
+@dataclass(frozen=True)
+class RunEvent:
+    """Event of a run after ``step`` steps, at ``time_ns`` of the wall clock.
 
-    @property
-    def time_ns(self) -> int:
-        """Wall clock."""
+    ``values`` has figures under the keys of `quantities.key` (a counter's value is its total so far) and, under any
+    other key, texts. ``ranks`` has figures of each rank, (world,), NaN where one is not known. Unknown figures are left
+    out.
+    """
 
-    @property
-    def values(self) -> Mapping[str, float | int | str]:
-        """Figures and words by their names."""
+    kind: str
+    step: int
+    values: Mapping[str, float | int | str] = field(default_factory=dict)
+    ranks: Mapping[str, np.ndarray] = field(default_factory=dict)
+    time_ns: int = field(default_factory=time.time_ns)
+
+    def __post_init__(self) -> None:
+        assert self.kind in KINDS, self.kind
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ class Observations:
     notes: Sequence[EventNote] = ()
 
 
-def append(file: Any, session: int, events: Sequence[ObservableEvent]) -> None:
+def append(file: Any, session: int, events: Sequence[RunEvent]) -> None:
     """Put ``events`` of one start, in their order, into an open file (local).
 
     The first ones of a start drop the rows of later steps of the start before: those steps are made again.
@@ -133,7 +139,7 @@ def append(file: Any, session: int, events: Sequence[ObservableEvent]) -> None:
     )
 
 
-def _when(session: int, rows: Sequence[tuple[ObservableEvent, str, Any]]) -> dict[str, Any]:
+def _when(session: int, rows: Sequence[tuple[RunEvent, str, Any]]) -> dict[str, Any]:
     return {"step": [row[0].step for row in rows], "session": session, "time_ns": [row[0].time_ns for row in rows]}
 
 
@@ -163,7 +169,7 @@ def read(file: Any) -> Observations:
     return Observations(series, tuple(EventNote(*note) for note in zip(*when, *words, strict=True)))
 
 
-def _due(file: Any, events: Sequence[ObservableEvent]) -> list[ObservableEvent]:
+def _due(file: Any, events: Sequence[RunEvent]) -> list[RunEvent]:
     """Return ``events`` without thinned ones that come too soon, except at the end of the run.
 
     The time of the last one of each kind is an attribute of the file.

@@ -139,15 +139,14 @@ class DerivedFigures:
     """Figures derived from the last steps of one start of a run, whose rows come in order.
 
     Speed, shares and stragglers are taken over the last ``window`` steps. The first step of the start, which compiles
-    kernels and opens connections, is left out of them as soon as there is another. ``works`` says of each rank whether
-    it computes; None: those that have spent time computing do, so that a rank that only serves is no straggler and
-    waits for none. Without ``lock_step`` no rank waits for another, and the longest of their times is that of all.
+    kernels and opens connections, is left out of them as soon as there is another. Ranks that have spent no time
+    computing do not count: one that only serves is no straggler and waits for none. Without ``lock_step`` no rank waits
+    for another, and the longest of their times is that of all.
     """
 
-    def __init__(self, window: int = WINDOW, works: Sequence[bool] | None = None, *, lock_step: bool = True) -> None:
+    def __init__(self, window: int = WINDOW, *, lock_step: bool = True) -> None:
         assert window >= 1
         self.window, self._lock_step = window, lock_step
-        self._works = None if works is None else np.array(works, bool)
         self._rows: list[StepRow] = []  # at most ``window``, of one world
         self._begins = True  # whether the first of them is the first of the start
         self.scores = np.empty(0)  # (W,) see `straggler_scores`, of the last rows
@@ -169,7 +168,7 @@ class DerivedFigures:
 
     def _figures(self, rows: Sequence[StepRow]) -> list[dict[str, float]]:
         columns = {name: _column(rows, name) for name in PER_RANK}  # (S, W)
-        works = _computing(columns["compute_s"]) if self._works is None else self._works
+        works = np.nansum(columns["compute_s"], axis=0) > 0  # (W,) which ranks compute
         of = {name: values[:, works] for name, values in columns.items()}  # (S, K)
         tokens = np.array([row.tokens for row in rows], float)
         phases = {phase: mean_over_ranks(of[f"{phase}_s"]) for phase in PHASES}  # (S,)
@@ -250,12 +249,6 @@ def _column(rows: Sequence[StepRow], name: str) -> np.ndarray:
     """Return what each rank measured in each row: (S, W)."""
     unknown = np.full(_world(rows[-1]), math.nan)
     return np.array([row.ranks.get(name, unknown) for row in rows], float)
-
-
-def _computing(compute_s: np.ndarray) -> np.ndarray:
-    """Return which ranks compute: (S, W) -> (W,)."""
-    works: np.ndarray = np.nansum(compute_s, axis=0) > 0
-    return works
 
 
 def mean_over_ranks(values: np.ndarray) -> np.ndarray:

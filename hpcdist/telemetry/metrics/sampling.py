@@ -4,20 +4,17 @@ A million steps of a thousand ranks are 40 GB on the disk. Figures over time and
 read in blocks that are whole chunks of the file; which part of all that is, is reported with the figures.
 """
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.errors import StorageError
 from hpcdist.hdf5 import datasets, files
 from hpcdist.hdf5.tables import spread_blocks
-from hpcdist.reporting import regular
 from hpcdist.telemetry.metrics import observations
 from hpcdist.telemetry.metrics.observations import Observations
-from hpcdist.telemetry.metrics.step_metrics import READ_ATTEMPTS, SCHEMA, VERSION, MetricsData
+from hpcdist.telemetry.metrics.step_metrics import MetricsData, read_settled
 
 WIDE_BYTES: Final = 24 << 20  # of one column of all ranks
 SMALL_TABLES: Final = ("lives", "loss_scale", "recomputed", "noise_scale", "consensus", "shares")
@@ -46,16 +43,7 @@ class SampledMetrics:
 
 def read(path: str | Path, wide_bytes: int = WIDE_BYTES) -> SampledMetrics:
     """Read the metrics file ``path``; its run may be under way. Raises StorageError."""
-    for attempt in range(READ_ATTEMPTS):
-        with files.open_read(path, SCHEMA, VERSION) as file:
-            try:
-                return _read(file, wide_bytes)
-            except regular.BROKEN_LIBRARY_ERRORS as error:
-                # Read in the moment in which it was changed? Then it is whole a moment later.
-                if attempt == READ_ATTEMPTS - 1:
-                    raise StorageError(f"{path}: is damaged: {error}") from error
-        time.sleep(0.05)
-    raise AssertionError("unreachable")
+    return read_settled(path, lambda file: _read(file, wide_bytes))
 
 
 def _read(file: Any, wide_bytes: int) -> SampledMetrics:
@@ -67,19 +55,13 @@ def _read(file: Any, wide_bytes: int) -> SampledMetrics:
     chunk = max((group[name].chunks[0] for name in columns if group[name].ndim > 1), default=1)
     blocks = spread_blocks(rows, chunk, max(1, wide_bytes // (8 * max(1, ranks))))
     chosen = np.concatenate([np.arange(start, stop) for start, stop in blocks] or [np.zeros(0, np.int64)])
-    wide = {name: _blocks(group[name], blocks) for name in columns if group[name].ndim > 1}
+    wide = {
+        name: np.concatenate([group[name][:0], *(group[name][start:stop] for start, stop in blocks)])
+        for name in columns
+        if group[name].ndim > 1
+    }
     sample = {name: narrow[name][chosen] if name in narrow else wide[name] for name in columns}
     attributes = files.attributes_of(file)
     evaluations = datasets.read(file, "evaluations")
     small = {name: datasets.read(file, name, MAX_SMALL_ROWS) for name in SMALL_TABLES if name in file}
     return SampledMetrics(narrow, chosen, MetricsData(sample, evaluations, attributes), small, observations.read(file))
-
-
-def _blocks(dataset: Any, blocks: list[tuple[int, int]]) -> np.ndarray:
-    """Return the rows of ``blocks`` of a column with a second dim."""
-    rows = np.empty((sum(stop - start for start, stop in blocks), dataset.shape[1]), dataset.dtype)
-    at = 0
-    for start, stop in blocks:
-        rows[at : at + stop - start] = dataset[start:stop]
-        at += stop - start
-    return rows

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -17,8 +17,10 @@ from hpcdist.hdf5 import datasets, files
 from hpcdist.hdf5.datasets import Column
 from hpcdist.hdf5.tables import MetricsTable
 from hpcdist.reporting import atomic, regular
+from hpcdist.reporting.jsonable import json_number
 from hpcdist.telemetry.metrics.quantities import most_over_ranks
 
+Result = TypeVar("Result")
 METRICS_FILE: Final = "metrics.h5"  # of a run directory
 SCHEMA: Final = "hpcdist.metrics"
 VERSION: Final = 1
@@ -26,6 +28,7 @@ MOVED_ATTRIBUTE: Final = "bytes_{}_per_step"  # of a run that has ended: bytes b
 FLUSH_S: Final = 5.0
 FLUSH_ROWS: Final = 512
 READ_ATTEMPTS: Final = 5
+LAST_LOSSES: Final = 20  # steps over which a report takes the mean loss
 STEPS: Final = MetricsTable(
     "steps",
     (
@@ -261,11 +264,20 @@ class MetricsData:
 
 def read(path: str | Path) -> MetricsData:
     """Read a metrics file; its run may be under way. Raises StorageError."""
+
+    def take(file: Any) -> MetricsData:
+        attributes = dict(files.attributes_of(file))
+        return MetricsData(datasets.read(file, "steps"), datasets.read(file, "evaluations"), attributes)
+
+    return read_settled(path, take)
+
+
+def read_settled(path: str | Path, take: Callable[[Any], Result]) -> Result:
+    """Return ``take`` of the metrics file ``path``, whose run may be under way. Raises StorageError."""
     for attempt in range(READ_ATTEMPTS):
         with files.open_read(path, SCHEMA, VERSION) as file:
             try:
-                attributes = dict(files.attributes_of(file))
-                return MetricsData(datasets.read(file, "steps"), datasets.read(file, "evaluations"), attributes)
+                return take(file)
             except regular.BROKEN_LIBRARY_ERRORS as error:
                 # Read in the moment in which it was changed? Then it is whole a moment later.
                 if attempt == READ_ATTEMPTS - 1:
@@ -274,25 +286,23 @@ def read(path: str | Path) -> MetricsData:
     raise AssertionError("unreachable")
 
 
-def summarise(metrics: MetricsData, last: int = 20) -> dict[str, Any]:
+def summarise(metrics: MetricsData) -> dict[str, Any]:
     """Return the figures of a run: JSON values, None for what was not measured.
 
-    ``train_loss`` is that of the last step, ``train_loss_mean`` the mean over the ``last`` ones. Times leave out the
-    first step of each session, which compiles and allocates; a step takes as long as its slowest rank.
+    ``train_loss`` is that of the last step, ``train_loss_mean`` the mean over the last `LAST_LOSSES`. Times leave out
+    the first step of each session, which compiles and allocates; a step takes as long as its slowest rank.
     ``bytes_sent_per_step`` is the median step's maximum over the ranks. ``slowest_rank`` computes longest in the
     median, ``imbalance`` is its time over the median rank's.
     """
     steps = metrics.steps
     count = len(steps["step"])
-    loss = steps["loss"][-last:]
+    loss = steps["loss"][-LAST_LOSSES:]
     result: dict[str, Any] = {"steps": int(steps["step"][-1]) if count else 0}
     result["world"] = int(steps["world"][-1]) if count else 0
-    result["train_loss"] = _number(loss[-1]) if count else None
-    result["train_loss_mean"] = _number(np.mean(loss)) if count else None
+    result["train_loss"] = json_number(loss[-1]) if count else None
+    result["train_loss_mean"] = json_number(np.mean(loss)) if count else None
     evaluated = metrics.evaluations["val_loss"]
-    evaluated = evaluated[
-        np.isfinite(evaluated)
-    ]  # files of earlier versions have a NaN for each start that was stopped
+    evaluated = evaluated[np.isfinite(evaluated)]  # earlier versions wrote NaN for each start that was stopped
     result["val_loss"] = float(evaluated[-1]) if len(evaluated) else None
     # The first step of a session is the one whose predecessor is of another.
     warm = np.flatnonzero(np.diff(steps["session"], prepend=-1) == 0)
@@ -304,7 +314,7 @@ def summarise(metrics: MetricsData, last: int = 20) -> dict[str, Any]:
     of_rank = steps["step_s"][warm][:, works] if "step_s" in steps else phases
     step_s = most_over_ranks(of_rank)
     result["step_s_median"] = _median(step_s)
-    result["step_s_p95"] = _number(np.nanpercentile(step_s, 95)) if np.isfinite(step_s).any() else None
+    result["step_s_p95"] = json_number(np.nanpercentile(step_s, 95)) if np.isfinite(step_s).any() else None
     known = np.isfinite(step_s)
     # Where no worker waits for another, the longest of their times is that of all.
     lock_step = metrics.attributes.get("lock_step", 1)
@@ -332,10 +342,6 @@ def _stragglers(compute_s: np.ndarray, ranks: np.ndarray) -> dict[str, Any]:
         return {"slowest_rank": None, "imbalance": None}
     slowest = max(known, key=lambda rank: known[rank])
     return {"slowest_rank": slowest, "imbalance": known[slowest] / float(np.median(list(known.values())))}
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if np.isfinite(value) else None
 
 
 def _median(values: np.ndarray) -> float | None:

@@ -19,10 +19,10 @@ from hpcdist.reporting.units import (
 from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.telemetry.page import history
 from hpcdist.telemetry.page.charts import series as common
+from hpcdist.telemetry.page.charts.over_steps import ENTROPIES
 from hpcdist.telemetry.page.energy_data import KWH_J, finite_number
 from hpcdist.telemetry.page.run_data import PageData
 
-ENTROPIES: Final = ("unigram", "bigram", "trigram")
 NOT_MEASURED: Final = "not measured"
 NO_WARM: Final = "only first steps of a start were made, which compile and allocate: they tell nothing of speed"
 EARLIER: Final = "the run did not note it: it is under way, was stopped, or an earlier version made it"
@@ -54,8 +54,8 @@ def _losses(data: PageData) -> Iterator[KeyFigure]:
     mean = f"mean of the last {count} steps, " if count > 1 else ""
     yield KeyFigure("Training loss", _form(train, "{:.4f} nats"), mean + steps)
     val = values["val_loss"]
-    known = [(name, finite_number(data.attributes.get(f"{name}_nats"))) for name in ENTROPIES]
-    beside = ", ".join(f"{name} {value:.3f}" for name, value in known if value is not None)
+    known = [(key, finite_number(data.attributes.get(key))) for key in ENTROPIES]
+    beside = ", ".join(f"{key.removesuffix('_nats')} {value:.3f}" for key, value in known if value is not None)
     note = f"entropies of the data: {beside}" if beside else "entropies of the data are not known"
     if val is None:
         note = f"no validation was made yet, or the recipe has no validation data; {note}"
@@ -114,7 +114,8 @@ def _moved(data: PageData) -> KeyFigure:
 def _energy(data: PageData) -> Iterator[KeyFigure]:
     energy, costs, attributes = data.energy, data.costs, data.attributes
     if energy.joules is None:
-        yield KeyFigure("Energy", None, shorten_reason(energy.reason))
+        first, _, details = energy.reason.partition(": ")
+        yield KeyFigure("Energy", None, f"{first}; details under Energy" if details else first)
         return
     # The figures of a declared model must not be taken for measurements, so each has the label.
     label = f"{energy.label}. " if energy.label else ""
@@ -178,12 +179,6 @@ def _mishaps(data: PageData) -> Iterator[KeyFigure]:
         ended = sum(not start.end for start in data.state.starts[:-1]) + (data.state.kind == history.KILLED)
         note = f"{ended} ended by nobody's wish; {data.state.requeues} requeued; {counted(died, 'death')} outlived"
         yield KeyFigure("Starts", str(starts), note)
-
-
-def shorten_reason(reason: str) -> str:
-    """Return the beginning of a long reason: the section on energy has all of it."""
-    first, _, details = reason.partition(": ")
-    return f"{first}; details under Energy" if details else first
 
 
 def page_facts(data: PageData) -> list[tuple[str, str]]:

@@ -15,12 +15,12 @@ import numpy as np
 
 from hpcdist.errors import StorageError
 from hpcdist.telemetry.metrics import sampling, step_metrics
+from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 from hpcdist.telemetry.page import energy_data, history
 from hpcdist.telemetry.page.energy_data import RunEnergy, StepSpans, UtilisationCurves
 from hpcdist.telemetry.page.history import Incident, RunState
 
-METRICS: Final = "metrics.h5"
-RUN_FILES: Final = (METRICS, "recipe.toml", "recorder", history.STARTS)  # any of them marks the directory of a run
+RUN_FILES: Final = (METRICS_FILE, "recipe.toml", "recorder", history.STARTS)  # any of them marks the directory of a run
 NO_FILE: Final = "no step was completed: the run ended, or is, before its first one"
 NO_ROWS: Final = "no step was completed yet"
 NO_CHECKPOINT: Final = "the run has no checkpoint yet"
@@ -124,13 +124,13 @@ def read(run_dir: Path, beside: ExternalData | None = None, now_ns: int | None =
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in RUN_FILES):
         raise StorageError(f"{run_dir} holds no run; give the directory that a training wrote (its --out)")
     now_ns = time.time_ns() if now_ns is None else now_ns
-    path = run_dir / METRICS
+    path = run_dir / METRICS_FILE
     run = sampling.read(path) if path.exists() else None
     reason = NO_FILE if run is None else ""
     attributes: dict[str, Any] = {}
     figures: dict[str, Any] = {}
     if run is not None:
-        attributes = {name: value for name, value in run.sample.attributes.items() if name not in _HIDDEN}
+        attributes = shown_attributes(run)
         figures = summary_figures(run)
         if not len(run.steps["step"]):
             run, reason = None, NO_ROWS
@@ -155,14 +155,19 @@ def read(run_dir: Path, beside: ExternalData | None = None, now_ns: int | None =
     )
 
 
+def shown_attributes(run: sampling.SampledMetrics) -> dict[str, Any]:
+    """Return the attributes of the metrics file but those of its format."""
+    return {name: value for name, value in run.sample.attributes.items() if name not in _HIDDEN}
+
+
 def last_step(run: sampling.SampledMetrics) -> int:
     """Return the number of the last step that has a row, 0 where there is none."""
     return int(run.steps["step"][-1]) if len(run.steps["step"]) else 0
 
 
-def summary_figures(run: sampling.SampledMetrics, last: int = 20) -> dict[str, Any]:
+def summary_figures(run: sampling.SampledMetrics) -> dict[str, Any]:
     """Return the figures of `step_metrics.summarise`: times from the sampled rows, losses from all."""
-    summary = step_metrics.summarise(run.sample, last)
-    loss = run.steps["loss"][-last:]
+    summary = step_metrics.summarise(run.sample)
+    loss = run.steps["loss"][-step_metrics.LAST_LOSSES :]
     known = loss[np.isfinite(loss)]
     return summary | {"train_loss_mean": float(known.mean()) if known.size else None}

@@ -21,7 +21,8 @@ import numpy as np
 from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry.config import TelemetryConfig
-from hpcdist.telemetry.sinks.stream import AppendOnlyFile, RunEvent, RunInfo
+from hpcdist.telemetry.metrics.observations import RunEvent
+from hpcdist.telemetry.sinks.stream import AppendOnlyFile, RunInfo
 
 FILE: Final = "events.jsonl"
 # Of more ranks than these, lines have no lists: they would be most of the file, and metrics.h5 has them anyway.

@@ -28,8 +28,9 @@ from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageEr
 from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.telemetry.metrics import quantities
+from hpcdist.telemetry.metrics.observations import RunEvent
 from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
-from hpcdist.telemetry.sinks.stream import RunEvent, RunInfo
+from hpcdist.telemetry.sinks.stream import RunInfo
 
 # Totals that a run which goes on has from its checkpoint; all others begin at zero with each start.
 RESTORED: Final = frozenset(

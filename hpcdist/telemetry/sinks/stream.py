@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
-import numpy as np
-
 from hpcdist.errors import StorageError
+from hpcdist.telemetry.metrics.observations import RunEvent
 
 PENDING_BYTES: Final = 4 << 20  # of pieces that wait for the disk to have room again
 _PROBE: Final = b" " * 4096
@@ -77,31 +76,6 @@ class AppendOnlyFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-KINDS: Final = (
-    "begin", "step", "evaluation", "checkpoint", "skipped", "anomaly", "energy", "utilisation", "memory",
-    "collectives", "end",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RunEvent:
-    """Event of a run after ``step`` steps, at ``time_ns`` of the wall clock.
-
-    ``values`` has figures under the keys of `quantities.key` (a counter's value is its total so far) and, under any
-    other key, texts. ``ranks`` has figures of each rank, (world,), NaN where one is not known. Unknown figures are left
-    out.
-    """
-
-    kind: str
-    step: int
-    values: Mapping[str, float | int | str] = field(default_factory=dict)
-    ranks: Mapping[str, np.ndarray] = field(default_factory=dict)
-    time_ns: int = field(default_factory=time.time_ns)
-
-    def __post_init__(self) -> None:
-        assert self.kind in KINDS, self.kind
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from hpcdist.errors import MissingCapabilityError
 from hpcdist.reporting import regular
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.telemetry.metrics import quantities
-from hpcdist.telemetry.sinks.stream import AppendOnlyFile, RunEvent, RunInfo
+from hpcdist.telemetry.metrics.observations import RunEvent
+from hpcdist.telemetry.sinks.stream import AppendOnlyFile, RunInfo
 
 DIRECTORY: Final = "tensorboard"
 RECIPE: Final = "recipe.toml"

@@ -97,10 +97,6 @@ def events(timeline: RunTimeline) -> Iterator[dict[str, Any]]:
     yield from _arrows(timeline, processes, threads, zero)
 
 
-def _us(ns: int) -> float:
-    return ns / 1000
-
-
 def _threads(
     rows: Sequence[_Row], pid: int, first: int, label: str, zero: int, threads: dict[int, int]
 ) -> Iterator[dict[str, Any]]:
@@ -115,7 +111,7 @@ def _threads(
             threads[id(row.call)] = first + lane
         yield {
             "ph": "X", "name": row.name, "cat": row.category, "pid": pid, "tid": first + lane,
-            "ts": _us(row.begin_ns - zero), "dur": _us(row.end_ns - row.begin_ns),
+            "ts": (row.begin_ns - zero) / 1000, "dur": (row.end_ns - row.begin_ns) / 1000,
             "cname": COLOURS.get(row.category, COLOURS["communication"]), "args": row.args,
         }  # fmt: skip
 
@@ -166,7 +162,7 @@ def _arrows(
         common = {"name": name, "cat": name, "id": number}
         at = max(effect.begin_ns, effect.end_ns - 1)  # within the bar that it points at
         for phase, call, ns in (("s", cause, cause.begin_ns), ("f", effect, at)):
-            place = {"pid": processes[call.rank], "tid": threads[id(call)], "ts": _us(ns - zero)}
+            place = {"pid": processes[call.rank], "tid": threads[id(call)], "ts": (ns - zero) / 1000}
             yield common | {"ph": phase, **place} | ({"bp": "e"} if phase == "f" else {})
 
 
@@ -181,7 +177,7 @@ def _sending(timeline: RunTimeline, ranks: Sequence[int], pid: int, zero: int) -
     under_way = 0
     for ns in sorted(changes):
         under_way += changes[ns]
-        yield {"ph": "C", "name": SENDING, "pid": pid, "ts": _us(ns - zero), "args": {"bytes": under_way}}
+        yield {"ph": "C", "name": SENDING, "pid": pid, "ts": (ns - zero) / 1000, "args": {"bytes": under_way}}
 
 
 def metadata(trace: Trace, about: Mapping[str, Any]) -> dict[str, Any]:

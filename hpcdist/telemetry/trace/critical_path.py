@@ -7,7 +7,7 @@ All functions take `hpcdist.telemetry.trace.timeline.TimelinePiece`s in one time
 """
 
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -129,10 +129,8 @@ def waited_for(pieces: Mapping[int, Sequence[TimelinePiece]]) -> dict[tuple[int,
     return dict(waited)
 
 
-def longest_waits(
-    pieces: Mapping[int, Sequence[TimelinePiece]], ranks: Collection[int] | None = None, most: int = 5
-) -> list[WaitGap]:
-    """Return the ``most`` longest waits of ``ranks`` (None: of all), for any rank (local)."""
+def longest_waits(pieces: Mapping[int, Sequence[TimelinePiece]], ranks: Collection[int] | None = None) -> list[WaitGap]:
+    """Return the five longest waits of ``ranks`` (None: of all), for any rank (local)."""
     rows = [row for rank, row in pieces.items() if ranks is None or rank in ranks]
     waiting = [piece for row in rows for piece in row if piece.waited_ns]
     waiting.sort(key=lambda piece: (-piece.waited_ns, piece.begin_ns, piece.rank))
@@ -140,7 +138,7 @@ def longest_waits(
         WaitGap(
             wait.rank, wait.by, wait.name, _main_activity(pieces.get(wait.by, ()), wait), wait.begin_ns, wait.waited_ns
         )
-        for wait in waiting[:most]
+        for wait in waiting[:5]
     ]
 
 
@@ -193,7 +191,7 @@ def intersection_ns(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) 
 
 def waits_by_cause(waited: Mapping[tuple[int, int], int]) -> dict[int, int]:
     """Return for how many ns each rank was waited for, the most first (local)."""
-    by_cause: dict[int, int] = defaultdict(int)
+    by_cause: Counter[int] = Counter()
     for (_, by), ns in waited.items():
         by_cause[by] += ns
-    return dict(sorted(by_cause.items(), key=lambda pair: -pair[1]))
+    return dict(by_cause.most_common())

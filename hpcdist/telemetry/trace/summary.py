@@ -12,6 +12,7 @@ from typing import Any, Final
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.reporting.units import counted, format_seconds
 from hpcdist.telemetry.metrics import side_tables
+from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 from hpcdist.telemetry.trace import clock_correction, critical_path, matching, rank_log, timeline
 from hpcdist.telemetry.trace.clock_correction import ClockCorrections
 from hpcdist.telemetry.trace.critical_path import CommunicationOverlap, PathSegment, WaitGap
@@ -92,7 +93,7 @@ def collect(
 
 
 def _sessions(run_dir: Path, notes: list[str]) -> tuple[side_tables.ClockSession, ...]:
-    path = run_dir / "metrics.h5"
+    path = run_dir / METRICS_FILE
     if not path.exists():
         return ()
     try:
@@ -182,9 +183,7 @@ def _transfers(whole: RunTimeline) -> dict[int, list[tuple[int, int]]]:
 
 
 def of_step(trace: Trace, step: int) -> Trace:
-    """Return the trace of one of the steps. Raises UsageError where it is not among them."""
-    if step not in trace.timeline.steps:
-        raise UsageError(f"step {step} is not in the trace, which has {steps_text(trace.timeline.steps) or 'no steps'}")
+    """Return the trace of one of its steps."""
     lines = {}
     for rank, line in trace.timeline.lines.items():
         if step in line.steps:
@@ -267,8 +266,8 @@ def clock_figures(trace: Trace) -> list[dict[str, Any]]:
     return rows
 
 
-def _longest_first(waited: Mapping[tuple[int, int], int], most: int = 20) -> list[tuple[tuple[int, int], int]]:
-    return sorted(waited.items(), key=lambda pair: (-pair[1], pair[0]))[:most]
+def _longest_first(waited: Mapping[tuple[int, int], int]) -> list[tuple[tuple[int, int], int]]:
+    return sorted(waited.items(), key=lambda pair: (-pair[1], pair[0]))[:20]
 
 
 MAX_SHOWN: Final = 8  # rows of a table

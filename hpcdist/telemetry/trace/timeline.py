@@ -43,22 +43,13 @@ class TimelinePiece:
 
 
 @dataclass(frozen=True)
-class RankTimeline:
-    """Timeline of one rank: its spans and calls in the window, and begin and end of its steps."""
-
-    rank: int
-    host: str
-    name: str
-    spans: tuple[Span, ...]
-    calls: tuple[RecordedCall, ...]
-    steps: Mapping[int, tuple[int, int]]
-
-
-@dataclass(frozen=True)
 class RunTimeline:
-    """Timeline of all ranks in ``steps``, in one time. ``bounds_ns``: error bounds of their clocks (None: unknown)."""
+    """Timeline of all ranks in ``steps``, in one time. ``bounds_ns``: error bounds of their clocks (None: unknown).
 
-    lines: Mapping[int, RankTimeline]
+    ``lines`` have the spans, calls and steps of each rank in the window.
+    """
+
+    lines: Mapping[int, RankLog]
     steps: tuple[int, ...]
     matches: Matches
     order: CausalOrder
@@ -87,7 +78,7 @@ def build(
 
     ``matches`` are those of the logs, in their own clocks.
     """
-    lines: dict[int, RankTimeline] = {}
+    lines: dict[int, RankLog] = {}
     bounds: dict[int, int | None] = {}
     moved: dict[int, RecordedCall] = {}  # by the id of the call in the log
     for rank, log in logs.items():
@@ -109,7 +100,7 @@ def build(
     return RunTimeline(lines, tuple(steps), moved_matches, causal_order(moved_matches, bounds), bounds)
 
 
-def _unmatched(lines: Mapping[int, RankTimeline], messages: Sequence[MatchedMessage]) -> int:
+def _unmatched(lines: Mapping[int, RankLog], messages: Sequence[MatchedMessage]) -> int:
     """Return how many of the messages that ended have no counterpart."""
     met = {id(call) for message in messages for call in (message.send, message.receive)}
     message_calls = (call for line in lines.values() for call in line.calls if call.op in MESSAGES and not call.is_open)
@@ -129,7 +120,7 @@ def _last(log: RankLog) -> int:
 
 def _line(
     log: RankLog, clock: HostClock, begin: int, end: int, steps: Sequence[int], moved: dict[int, RecordedCall]
-) -> RankTimeline:
+) -> RankLog:
     at = clock.reference_ns
     spans = [
         replace(span, begin_ns=at(span.begin_ns), end_ns=at(span.end_ns))
@@ -144,7 +135,7 @@ def _line(
             calls.append(new)
     own = {step: (at(log.steps[step][0]), at(log.steps[step][1])) for step in steps if step in log.steps}
     spans.sort(key=lambda span: (span.begin_ns, -span.end_ns))
-    return RankTimeline(log.rank, log.host, log.name, tuple(spans), tuple(calls), own)
+    return replace(log, spans=tuple(spans), calls=tuple(calls), steps=own)
 
 
 def pieces(timeline: RunTimeline) -> dict[int, list[TimelinePiece]]:

@@ -1,12 +1,10 @@
 """Assembly of a run from its recipe: grid, rank context, model, exchange, executor, operations, data.
 
-`assemble` is collective and the same on every rank; the `Trainer` that it returns makes the steps. The exchange is
-chosen by strategy, compression and logical shards (`build_exchange`). A user's own model must compute in the type and
-on the device that the recipe says (`check_user_model`). In a product with parameter servers every rank computes, and
-serves what its replicas share.
+`assemble` is collective and the same on every rank. In a product with parameter servers every rank computes, and serves
+what its replicas share.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hpcdist import collectives, models
@@ -130,14 +128,14 @@ def assemble(
     compression = build_selection.resolve_compression(context, recipe, origin)
     exchange = build_exchange(context, recipe, compression.name)
     loss_scale = _loss_scale(recipe)
-    observers = _build_observers(recipe, context, exchange, loss_scale, directory)
-    seed, spans, in_order = recipe.run.seed, session.spans, observers.in_order
+    in_order, noise, faults, ranges = _build_observers(recipe, context, exchange, loss_scale, directory)
+    seed, spans = recipe.run.seed, session.spans
     executor = strategies.build_executor(
         context, exchange, loss_scale=loss_scale, seed=seed, spans=spans, observers=in_order
     )
     operations, proof = _proven_operations(recipe, grid, context, executor, schedule)
-    if observers.noise is not None:
-        observers.noise.check(operations)
+    if noise is not None:
+        noise.check(operations)
     shares = balance = None
     if recipe.data.shares == "measured" and context.computes:
         shares = data.SampleShares(recipe.run.global_batch, context.data.size)
@@ -155,9 +153,9 @@ def assemble(
         selection=selection,
         compression=compression,
         proof=proof,
-        noise=observers.noise,
-        faults=observers.faults,
-        ranges=observers.ranges,
+        noise=noise,
+        faults=faults,
+        ranges=ranges,
         plan=plan,
         factory_seal=factory_seal,
         shares=shares,
@@ -183,20 +181,10 @@ def _proven_operations(
     return operations, proof
 
 
-@dataclass(frozen=True)
-class _Observers:
-    """Observers of the steps, ``in_order``, and those of them that the run reads or configures."""
-
-    in_order: tuple[StepObserver, ...]
-    noise: NoiseMeter | None
-    faults: FaultPlan | None
-    ranges: ProfilerRanges
-
-
 def _build_observers(
     recipe: Recipe, context: RankContext, exchange: Exchange, loss_scale: NoLossScale, directory: Path | None
-) -> _Observers:
-    """Return the observers of the steps of ``recipe`` (local).
+) -> tuple[tuple[StepObserver, ...], NoiseMeter | None, FaultPlan | None, ProfilerRanges]:
+    """Return the observers of the steps of ``recipe``, and noise, faults and ranges that the run reads (local).
 
     Their order counts: the noise meter sees gradients before a fault damages them, and the check for corruption after.
     """
@@ -222,7 +210,7 @@ def _build_observers(
     if recipe.telemetry.nvtx:
         ranges = NvtxRanges()
         in_order.append(OperationRanges(ranges))
-    return _Observers(tuple(in_order), noise, faults, ranges)
+    return tuple(in_order), noise, faults, ranges
 
 
 def _initialised(trainer: Trainer) -> Trainer:
@@ -260,7 +248,7 @@ def _source_and_model(comm: Communicator, recipe: Recipe, script_model: Model | 
     if recipe.run.device == "gpu" and recipe.precision.mode == "bfloat16":
         device.check_bfloat16()
     source = data.script_source() if script_model else data.open_source(recipe.data, recipe.model, comm)
-    whole = script_model or models.build(recipe.model, recipe.precision.stages, **source.model_inputs())
+    whole = script_model or models.build(recipe.model, recipe.precision.stages, **source.inputs)
     return source, with_recomputation(whole) if recipe.parallel.recomputes_layers else whole
 
 

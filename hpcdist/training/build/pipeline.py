@@ -12,6 +12,7 @@ import numpy as np
 
 from hpcdist import models
 from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.checkpoint.restoring.restore import on_first_rank
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError, UsageError
@@ -43,19 +44,19 @@ def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText 
     """
     if parallel.order != FILE:
         return None
-    text: str | OSError = ""
-    if comm.rank == 0:
+
+    def text() -> str:
         try:
-            text = regular.text(parallel.schedule_file)
+            return regular.text(parallel.schedule_file)
         except (OSError, UnicodeDecodeError) as error:
-            text = error if isinstance(error, OSError) else OSError(f"not text: {error}")
-    text = comm.broadcast_object(text)
-    if isinstance(text, OSError):
-        raise ConfigurationError(
-            f"parallel.schedule_file = {parallel.schedule_file!r} cannot be read: {text}; write one with "
-            "`hpcdist schedule 1f1b --dump FILE`"
-        )
-    schedule = operation_list.read(text, parallel.pipeline, parallel.microbatches, parallel.schedule_file)
+            raise ConfigurationError(
+                f"parallel.schedule_file = {parallel.schedule_file!r} cannot be read: "
+                f"{'' if isinstance(error, OSError) else 'not text: '}{error}; write one with "
+                "`hpcdist schedule 1f1b --dump FILE`"
+            ) from error
+
+    read = on_first_rank(comm, text)
+    schedule = operation_list.read(read, parallel.pipeline, parallel.microbatches, parallel.schedule_file)
     if parallel.recompute and schedule.keeps:
         raise ConfigurationError(
             f"parallel.recompute = true with parallel.schedule_file = {parallel.schedule_file!r}, which is folded or "
@@ -74,19 +75,13 @@ def check_exchange(
             f"{parallel.strategy!r}: the last stage adds to the gradient of the first once a step, and gradients are "
             "reduced after each micro-batch; set zero.keep_gradients = true, or choose allreduce or zero1"
         )
-    if not accumulates and splits_backward(parallel, schedule):
+    splits = SCHEDULES[parallel.order].splits if schedule is None else schedule.splits
+    if not accumulates and splits:
         raise ConfigurationError(
             f"parallel.schedule = {parallel.schedule!r} with parallel.strategy = {parallel.strategy!r}: the gradients "
             "of several micro-batches are under way at once where a backward is split, and cannot be reduced one by "
             "one; set zero.keep_gradients = true, or choose a schedule that does not split, as 1f1b"
         )
-
-
-def splits_backward(parallel: ParallelConfig, schedule: ScheduleText | None) -> bool:
-    """Whether backwards are done in two passes (local)."""
-    if schedule is None:
-        return SCHEDULES[parallel.order].splits
-    return schedule.splits
 
 
 STAGE_UNITS = "stage_units"  # among the scalars of a checkpoint
@@ -107,12 +102,12 @@ def plan_partition(
     of a file. Raises ConfigurationError, on all ranks.
     """
     parallel = recipe.parallel
-    order = schedule or generated_schedule(recipe)
+    order = schedule or generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
     if grid.pipeline * order.chunks == 1:
         return None
     earlier_units: tuple[int, ...] = ()
     seconds: Sequence[PassSeconds] | None = None
-    samples = largest_microbatch(recipe, grid.data)
+    samples = -(-recipe.run.global_batch // (grid.data * parallel.microbatches))  # of the largest micro-batch
     if parallel.partition == "measured":
         earlier_units = _checkpointed_partition(origin, len(whole.stages), grid.pipeline * order.chunks)
         speeds = parallel.stage_speeds or (1,) * grid.pipeline
@@ -131,7 +126,7 @@ def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
     """
     parallel, comm = recipe.parallel, solo()
     source = data.open_source(recipe.data, recipe.model, comm, digests=False)
-    whole = models.build(recipe.model, recipe.precision.computes, **source.model_inputs())
+    whole = models.build(recipe.model, recipe.precision.computes, **source.inputs)
     grid = ProcessGrid(data=max(1, parallel.data), pipeline=parallel.pipeline, tensor=parallel.tensor)
     partition = plan_partition(comm, recipe, grid, whole, whole, read_schedule(parallel, comm), None)
     if partition is None:
@@ -145,17 +140,6 @@ def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
 def partition_scalars(recipe: Recipe, plan: PartitionPlan | None) -> dict[str, list[int]]:
     """Return the scalars of a partition that does not follow from the recipe, {} of others (local)."""
     return {STAGE_UNITS: list(plan.stage_units)} if plan and recipe.parallel.partition == "measured" else {}
-
-
-def generated_schedule(recipe: Recipe) -> ScheduleText:
-    """Return the passes of all pipeline ranks for a schedule by name (local)."""
-    parallel = recipe.parallel
-    return generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
-
-
-def largest_microbatch(recipe: Recipe, replicas: int) -> int:
-    """Return the most samples of a micro-batch (local)."""
-    return -(-recipe.run.global_batch // (replicas * recipe.parallel.microbatches))
 
 
 def model_state_bytes(recipe: Recipe, replicas: int, *, splits: bool = False) -> StateBytes:

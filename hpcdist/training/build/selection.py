@@ -176,9 +176,6 @@ def _tuning_request(recipe: Recipe, model: Model, data: Communicator, kind: str)
     )
 
 
-REDUCE_SCATTERED: Final = tuple(STAGES)  # strategies whose gradients are summed to their owners, and no further
-
-
 def resolve_compression(context: RankContext, recipe: Recipe, origin: StateSource | None) -> CompressionDecision:
     """Return the compression of a run, the same on all ranks. Collective over the world.
 
@@ -192,7 +189,7 @@ def resolve_compression(context: RankContext, recipe: Recipe, origin: StateSourc
         return CompressionDecision(checkpointed, "checkpoint")
     if tuning_is_off(context.world):
         return CompressionDecision(NONE, "default", note="not measured")
-    halved = recipe.parallel.strategy in REDUCE_SCATTERED
+    halved = recipe.parallel.strategy in STAGES  # gradients are summed to their owners, and no further
     return decide(context, recipe.compression, recipe.run.seed, halved=halved)
 
 

@@ -44,11 +44,7 @@ REQUIRED_SCALARS: Final = {"data": str, "optimizer": Mapping, "steps": int}  # a
 
 
 def scalars(trainer: Trainer, steps: int) -> dict[str, Any]:
-    """Return the scalars that a checkpoint of ``trainer`` after ``steps`` steps keeps beside the pieces (local).
-
-    Random streams are keyed by (seed, step, ...) and batches by the global sample index, so these numbers are all of
-    their state.
-    """
+    """Return the scalars that a checkpoint of ``trainer`` after ``steps`` steps keeps beside the pieces (local)."""
     numbers: dict[str, Any] = {} if trainer.shares is None else {"shares": trainer.shares.state(steps)}
     if trainer.noise is not None:
         numbers["noise_scale"] = trainer.noise.smoothed.state()
@@ -63,7 +59,7 @@ def scalars(trainer: Trainer, steps: int) -> dict[str, Any]:
         "compression": trainer.compression.name,
         "data": trainer.source.fingerprint,
         "data_digest": trainer.source.digest,
-        "model_inputs": trainer.source.model_inputs(),
+        "model_inputs": trainer.source.inputs,
         "optimizer": trainer.exchange.state(),
         "loss_scale": trainer.executor.loss_scale.state(),
     }
@@ -98,12 +94,10 @@ def _versions() -> dict[str, str]:
 
 
 def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
-    """Restore the state of ``origin``, made by any number of ranks in any layout. Collective.
+    """Return the trainer that goes on from ``origin``, made by any ranks in any layout. Collective.
 
-    Return the trainer that goes on from it, with the parts of ``trainer``, whose arrays are filled in place.
-    Raises DataError when the data has changed since: the sample order and every loss would be others, and
-    ConfigurationError when a gradient is pending that this run would never apply, or the variance is one that it would
-    misread.
+    It has the parts of ``trainer``, whose arrays are filled in place. Raises DataError when the data has changed since,
+    and ConfigurationError when a gradient is pending that this run would never apply, or it would misread the variance.
     """
     resumed = origin.scalars
     known = resumed.get("optimizer")

@@ -1,8 +1,7 @@
 """State sources: a checkpoint, or another source of pieces and scalars, that a run goes on from.
 
-`StateSource` is the protocol, `CheckpointSource` the one on disk; the memory of surviving ranks is in
-`elastic.protection`. Scalars are checked against the types that a run writes: a digest says that they are what was
-written, not who wrote them. Damaged checkpoints give way to the newest intact one before them.
+`CheckpointSource` is the one on disk; the memory of surviving ranks is in `elastic.protection`. Damaged checkpoints
+give way to the newest intact one before them.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,8 +1,4 @@
-"""Trainer of a run: makes its steps, from the parts that `hpcdist.training.build.assemble` puts together.
-
-A `Trainer` is the same on every rank but for the place of the rank. Its state is saved and restored by
-`hpcdist.training.build.state` and `hpcdist.training.run.saving`.
-"""
+"""Trainer of a run: makes its steps, from the parts that `hpcdist.training.build.assemble` puts together."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

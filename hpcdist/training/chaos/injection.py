@@ -1,11 +1,10 @@
 """Inject stragglers and faults into a run: slow, dying or stalling ranks, flipped bits, failing disks.
 
-Both are observers of the executor (`strategies.schedule.step`); without chaos in the recipe there are none. On a
-straggler forward and backward take as long as the recipe says. The time is added operation by operation, so that what
-an exchange does between them meets it where a slower processor would have it; numbers and bits stay the same.
+Without chaos in the recipe there are no such observers. The time of a straggler is added operation by operation, so
+that what an exchange does between them meets it where a slower processor would have it; bits stay the same.
 
-A fault that happens once leaves a file in the run directory before it does: a run that is resumed, or survives it,
-makes the same step again and must not meet it again. `FailingFile` fails in the middle of writing a checkpoint shard.
+A fault leaves a file in the run directory before it happens: a run that is resumed, or survives it, makes the same step
+again and must not meet it again.
 """
 
 import errno

@@ -219,11 +219,6 @@ SNIFFED_BYTES = 8192
 SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__"}
 
 
-def text_of_file(path: Path) -> tuple[FileArray, str]:
-    """Return the bytes of a text file, and a description. Raises DataError."""
-    return bytes_of_file(path), f"{path}"
-
-
 def text_of_directory(path: Path) -> tuple[FileArray, str]:
     """Return the bytes of all text files in and below ``path``, hidden and binary ones left out. Raises DataError."""
     files = [name for name in _walk(path, set()) if not os.path.basename(name).startswith(".")]

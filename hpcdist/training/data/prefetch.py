@@ -8,7 +8,6 @@ measured shares.
 import queue
 import threading
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import numpy as np
@@ -95,9 +94,7 @@ class ReadAhead(Generic[T]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -25,19 +25,6 @@ from hpcdist.training.data.samples import Batch, MaskedSamples, Samples
 ROUNDS = 8
 
 
-def drawn_order(words: np.ndarray) -> np.ndarray:
-    """Return the order (n,) int64 of 0..n-1 in which random ``words`` (n,) uint64 ascend.
-
-    Every order is as likely as any other, as long as no two words are equal: for 2^16 words a chance of 1 in 2^33.
-    """
-    return np.argsort(words, kind="stable")
-
-
-def swap_first_two(places: np.ndarray) -> np.ndarray:
-    """Return ``places`` (n,) with 0 and 1 in each other's place."""
-    return np.where(places < 2, 1 - places, places)
-
-
 def feistel_order(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     """Return the places of ``indices`` (n,) int64 in the permutation of ``size`` elements that ``key`` names.
 
@@ -116,10 +103,12 @@ class SampleOrder:
         keys, word, swap = words[:ROUNDS], int(words[ROUNDS]), int(words[ROUNDS + 1]) & 1
         if self._rule == UNIFORM and self._samples <= DRAWN_SAMPLES:
             if epoch != self._epoch:
-                self._epoch, self._drawn = epoch, drawn_order(generator.random_raw(self._samples))
+                # All orders are equally likely unless two words are equal: for 2^16 words a chance of 1 in 2^33.
+                self._epoch, self._drawn = epoch, np.argsort(generator.random_raw(self._samples), kind="stable")
             return self._drawn[start : start + count], word
         places = feistel_order(np.arange(start, start + count), self._samples, keys)
-        return swap_first_two(places) if self._rule == UNIFORM and swap else places, word
+        swaps = self._rule == UNIFORM and swap  # 0 and 1
+        return np.where(places < 2, 1 - places, places) if swaps else places, word
 
     def indices(self, first: int, count: int) -> list[int]:
         """Return ``count`` samples from the global index ``first`` on: each epoch takes every one once."""
@@ -176,9 +165,7 @@ def in_order(samples: Samples, limit: int, parts: int, part: int, longest: int) 
 
 BALANCE_EVERY_STEPS: Final = 16  # between two looks at the times; of those in between the median counts
 LEAST_TIMINGS: Final = BALANCE_EVERY_STEPS // 2  # fewer of them, after a resume, hold too much of the first step
-READ_AHEAD: Final = (
-    4  # batches that a rank may have read beyond the last one in use, and one to spare: see `prefetch.PREFETCH_DEPTH`
-)
+READ_AHEAD: Final = 4  # batches read beyond the last one in use at most, and one: see `prefetch.PREFETCH_DEPTH`
 LEAST_GAIN: Final = 0.05  # a step must become so much shorter: noise alone changes nothing
 
 ShareSizes = tuple[int, ...]  # samples of each replica, at least 1
@@ -186,8 +173,7 @@ ShareSizes = tuple[int, ...]  # samples of each replica, at least 1
 
 def even_shares(samples: int, replicas: int) -> ShareSizes:
     """Share ``samples`` evenly; the first replicas get one more (local)."""
-    each, more = divmod(samples, replicas)
-    return tuple(each + (replica < more) for replica in range(replicas))
+    return tuple(even_part(samples, replicas, replica).size for replica in range(replicas))
 
 
 def balanced_shares(samples: int, sample_s: Sequence[float]) -> ShareSizes:

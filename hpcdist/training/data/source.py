@@ -205,10 +205,6 @@ class Source:
         known = scalars.get("data_digest")
         return scalars["data"] == self.fingerprint and (not known or not self.digest or known == self.digest)
 
-    def model_inputs(self) -> dict[str, int]:
-        """Return the arguments of `models.build` that the data decides."""
-        return dict(self.inputs)
-
     def validation_batches(self, recipe: "Recipe", parts: int, part: int | None) -> Iterator[Batch]:
         """Yield the validation samples of ``part`` of ``parts``, in batches as large as a micro-batch (local).
 
@@ -235,7 +231,7 @@ class Source:
 
 
 def usable_inputs(inputs: object) -> dict[str, int]:
-    """Return ``inputs``, as read from a file, if they can be those of `Source.model_inputs`; else {} (local)."""
+    """Return ``inputs``, as read from a file, if they can be those of `Source.inputs`; else {} (local)."""
     if not isinstance(inputs, dict) or not set(inputs) <= MODEL_INPUTS:
         return {}
     return inputs if all(type(size) is int and 0 < size < LARGEST_INPUT for size in inputs.values()) else {}
@@ -298,8 +294,10 @@ def _open_files(config: DataConfig, model: ModelConfig) -> tuple[Source, tuple[S
         description = f"{path}"
     elif kind == "library":
         tokens, description = files.text_of_standard_library()
+    elif kind == "directory":
+        tokens, description = files.text_of_directory(path)
     else:
-        tokens, description = files.text_of_directory(path) if kind == "directory" else files.text_of_file(path)
+        tokens, description = files.bytes_of_file(path), f"{path}"
     unit = "bytes" if tokens.dtype == np.uint8 else f"tokens ({tokens.dtype})"
     return _token_source(tokens, f"{description}, {len(tokens):,} {unit}", config, model), (tokens,)
 

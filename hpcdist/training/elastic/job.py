@@ -22,7 +22,7 @@ from typing import Any
 from hpcdist.checkpoint.restoring.restore import newest_complete
 from hpcdist.comm.failure.rank_failures import is_rank_failure
 from hpcdist.comm.start import Session
-from hpcdist.errors import ConfigurationError, MissingCapabilityError, TooFewRanksError
+from hpcdist.errors import ConfigurationError, TooFewRanksError
 from hpcdist.reporting.units import counted
 from hpcdist.strategies.config import DEFAULT_PARTITION as PARTITION
 from hpcdist.strategies.config import ParallelConfig
@@ -208,8 +208,7 @@ class ElasticJob:
         wanted = max(before + more for _, before, more, _ in known)
         grows = wanted > min(before for _, before, *_ in known)
         change = MembershipChange(untold.lost + change.lost, untold.added, untold.grown or grows)
-        team.grow_to(wanted)
-        self._growth = 0
+        team.wanted, self._growth = wanted, 0
         if self._job.recipe.run.device == "cpu" and (team.mode == "replace" or grows):
             change = team.fill(change, self._job.described(self._number))
         else:
@@ -238,12 +237,11 @@ class ElasticJob:
         progress = job.progress(trainer)
         protection = StateProtection(trainer, self._number, recipe.survival, self._memories)
         self._life = Incarnation(session, protection=protection)
-        loop = job.loop(session, trainer, progress, protection)
+        loop = job.loop(session, trainer, progress, protection.keep)
         self._life = Incarnation(session, loop, protection)
         self._say(loop, protection, origin)
         recalled = origin = None  # they refer to the arrays of the last incarnation, which can be freed now
-        result = job.steps(loop)
-        code = job.finish(loop, result)
+        code = job.finish(loop, *job.steps(loop))
         session.stop_recording()
         self._life = None
         if world.rank == 0:
@@ -295,29 +293,16 @@ class ElasticJob:
             self._lost_at = 0.0
             row = {"step": trainer.first_step, "died": len(self._change.lost), "added": self._change.added}
             row |= {"world": trainer.comm.size, "seconds": seconds, "pss_bytes": held}
-            self._job.note_life(earlier, row)
+            self._job.lives = [*earlier, row]
             loop.metrics.put(table.LIVES, **row)
             if loop.starts is not None:
                 loop.starts.survived(len(self._change.lost))
         if trainer.comm.rank == 0:
-            self._job.stop_requests.accept_growth(self._job.run.path / GROW_FILE)
+            self._job.stop_requests.grow_file = self._job.run.path / GROW_FILE
             if self._change is not None and self._change.grown:
                 self._job.stop_requests.grown()
         self._change = MembershipChange()
-        protection.keep(trainer.first_step, now=True)
-
-
-def begin_membership(session: Session, mode: str, spares: int) -> Membership:
-    """Return the membership of a job that begins (local).
-
-    Raises MissingCapabilityError where MPI cannot go on without a rank.
-    """
-    if not session.comm.supports("ulfm"):
-        raise MissingCapabilityError(
-            f"this MPI ({session.library}) does not go on when a rank dies; use an Open MPI with ULFM and `hpcdist run "
-            "--survive`, or `hpcdist run --restarts N`, which starts the job again from its newest checkpoint"
-        )
-    return Membership.begin(session.comm, mode, spares)
+        protection.keep(trainer.first_step, True)
 
 
 def _drop_frames(error: BaseException | None) -> None:

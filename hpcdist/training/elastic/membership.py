@@ -51,7 +51,7 @@ class Membership:
     """Membership of the processes of a job, as one of them sees it.
 
     Collective over ``everyone``, unless a method says not. ``place`` is that of this process in the training of
-    ``size`` ranks; None for a spare. ``wanted`` ranks should train.
+    ``size`` ranks; None for a spare. ``wanted`` ranks, the same number on every rank, train from the next `fill` on.
     """
 
     def __init__(self, everyone: Communicator, mode: str, place: int | None, wanted: int) -> None:
@@ -92,10 +92,6 @@ class Membership:
         self.size = used
         if self.place is not None and self.place >= used:
             self.place = None
-
-    def grow_to(self, wanted: int) -> None:
-        """Let ``wanted`` ranks train from the next `fill` on (local, the same on every rank)."""
-        self.wanted = wanted
 
     def meet(self) -> MembershipChange:
         """Agree on the places of the living anew, after deaths.

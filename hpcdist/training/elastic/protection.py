@@ -75,7 +75,7 @@ class StateProtection:
             else f"in copies at partners, renewed every {counted(config.every_steps, 'step')}"
         )
 
-    def keep(self, step: int, *, now: bool = False) -> None:
+    def keep(self, step: int, now: bool) -> None:
         """Record that ``step`` is done, and renew the copies where that is due, or ``now``. Collective."""
         self._done = step
         if step > self._trainer.first_step:

@@ -10,7 +10,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
@@ -230,10 +229,6 @@ class EnergyRecorder:
         least = min(sensors, key=lambda sensor: sensor.seen_share, default=None)
         return None if least is None or least.seen_share >= 1 else least
 
-    def window(self, phase: str) -> AbstractContextManager[None]:
-        """Count the energy used inside in ``phase`` (local; every rank should call)."""
-        return self.monitor.window(phase)
-
     def collect(self) -> list[NodeRows]:
         """Return samples and windows since the last call, at least on rank 0 of the world. Collective."""
         self._attribute()
@@ -301,10 +296,9 @@ class EnergyRecorder:
     def figures(self, steps: int, tokens_per_sample: float | None = None) -> dict[str, Any]:
         """Return the figures of the summary of a run of ``steps`` steps, as JSON values. Collective.
 
-        The record then says the same, also of what waited for ranks that tell nothing more; raises StorageError on
-        rank 0. ``j_per_step`` is training without checkpoints and validation, over the steps of the run: those that a
-        killed start made after its last checkpoint, and another one made again, are paid twice and count once. The
-        same holds for samples, and for tokens, of which each sample has ``tokens_per_sample`` (None: it has none).
+        The record then says the same; raises StorageError on rank 0. ``j_per_step`` is training without checkpoints and
+        validation, over the steps of the run: those that were made twice are paid twice and count once, as samples do,
+        and tokens, of which each sample has ``tokens_per_sample`` (None: it has none).
         """
         report = self.monitor.report()
         activities = self._activities({**report, **_plain(report)}, final=True)

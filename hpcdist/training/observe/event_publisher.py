@@ -25,8 +25,9 @@ from hpcdist.telemetry import provenance
 from hpcdist.telemetry.anomalies import KINDS, Anomalies, Anomaly
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.telemetry.metrics import quantities
+from hpcdist.telemetry.metrics.observations import RunEvent
 from hpcdist.telemetry.metrics.quantities import DerivedFigures, StepRow, energy_per_token
-from hpcdist.telemetry.sinks.stream import EventStream, RunEvent, RunInfo, StreamSink
+from hpcdist.telemetry.sinks.stream import EventStream, RunInfo, StreamSink
 from hpcdist.training.build.trainer import Trainer
 
 
@@ -90,7 +91,6 @@ MOST_RANKS_IN_EVENT: Final = 512  # with more ranks, the event of a step has no 
 MOST_WAITING_STEPS: Final = 1 << 16  # steps of this rank that may wait for the rows of slower workers
 _DATA: Final = quantities.key("phase_seconds", "data")
 _OTHER: Final = quantities.key("phase_seconds", "other")
-LineWriter = Callable[[str], None]
 ANOMALY_QUIET_NS: Final = 60 * 10**9
 # Columns of a row of metrics, and what sinks call them.
 _OF_RANKS: Final = {
@@ -113,7 +113,7 @@ class EventPublisher:
         trainer: Trainer,
         timing: OperationTiming,
         directory: Path,
-        say: LineWriter,
+        say: Callable[[str], None],
         resumed: int | None,
     ) -> None:
         self._comm, self._trainer, self._timing, self._say = session.comm, trainer, timing, say

@@ -1,9 +1,7 @@
 """Figures and texts about a run: architecture, utilisation (MFU), consensus, stragglers, text entropies.
 
-They are in the introduction and the summary of a run. MFU is the model's operations a second over the peak of a matrix
-product, measured on all computing ranks at once. Consensus is the distance of replicas that differ; straggler figures
-are staleness, dropped gradients and shares of samples. Entropies of n-grams are the losses of models that see no, one
-or two tokens of context. The pipeline bubble is that of the closed form, where there is one.
+They are in the introduction and the summary of a run. Entropies of n-grams are the losses of models that see no, one
+or two tokens of context.
 """
 
 import math
@@ -35,11 +33,8 @@ OVERLAP_TEXTS: Final = {"thread": "overlapped by a thread", "poll": "overlapped 
 def describe_architecture(trainer: Trainer) -> str:
     """Return the architecture in words: strategy, algorithm, servers, what the recipe changes of these, schedule.
 
-    Local. A key that changes what a rank keeps, sends or waits for is named where it is not at its default.
-
-    The bubble is the share of its span that a stage waits where all are alike, and forward and both halves of backward
-    take equally long; schedules, or numbers of micro-batches, without a closed form have none here, and neither has
-    recomputing, which fills a part of it.
+    Local. A key that changes what a rank keeps, sends or waits for is named where it is not at its default. The bubble
+    is that of the closed form, where there is one: recomputing fills a part of it.
     """
     recipe, grid = trainer.recipe, trainer.grid
     parallel, servers = recipe.parallel, recipe.parameter_server
@@ -145,7 +140,7 @@ def utilisation_figures(comm: Communicator, trainer: Trainer, tokens_per_s: floa
     utilisation: dict[str, Any] = dict.fromkeys(UTILISATION_FIGURES)
     if trainer.recipe.model.kind in FOREIGN:
         return utilisation | {"mfu_reason": USER_MODEL_NOT_COUNTED}
-    utilisation["flops_per_sample"] = counts(trainer.recipe.model, **trainer.source.model_inputs()).flops
+    utilisation["flops_per_sample"] = counts(trainer.recipe.model, **trainer.source.inputs).flops
     if math.isnan(tokens_per_s):
         return utilisation | {"mfu_reason": why_not}
     utilisation["flops_per_s"] = tokens_per_s / trainer.model.tokens_per_sample * utilisation["flops_per_sample"]
@@ -204,10 +199,9 @@ def describe_consensus(summary: Mapping[str, Any]) -> list[str]:
 def straggler_figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures of stragglers for the summary (local).
 
-    ``samples_by_replica`` are those of the last step where measured speed decides, else None. The others are figures of
-    parameter servers whose workers are not in lock-step:
-    ``staleness`` is that of the gradients of this start, as the first server counted it. ``dropped_gradients`` came too
-    late in this start. ``servers_fullest`` is what the server with most holds, over an even share.
+    ``samples_by_replica`` are those of the last step where measured speed decides, else None. The others are of servers
+    whose workers are not in lock-step, and of this start; ``servers_fullest`` is what the server with most holds, over
+    an even share.
     """
     exchange = trainer.exchange
     stragglers: dict[str, Any] = {"samples_by_replica": workers[0]["shares"]}

@@ -1,9 +1,6 @@
 """Instrumentation of a loop on one rank: spans, profiler ranges, energy windows, and sensor shift.
 
-The loop reports when it waits, steps, saves and validates.
-
-`NvtxRanges`: a range for Nsight Systems and other profilers, by phase and name, coloured by its phase, as in every
-picture of a step, in a domain of its own. Without a profiler a range costs less than a microsecond.
+Without a profiler a range costs less than a microsecond.
 
 `StepShifter`: a power sensor that measures 25 ms of every 100 ms sees the same part of each step where steps take a
 multiple of 100 ms, and its counter is then wrong by as much as that part is unlike the others. Yang, Adamek and
@@ -165,18 +162,14 @@ class StepLog:
         self._has_suspected = False
 
     def stepped(self, step: int, result: StepResult) -> None:
-        """Log a changed loss scale, a skipped step, and a second computation of ``step``."""
-        self._scale(step, result)
-        self._recomputed(step, result)
-
-    def _scale(self, step: int, result: StepResult) -> None:
-        """Log a skipped step, and a loss scale other than that of the last row."""
+        """Log a skipped step, a loss scale other than that of the last row, and a second computation of ``step``."""
         if result.skipped:
             self._progress.say(f"step {step}: skipped, its gradient overflows at the loss scale {result.loss_scale:g}")
         if result.skipped or result.loss_scale != self._loss_scale:
             scale, skipped = result.loss_scale, result.skipped
             self._metrics.put(side_tables.LOSS_SCALE, step=step, scale=scale, skipped=skipped)
             self._loss_scale = result.loss_scale
+        self._recomputed(step, result)
 
     def _recomputed(self, step: int, result: StepResult) -> None:
         """Log the verdict of a second computation of the step, where there was one."""
@@ -203,9 +196,7 @@ class StepLog:
                 self._metrics.put(side_tables.SHARES, first_step=batch + 1, samples=[samples])
 
 
-SHIFTED_STEPS: Final = (
-    64  # in so many, all positions are seen equally often; they wait for less than one update together
-)
+SHIFTED_STEPS: Final = 64  # all positions are seen equally often in them; together they wait less than one update
 SHIFT_SPAN: Final = "shift"  # of the spans
 
 
@@ -256,7 +247,7 @@ class Instrumentation:
     def phase(self, phase: str, name: str) -> Iterator[None]:
         """Count the time and energy inside in ``phase`` (every rank should call)."""
         begun = now_ns()
-        with self.energy.window(phase), self.ranges(phase, name):
+        with self.energy.monitor.window(phase), self.ranges(phase, name):
             yield
         self.spans.add(phase, name, self.step, begun, now_ns())
 
@@ -279,13 +270,6 @@ class Instrumentation:
         end = now_ns()
         self.waited_s = (end - begun_ns) / 1e9
         self.spans.add("data", WAIT_SPAN, self.step + 1, begun_ns, end)
-
-    @contextmanager
-    def aside(self, name: str) -> Iterator[None]:
-        """Record a span of "other" work between steps, which is in no phase."""
-        begun = now_ns()
-        yield
-        self.spans.add("other", name, self.step, begun, now_ns())
 
     def stepped(self, step: int, begin_s: float, end_s: float) -> None:
         """Record that ``step`` is done, which lasted from ``begin_s`` to ``end_s`` of `time.perf_counter`."""

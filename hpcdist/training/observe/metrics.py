@@ -2,9 +2,6 @@
 
 A killed run loses the rows of a few seconds (`FLUSH_EVERY_S`), more only where flushing would take more than
 `FLUSH_SHARE` of the time. After a rank failure, rows that survivors had in memory are carried into the file.
-
-`AsyncRunMetrics`: workers that are not at the same step send their rows to rank 0 in messages of their own, small
-enough that no sender waits; rank 0 writes the row of a step once all workers have made it.
 """
 
 import math

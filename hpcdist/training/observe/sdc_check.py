@@ -114,13 +114,14 @@ class SdcCheck(StepObserver):
 
     def _recomputed(self, step: RunningStep, suspicion: str) -> RecomputeVerdict:
         first, second = self._computation(step), self._again(step)
-        others = self._exchanged(first.own != second.own)
-        if not any(self._exchanged(first != second)):
+        exchanged = self._comm.allgather_object
+        others = exchanged(first.own != second.own)
+        if not any(exchanged(first != second)):
             self._suspects = set()
             return RecomputeVerdict(suspicion)
         third = self._again(step)
-        lost = self._exchanged(third.own not in (first.own, second.own))
-        unsure = any(self._exchanged(third.summed not in (first.summed, second.summed)))
+        lost = exchanged(third.own not in (first.own, second.own))
+        unsure = any(exchanged(third.summed not in (first.summed, second.summed)))
         hosts: list[str] = self._comm.allgather_object(socket.gethostname())
         suspects = {rank for rank, differs in enumerate(others) if differs}
         twice = {rank for rank, differs in enumerate(lost) if differs} or (suspects & self._suspects)
@@ -128,11 +129,6 @@ class SdcCheck(StepObserver):
             raise DivergenceError(_refusal(step.number, sorted(twice), hosts))
         self._suspects = suspects
         return RecomputeVerdict(suspicion, tuple(sorted(suspects)), _verdict(step.number, sorted(suspects), hosts))
-
-    def _exchanged(self, verdict: bool) -> list[bool]:
-        """Return the verdicts of all ranks. Collective."""
-        verdicts: list[bool] = self._comm.allgather_object(verdict)
-        return verdicts
 
     def _again(self, step: RunningStep) -> ComputationDigest:
         self._digest = xxhash.xxh3_128()

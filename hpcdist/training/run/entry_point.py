@@ -14,6 +14,7 @@ from hpcdist.comm.failure import failfast
 from hpcdist.comm.failure.rank_failures import is_rank_failure
 from hpcdist.comm.launch import standard_streams
 from hpcdist.comm.start import end_alone, start, start_joined
+from hpcdist.errors import MissingCapabilityError
 from hpcdist.training import run_directory
 from hpcdist.training.build.state_source import CheckpointSource
 from hpcdist.training.elastic import job as elastic_job
@@ -37,7 +38,12 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s:
         recipe.check_world(0, **{"--survive": mode, "--spares": spares})
     communication = recipe.communication
     session = start(recipe.run.device, communication.ranks_per_node or None, communication.checked)
-    survived = elastic_job.begin_membership(session, mode, spares) if mode else None
+    if mode and not session.comm.supports("ulfm"):
+        raise MissingCapabilityError(
+            f"this MPI ({session.library}) does not go on when a rank dies; use an Open MPI with ULFM and `hpcdist run "
+            "--survive`, or `hpcdist run --restarts N`, which starts the job again from its newest checkpoint"
+        )
+    survived = membership.Membership.begin(session.comm, mode, spares) if mode else None
     run = run_directory.prepare_run_directory(session.comm, recipe, out, resume, lock)
     job = TrainingJob(recipe, run, stop_requests, lock, as_json)
     origin = None if run.resume_from is None else CheckpointSource(run.resume_from)
@@ -60,7 +66,7 @@ def join() -> int:
         if is_rank_failure(error, session.comm):
             end_alone(error)  # the ranks that started it meet again, and start other processes
         raise
-    stop_requests.end_at(description["ends"])
+    stop_requests.ends = description["ends"]
     job = TrainingJob(
         description["recipe"],
         description["run"],

@@ -9,7 +9,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from hpcdist.training.observe.energy import EnergyRecorder, energy_attributes
 from hpcdist.training.observe.instrumentation import ConsoleProgress
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run.async_loop import loop_class
-from hpcdist.training.run.loop import RunOutcome, StateKeeper, TrainingLoop, mean_validation_loss
+from hpcdist.training.run.loop import Protect, RunOutcome, TrainingLoop, mean_validation_loss
 from hpcdist.training.run.stop_requests import EXIT_CODES, StopRequests
 from hpcdist.training.run.summary import LOADED_FIGURE, OVERLAP_FIGURES, describe, summarise
 
@@ -57,7 +57,7 @@ class TrainingJob:
     def train(self, session: Session, recipe: Recipe, origin: StateSource | None) -> int:
         """Train to the end, or until a rank requests to stop; return the exit code of all ranks. Collective."""
         loop = self.open(session, recipe, origin)
-        return self.finish(loop, self.steps(loop))
+        return self.finish(loop, *self.steps(loop))
 
     def open(self, session: Session, recipe: Recipe, origin: StateSource | None) -> TrainingLoop:
         """Build the run, introduce it, and return its loop with files and sensors open. Collective."""
@@ -92,10 +92,6 @@ class TrainingJob:
             self.lock.take_over(self.run.path, self.holder)
         self.holder = everyone.broadcast_object(self.lock.identity, root=leader)
 
-    def note_life(self, earlier: Sequence[dict[str, Any]], row: dict[str, Any]) -> None:
-        """Record the incarnation that begins as ``row`` after the ``earlier`` ones (local)."""
-        self.lives = [*earlier, row]
-
     def introduce(self, session: Session, trainer: Trainer, progress: ConsoleProgress) -> None:
         """Print the introduction of the run (rank 0 alone)."""
         if session.comm.rank == 0:
@@ -115,21 +111,21 @@ class TrainingJob:
         return self.entropies
 
     def loop(
-        self, session: Session, trainer: Trainer, progress: ConsoleProgress, protection: StateKeeper | None = None
+        self, session: Session, trainer: Trainer, progress: ConsoleProgress, protect: Protect | None = None
     ) -> TrainingLoop:
         """Return the loop of ``trainer``, with files and sensors open. Collective."""
         drain = session.spans.drain if isinstance(session.spans, Spans) else None
         energy = EnergyRecorder(session.comm, trainer.recipe, self.run.resume_from, self.run.path, spans=drain)
         attributes = _metrics_attributes(session, trainer, self.entropies or {}) if session.comm.rank == 0 else {}
         of_run = self.run.path, progress, attributes, self.stop_requests, energy
-        return loop_class(trainer)(session, trainer, *of_run, protection=protection)
+        return loop_class(trainer)(session, trainer, *of_run, protect=protect)
 
-    def steps(self, loop: TrainingLoop) -> "JobResult":
-        """Make the steps that are left, and evaluate. Collective."""
+    def steps(self, loop: TrainingLoop) -> tuple[RunOutcome, float]:
+        """Make the steps that are left; return their outcome and the validation loss, NaN for none. Collective."""
         energy = loop.energy
         with energy.monitor:
             try:
-                with energy.window("training"):
+                with energy.monitor.window("training"):
                     outcome = loop.run()
             except BaseException:
                 loop.streaming.close(normal=False)
@@ -140,14 +136,13 @@ class TrainingJob:
                 with loop.instrumentation.phase("validation", "validation"), loop.stop_requests.all_saved():
                     val_loss = mean_validation_loss(loop.trainer)
         loop.metrics.flush()
-        return JobResult(outcome, val_loss)
+        return outcome, val_loss
 
-    def finish(self, loop: TrainingLoop, result: "JobResult") -> int:
-        """Report, and free what the job holds; return its exit code. Collective."""
-        trainer, outcome = loop.trainer, result.outcome
-        comm = loop.session.comm
+    def finish(self, loop: TrainingLoop, outcome: RunOutcome, val_loss: float) -> int:
+        """Report what `steps` returned, and free what the job holds; return its exit code. Collective."""
+        trainer, comm = loop.trainer, loop.session.comm
         entropies = self._entropies(trainer) if comm.rank == 0 else {}
-        summary = summarise(comm, trainer, outcome, self.run.path, result.val_loss, entropies)
+        summary = summarise(comm, trainer, outcome, self.run.path, val_loss, entropies)
         summary |= loop.energy.figures(outcome.done, trainer.model.tokens_per_sample)
         summary |= {"chaos": self.recipe.chaos.described() or None, "lives": self.lives}
         if comm.rank == 0:
@@ -159,7 +154,7 @@ class TrainingJob:
             more |= {MOVED_ATTRIBUTE.format(way): nbytes for way, nbytes in moved.items()}
             more |= {"nodes": loop.session.place.nodes, "pss_bytes_most": summary["pss_bytes"]["most"]}
             known |= {name: figure for name, figure in more.items() if figure is not None}
-            loop.metrics.finish(outcome.done, result.val_loss, **energy_attributes(summary), **known)
+            loop.metrics.finish(outcome.done, val_loss, **energy_attributes(summary), **known)
             print(describe(summary), file=sys.stderr if self.as_json else sys.stdout)
             if self.as_json:
                 print(json.dumps(summary))
@@ -193,14 +188,6 @@ class TrainingJob:
         alone = typed or trainer.comm.size == 1
         launcher = "" if alone else f", on {counted(trainer.comm.size, 'rank')} by the same launcher"
         return f"{stopped} {shlex.join(exit_file.resume_command(words, self.run.path))}{launcher}"
-
-
-@dataclass(frozen=True)
-class JobResult:
-    """Outcome of the steps, and the validation loss; NaN where it was not measured."""
-
-    outcome: RunOutcome
-    val_loss: float
 
 
 def _metrics_attributes(

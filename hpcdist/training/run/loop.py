@@ -2,20 +2,17 @@
 
 Requests of ranks (stop, flush, save, grow) travel with the numbers that every step sums anyway, so all ranks decide
 alike after the same step, and no further message is sent.
-
-`RunOutcome` and `StepStatistics` hold the results in memory that does not grow with the steps: the first step, sums
-over the others, and a uniform random sample of them (algorithm R of Vitter, 1985).
 """
 
 import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 
@@ -111,12 +108,7 @@ class RunOutcome:
     checkpoint: Path | None = None
 
 
-class StateKeeper(Protocol):
-    """Protection of the state against rank failures: `hpcdist.training.elastic.protection.StateProtection`."""
-
-    def keep(self, step: int, *, now: bool = False) -> None:
-        """Record that ``step`` is done, and renew the copies where that is due, or ``now``. Collective."""
-        ...
+Protect: TypeAlias = Callable[[int, bool], None]  # `hpcdist.training.elastic.protection.StateProtection.keep`
 
 
 class GrowthRequested(Exception):  # noqa: N818 - no error: the loop is left, to be entered by more ranks
@@ -141,13 +133,13 @@ class TrainingLoop:
         attributes: Mapping[str, float | str],
         stop_requests: StopRequests,
         energy: EnergyRecorder,
-        protection: StateKeeper | None = None,
+        protect: Protect | None = None,
     ) -> None:
-        """Open the files of the run in ``directory``; ``protection`` is that of an elastic job."""
+        """Open the files of the run in ``directory``; ``protect`` is that of an elastic job."""
         self.session, self.trainer, self.directory, self.progress = session, trainer, directory, progress
         self.energy = energy
         rank0 = session.comm.rank == 0
-        self.protection, self.stop_requests = protection, stop_requests
+        self.protect, self.stop_requests = protect, stop_requests
         self.traffic = OperationTiming(session.comm.events)
         session.comm.events = self.traffic
         self.saver = build_saver(trainer, directory / "checkpoints")
@@ -301,11 +293,11 @@ class TrainingLoop:
 
     def _protect(self, step: int, ranks: float) -> None:
         """Protect the state of ``step`` in an elastic job. Raises GrowthRequested on all ranks for ``ranks`` more."""
-        if self.protection is None:
+        if self.protect is None:
             return
         steps = self.trainer.recipe.run.steps
         grows = ranks > 0 and step < steps and self.outcome.stop_request is None
-        self.protection.keep(step, now=grows)
+        self.protect(step, grows)
         if grows:
             self._finish_save()
             self.metrics.flush()  # all ranks are alive: no row and no joule is lost, as it would be by a failure

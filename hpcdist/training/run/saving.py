@@ -1,9 +1,4 @@
-"""Save checkpoints of a run: blocking or in the background, in a striped directory.
-
-`CheckpointSaver` lets all ranks wait for the disk; `BackgroundCheckpointSaver` takes a snapshot that threads write
-beside the next steps. Before the first save the directory of checkpoints is spread over the servers of a striped file
-system (Lustre, BeeGFS); where that fails, the run says so and goes on.
-"""
+"""Save checkpoints of a run: blocking or in the background, in a directory striped over a file system's servers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Stop requests: signals, a stop file and the clock set flags that all ranks agree on at a step boundary.
 
-Handlers neither communicate nor write files. While there is nothing to save, a signal ends the process at once. The
-file ``grow`` asks for further ranks in the same way. REQUEUE lets the scheduler start the job again; INTERRUPT
-(Ctrl-C) wins over it.
+The file ``grow`` asks for further ranks in the same way.
 """
 
 import math
@@ -166,7 +164,7 @@ class StopRequests:
     def __init__(self, stop_file: Path | None = None, ends: float = math.inf) -> None:
         self.ends = ends
         self._stop_file = stop_file  # both files are looked at by one rank only
-        self._grow_file: Path | None = None
+        self.grow_file: Path | None = None
         self._time_up: Callable[[], bool] = lambda: False
         self._wanted = np.zeros(len(StopReason))
         self._before: dict[signal.Signals, Any] = {}
@@ -186,14 +184,6 @@ class StopRequests:
     def consult(self, stop_file: Path, time_up: Callable[[], bool]) -> None:
         """Ask for a stop from now on where ``stop_file`` exists, or ``time_up`` returns true (one rank only)."""
         self._stop_file, self._time_up = stop_file, time_up
-
-    def accept_growth(self, grow_file: Path) -> None:
-        """Read requests for further ranks from ``grow_file`` from now on (one rank only)."""
-        self._grow_file = grow_file
-
-    def end_at(self, ends: float) -> None:
-        """Set when the job is over: known to a process that joins it only afterwards (local)."""
-        self.ends = ends
 
     def listen(self) -> None:
         """Install the handlers (main thread only)."""
@@ -246,17 +236,17 @@ class StopRequests:
 
     def ranks(self) -> float:
         """Return the number of further ranks in the file that `hpcdist grow` writes; 0 for none (local)."""
-        if self._grow_file is None or not self._grow_file.exists():
+        if self.grow_file is None or not self.grow_file.exists():
             return 0.0
         try:
-            return float(max(0, int(regular.text(self._grow_file, 64))))
+            return float(max(0, int(regular.text(self.grow_file, 64))))
         except (OSError, ValueError, OverflowError):
             return 0.0  # not written by `hpcdist grow`, or removed meanwhile
 
     def grown(self) -> None:
         """Remove the file of `hpcdist grow`: the request is granted, or cannot be (local)."""
-        if self._grow_file is not None:
-            self._grow_file.unlink(missing_ok=True)
+        if self.grow_file is not None:
+            self.grow_file.unlink(missing_ok=True)
 
     def answered(self) -> None:
         """Remove the stop file: the request is granted, and the next start must not see it."""

@@ -1,8 +1,7 @@
 """Batch job of a recipe or a program for a site: a job that the site can run, or a refusal.
 
-The job has the recipe with the site's defaults, its striping and, where no key sets when to save, the checkpoint
-interval of Daly by the failures of the cluster or the walltime. The run directory is named by the run, so that the same
-recipe goes on with its own checkpoints. Called by `hpcdist submit`. Light: neither MPI nor HDF5 is loaded.
+The job has the recipe with the site's defaults, its striping and, where no key sets when to save, an interval of
+checkpoints. Called by `hpcdist submit`. Light: neither MPI nor HDF5 is loaded.
 """
 
 import dataclasses

@@ -50,7 +50,7 @@ def _model_inputs(recipe: Recipe, inputs: Mapping[str, Any]) -> dict[str, int]:
         return known
     if recipe.model.kind in TRANSFORMERS:
         return {"context": recipe.data.context}
-    return data.open_source(recipe.data, recipe.model, solo(), digests=False).model_inputs()
+    return data.open_source(recipe.data, recipe.model, solo(), digests=False).inputs
 
 
 def match_tensors(recipe: Recipe, tensors: Sequence[StoredTensor], inputs: Mapping[str, int]) -> dict[str, str]:

@@ -92,7 +92,7 @@ def _description(recipe: "Recipe", name: str) -> ModelDescription:
         from hpcdist.comm.threads.communicator import solo
         from hpcdist.training.data.source import open_source
 
-        inputs = open_source(recipe.data, recipe.model, solo(), digests=False).model_inputs()
+        inputs = open_source(recipe.data, recipe.model, solo(), digests=False).inputs
     else:
         inputs = {}
     return replace(transformer.of_config(recipe.model, **inputs), name=name)

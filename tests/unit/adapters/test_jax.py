@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from harness import jax_models as models
 from harness.marks import cases
+from harness.passes import Passes
 from hpcdist.adapters.jax import model as adapter
 from hpcdist.adapters.jax import parameters
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, DataError, MissingCapabilityError, UsageError
@@ -33,36 +33,21 @@ def x64():
     jax.config.update("jax_enable_x64", before)
 
 
-class Bound:
-    """A model with parameters and gradients of its own, in memory that begins at a multiple of ``align`` bytes."""
+class Bound(Passes):
+    """A model with parameters and gradients of its own, in memory that begins ``offset`` bytes behind a cache line."""
 
     def __init__(self, model, offset=0):
-        self.model, self.arena = model, Arena(Ledger())
-        self._offset = offset
-        self.store, self.gradient = (FlatStore(model.layout, model.dtype, allocate=self._allocate) for _ in range(2))
-        model.initialise(self.store, 0)
-        self.parameters, self.gradients = model.bind(self.store), model.bind_gradients(self.gradient)
+        def allocate(size, dtype):
+            memory = np.zeros(size * dtype.itemsize + 128, np.uint8)
+            start = -memory.ctypes.data % 64 + offset
+            return memory[start : start + size * dtype.itemsize].view(dtype)
 
-    def _allocate(self, size, dtype):
-        memory = np.zeros(size * dtype.itemsize + 128, np.uint8)
-        start = -memory.ctypes.data % 64 + self._offset
-        return memory[start : start + size * dtype.itemsize].view(dtype)
-
-    def forward(self, x, targets, draw=None, microbatch=0):
-        y = self.model.forward(self.parameters, x, self.arena, microbatch, draw)
-        saved = self.arena.saved(self.model.stages[-1].layer, microbatch)
-        return float(self.model.loss.forward(y, targets, self.model.operations, saved))
-
-    def backward(self, scale, microbatch=0):
-        self.model.backward(self.parameters, self.gradients, scale, self.arena, microbatch)
+        super().__init__(model, allocate=allocate)
 
     def compute(self, x, targets, draw=None):
         """Mean loss and its gradients by name."""
-        for stage in self.gradients:
-            stage.begin_step()
-        count = len(x) * self.model.tokens_per_sample
-        loss = self.forward(x, targets, draw) / count
-        self.backward(1 / count)
+        scale = 1 / (len(x) * self.model.tokens_per_sample)
+        loss = scale * self.step([(x, targets)], scale, draw)
         return loss, {segment.key: self.gradient.view(segment.key).copy() for segment in self.model.layout.segments}
 
 
@@ -110,11 +95,10 @@ def test_micro_batches_and_an_evaluation(rng, keep, loss):
     wanted, leaves = expected(functions, params, x, targets, loss)
     assert bound.model.evaluate(bound.parameters, x, targets, bound.arena) / count == pytest.approx(wanted, 1e-6)
     bound.gradient.array[...] = np.nan  # what is written first must not be added to
-    for stage in bound.gradients:
-        stage.begin_step()
+    bound.begin_step()
     total = 0.0
     for number, part in enumerate((slice(0, 4), slice(4, 5), slice(5, 7))):
-        total += bound.forward(x[part], targets[part], microbatch=number)
+        total += bound.loss(bound.forward(x[part], None, number), targets[part], number)
         bound.backward(1 / count, microbatch=number)
     assert total / count == pytest.approx(wanted, rel=1e-6)
     found = {segment.key: bound.gradient.view(segment.key) for segment in bound.model.layout.segments}
@@ -159,9 +143,8 @@ def test_parameters_may_be_freed_and_come_back_elsewhere(rng):
     for keep in ("products", "everything"):
         model = adapter.wrap(functions, params, models.squares, example=(x, targets), keep=keep)
         bound = Bound(model)
-        for stage in bound.gradients:
-            stage.begin_step()
-        bound.forward(x, targets)
+        bound.begin_step()
+        bound.loss(bound.forward(x), targets)
         elsewhere = FlatStore(model.layout, model.dtype)
         elsewhere.copy_from(bound.store)
         bound.store.array[...] = np.nan
@@ -303,7 +286,7 @@ def test_random_numbers_follow_the_sample(rng, x64):
     sides = []
     for sign in (1, -1):
         again.store.array[...] = bound.store.array + sign * moved * direction
-        sides.append(again.forward(x, x, draw) / x.size)
+        sides.append(again.loss(again.forward(x, draw), x) / x.size)
         for stage in model.stages:
             again.arena.saved(stage.layer).release()
     slope = sum(float((gradients[s.key].ravel() * direction[s.range.slice]).sum()) for s in model.layout.segments)

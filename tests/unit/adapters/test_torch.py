@@ -17,45 +17,22 @@ from torch import nn
 from torch.nn import functional
 
 from harness import torch_models
+from harness.passes import Passes
 from hpcdist.adapters.torch.model import load, wrap
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Draw
 from hpcdist.training.data import microbatches as microbatches_of
 
 
-class Bench:
+class Bench(Passes):
     """A wrapped model, with stores that hold all of it."""
 
-    def __init__(self, model):
-        self.model, self.arena = model, Arena()
-        self.values, self.sums = FlatStore(model.layout, model.dtype), FlatStore(model.layout, model.dtype)
-        model.initialise(self.values, 0)
-        self.parameters, self.gradients = model.bind(self.values), model.bind_gradients(self.sums)
-
-    def forward(self, x, draw=None, microbatch=0):
-        return self.model.forward(self.parameters, x, self.arena, microbatch, draw)
-
-    def loss(self, outputs, y, microbatch=0):
-        saved = self.arena.saved(self.model.stages[-1].layer, microbatch)
-        return float(self.model.loss.forward(outputs, y, self.model.operations, saved))
-
-    def backward(self, scale, microbatch=0):
-        self.model.backward(self.parameters, self.gradients, scale, self.arena, microbatch)
-
     def step(self, x, y, microbatches=1, draw=None):
-        """Return the summed loss; the gradients of its mean over the samples are in ``sums``."""
-        for one in self.gradients:
-            one.begin_step()
-        total, scale = 0.0, 1 / (len(x) * self.model.tokens_per_sample)
-        for microbatch, (some, targets) in enumerate(microbatches_of((x, y), microbatches)):
-            total += self.loss(self.forward(some, draw, microbatch), targets, microbatch)
-            self.backward(scale, microbatch)
-        for one in self.gradients:
-            one.finish()
-        return total * scale
+        """Return the mean loss; its gradients are in ``gradient``."""
+        scale = 1 / (len(x) * self.model.tokens_per_sample)
+        return scale * super().step(microbatches_of((x, y), microbatches), scale, draw)
 
 
 def perceptron(seed, dtype=torch.float32):
@@ -100,7 +77,9 @@ def test_gradients_are_those_of_autograd(build, dtype, bound, microbatches, draw
     whole = np.sqrt(sum(float((p.grad.double() ** 2).sum()) for p in twin.parameters()))
     for (name, parameter), segment in zip(twin.named_parameters(), bench.model.layout.segments, strict=True):
         assert segment.key.split(".", 1)[1] == name
-        difference = np.linalg.norm(bench.sums.view(segment.key).astype(np.float64) - parameter.grad.double().numpy())
+        difference = np.linalg.norm(
+            bench.gradient.view(segment.key).astype(np.float64) - parameter.grad.double().numpy()
+        )
         assert difference <= bound * whole, name
 
 
@@ -122,7 +101,7 @@ def test_a_language_model_with_a_shared_table(tied, rng):
     assert [segment.key.split(".", 1)[1] for segment in model.layout.segments] == list(named)
     for segment in model.layout.segments:
         theirs = named[segment.key.split(".", 1)[1]].grad.numpy()
-        np.testing.assert_allclose(bench.sums.view(segment.key), theirs, atol=1e-6)
+        np.testing.assert_allclose(bench.gradient.view(segment.key), theirs, atol=1e-6)
 
 
 def test_initial_values_are_those_of_the_module(rng):
@@ -151,10 +130,10 @@ def test_parameters_and_gradients_are_views(rng):
     for _ in range(2):
         bench.step(x, y, 2, Draw(0, 1, 0))
         for parameter, segment in zip(module.parameters(), bench.model.layout.segments, strict=True):
-            assert parameter.data_ptr() == bench.values.view(segment.key).ctypes.data, segment.key
-            assert parameter.grad.data_ptr() == bench.sums.view(segment.key).ctypes.data, segment.key
+            assert parameter.data_ptr() == bench.store.view(segment.key).ctypes.data, segment.key
+            assert parameter.grad.data_ptr() == bench.gradient.view(segment.key).ctypes.data, segment.key
         module.zero_grad(set_to_none=True)
-    bench.values.array[...] = 0.5
+    bench.store.array[...] = 0.5
     assert all(bool((parameter == 0.5).all()) for parameter in module.parameters())
 
 
@@ -181,17 +160,16 @@ def test_parameters_that_come_and_go(tied, rng):
     x, y = torch_models.tokens(rng, 3)
     bench = Bench(torch_models.wrapped(module, x))
     bench.step(x, y, 1, Draw(0, 1, 0))
-    expected = bench.sums.array.copy()
-    for one in bench.gradients:
-        one.begin_step()
+    expected = bench.gradient.array.copy()
+    bench.begin_step()
     bench.loss(bench.forward(x, Draw(0, 1, 0)), y)
     elsewhere = FlatStore(bench.model.layout, bench.model.dtype)
-    elsewhere.copy_from(bench.values)
-    bench.values.array[...] = np.nan
+    elsewhere.copy_from(bench.store)
+    bench.store.array[...] = np.nan
     bench.parameters = bench.model.bind(elsewhere)
     bench.backward(1 / y.size)
-    np.testing.assert_array_equal(bench.sums.array, expected)
-    del module, bench.values
+    np.testing.assert_array_equal(bench.gradient.array, expected)
+    del module, bench.store
     gc.collect()
 
 
@@ -391,7 +369,7 @@ def test_nan_and_infinity_stay_visible(rng):
         for stage in bench.model.stages:
             bench.arena.saved(stage.layer).release()
         assert not np.isfinite(bench.step(x, y, 1, Draw(0, 1, 0)))
-        assert not np.isfinite(bench.sums.array).all()
+        assert not np.isfinite(bench.gradient.array).all()
 
 
 def test_shapes_between_stages_are_known_from_an_example(rng):
@@ -449,8 +427,8 @@ def test_modules_of_one_stage_have_names_of_their_own(gather, rng):
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-6)
     for key, parameter in zip(keys, twin.parameters(), strict=True):
-        np.testing.assert_allclose(bench.sums.view(key), parameter.grad.numpy(), rtol=1e-5, atol=1e-6)
-    trained = {key: rng.standard_normal(bench.values.view(key).shape).astype(np.float32) for key in keys}
+        np.testing.assert_allclose(bench.gradient.view(key), parameter.grad.numpy(), rtol=1e-5, atol=1e-6)
+    trained = {key: rng.standard_normal(bench.store.view(key).shape).astype(np.float32) for key in keys}
     load(given, trained)
     for key, parameter in zip(keys, (p for m in modules for p in m.parameters() if m is not head), strict=True):
         np.testing.assert_array_equal(parameter.detach().numpy(), trained[key])
@@ -574,7 +552,7 @@ def test_several_inputs_and_targets(kind, rng):
     assert found == pytest.approx(expected.item(), rel=1e-5)
     for segment in model.layout.segments:
         theirs = dict(twin.named_parameters())[segment.spec.name].grad.numpy()
-        np.testing.assert_allclose(bench.sums.view(segment.key), theirs, atol=1e-6)
+        np.testing.assert_allclose(bench.gradient.view(segment.key), theirs, atol=1e-6)
 
 
 def test_inputs_that_the_first_module_does_not_take(rng):

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from torch import nn
 from torch.nn import functional
 
+from harness.passes import Passes
 from hpcdist.adapters.torch import arrays
 from hpcdist.adapters.torch.model import load, wrap
 from hpcdist.arrays.store import FlatStore
@@ -28,17 +29,9 @@ def refused(error, message, given, loss=functional.cross_entropy, **options):
         wrap(given, loss, **options)
 
 
-def run(model, x, y=None):
+def run(model, x):
     """A step of one micro-batch, without an update."""
-    values, sums = FlatStore(model.layout, model.dtype), FlatStore(model.layout, model.dtype)
-    model.initialise(values, 0)
-    parameters, gradients, arena = model.bind(values), model.bind_gradients(sums), Arena()
-    for one in gradients:
-        one.begin_step()
-    logits = model.forward(parameters, x, arena, 0, Draw(0, 1, 0))
-    y = np.zeros(len(x), np.int64) if y is None else y
-    model.loss.forward(logits, y, model.operations, arena.saved(model.stages[-1].layer))
-    model.backward(parameters, gradients, 1.0, arena)
+    Passes(model).step([(x, np.zeros(len(x), np.int64))], 1.0, Draw(0, 1, 0))
 
 
 def failing(error, message, given, loss=functional.cross_entropy, samples=4):

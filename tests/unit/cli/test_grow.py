@@ -28,7 +28,7 @@ def grow(*arguments):
 def test_the_job_reads_what_was_asked(run):
     assert (grow(run, 2), grow(run, 3)) == (OK, OK)
     stop_requests = StopRequests()
-    stop_requests.accept_growth(run / GROW_FILE)
+    stop_requests.grow_file = run / GROW_FILE
     assert stop_requests.ranks() == 3
     assert sorted(path.name for path in run.iterdir()) == ["grow", "lock", "recipe.toml", "starts.json"]
 

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from hpcdist.cli.runs.report import report as command
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
+from hpcdist.reporting.jsonable import jsonable
 from hpcdist.telemetry import report
 from hpcdist.telemetry.metrics import observations, side_tables
 from hpcdist.telemetry.metrics.step_metrics import MetricsWriter
@@ -134,7 +135,7 @@ def test_no_metrics_and_no_steps(tmp_path):
         pass
     found = report.report(tmp_path)
     assert "no step was completed" in report.text(found)
-    assert json.dumps(report.jsonable(found), allow_nan=False)
+    assert json.dumps(jsonable(found.figures), allow_nan=False)
     with pytest.raises(UsageError, match="nothing to plot"):
         report.plot(found, tmp_path / "loss.png")
 

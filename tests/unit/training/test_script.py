@@ -11,6 +11,7 @@ import pytest
 
 from harness import jobs
 from harness.marks import cases
+from harness.passes import Passes
 from hpcdist import models
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
@@ -36,22 +37,14 @@ def _batches(rng, steps=6):
 
 def _expected(batches):
     """The losses by plain AdamW in float64, with the norm clipped to 1 and a cosine rate."""
-    model = models.build(CONFIG, "float64", features=5, classes=3)
-    store, gradient, arena = FlatStore(model.layout, model.dtype), FlatStore(model.layout, model.dtype), Arena()
-    model.initialise(store, 1234)
-    parameters, into, losses = model.bind(store), model.bind_gradients(gradient), []
-    decayed = np.zeros(store.size)
-    for segment in model.layout.segments:
+    run, losses = Passes(models.build(CONFIG, "float64", features=5, classes=3), 1234), []
+    store, decayed = run.store, np.zeros(run.store.size)
+    for segment in run.model.layout.segments:
         decayed[segment.range.slice] = 0.1 * segment.spec.adapted
     m, v = np.zeros(store.size), np.zeros(store.size)
     for step, (x, y) in enumerate(batches, start=1):
-        for stage in into:
-            stage.begin_step()
-        logits = model.forward(parameters, x.astype(np.float64), arena)
-        loss = model.loss.forward(logits, y, model.operations, arena.saved(model.stages[-1].layer))
-        losses.append(float(loss) / len(x))
-        model.backward(parameters, into, 1 / len(x), arena)
-        g = gradient.array * min(1.0, 1.0 / np.linalg.norm(gradient.array))
+        losses.append(run.step([(x.astype(np.float64), y)], 1 / len(x)) / len(x))
+        g = run.gradient.array * min(1.0, 1.0 / np.linalg.norm(run.gradient.array))
         m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
         update = (m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8) + decayed * store.array
         rate = step / 2 if step <= 2 else 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * (step - 2) / 4))

@@ -9,7 +9,7 @@ from hpcdist.comm.record.spans import Span
 from hpcdist.reporting import plotting
 from hpcdist.reporting.plotting import GanttBar, GanttStyle
 from hpcdist.reporting.units import counted
-from hpcdist.telemetry.metrics.quantities import mean_over_ranks, most_over_ranks
+from hpcdist.telemetry.metrics.quantities import PHASES, mean_over_ranks, most_over_ranks
 from hpcdist.telemetry.metrics.sampling import SampledMetrics
 from hpcdist.telemetry.page.charts import series
 from hpcdist.telemetry.page.charts import style as draw
@@ -19,7 +19,6 @@ from hpcdist.telemetry.page.run_data import PageData
 
 ENTROPIES: Final = ("unigram_nats", "bigram_nats", "trigram_nats")
 MIN_SMOOTHED_STEPS: Final = 60  # points that get a mark each
-PHASES: Final = ("compute", "communication", "update")
 MAX_RANK_ROWS: Final = 128  # of a picture of ranks; more are put together, and the slowest of them shows
 
 
@@ -150,7 +149,8 @@ def _throughput(data: PageData) -> Chart:
         draw.format_thousands(axes.yaxis)
         draw.legend(axes)
 
-    alt = f"Tokens per second over the steps, {series.format_value(data.figures['tokens_per_s'], ',.0f')} in the mean"
+    speed = series.format_value(data.figures["tokens_per_s"], "{:,.0f}")
+    alt = f"Tokens per second over the steps, {speed} in the mean"
     return Chart("speed", title, draw.draw_svg("speed", picture), series.rows_note(run), alt)
 
 
@@ -233,7 +233,7 @@ def _ranks(data: PageData) -> Chart:
         run
     )
     alt = f"Compute time of {len(ranks)} ranks over the steps; rank {slowest} is slowest, "
-    alt += f"{series.format_value(imbalance, '.2f')} times the median rank"
+    alt += f"{series.format_value(imbalance, '{:.2f}')} times the median rank"
     size = (draw.WIDE[0], float(np.clip(1.2 + 0.16 * len(groups), 2.0, 4.2)))
     return Chart("ranks", title, draw.draw_svg("ranks", picture, size), caption, alt, wide=True)
 

@@ -154,6 +154,6 @@ def rows_note(run: SampledMetrics) -> str:
     return f"From {len(run.chosen):,} of {len(run.steps['step']):,} steps, spread evenly."
 
 
-def format_value(value: float | None, form: str = ".4f") -> str:
+def format_value(value: float | None, form: str = "{:.4f}") -> str:
     """Return ``value`` as text, "not measured" for None."""
-    return "not measured" if value is None else format(value, form)
+    return "not measured" if value is None else form.format(value)

@@ -155,7 +155,7 @@ def legend(axes: Any, columns: int = 4) -> None:
         axes.legend(handles, labels, ncols=columns, loc="lower left", bbox_to_anchor=(0.0, 1.0 + 0.01 * rows))
 
 
-def robust_upper_limit(values: Any, share: float = 98.0, room: float = 1.15) -> float | None:
+def robust_upper_limit(values: Any, share: float = 98.0) -> float | None:
     """Return an upper limit that a few outliers do not raise, as a first step that compiles; None without values."""
     import numpy as np
 
@@ -163,4 +163,4 @@ def robust_upper_limit(values: Any, share: float = 98.0, room: float = 1.15) -> 
     if not known.size:
         return None
     top = float(np.percentile(known, share))
-    return max(top * room, 1e-300) if top > 0 else None
+    return max(top * 1.15, 1e-300) if top > 0 else None

@@ -329,7 +329,7 @@ def test_models_whose_size_the_data_decides_are_imported_with_their_recipe(kind,
         file["x"], file["y"] = rng.standard_normal(shape).astype("f4"), np.arange(40) % 3
     keys = {"model.kind": kind, "data.path": tmp_path / "data.h5", "run.global_batch": 8, "run.steps": 2}
     recipe = recipe_of(keys)
-    inputs = data.open_source(recipe.data, recipe.model, solo()).model_inputs()
+    inputs = data.open_source(recipe.data, recipe.model, solo()).inputs
     segments = models.build(recipe.model, **inputs).layout.segments
     tensors = {one.key: rng.standard_normal(one.spec.shape).astype("f4") for one in segments}
     foreign(tmp_path / "theirs.safetensors", tensors)

@@ -229,12 +229,12 @@ def test_data_that_changed_between_the_probes_is_refused(keys, tmp_path):
 def test_energy_and_time_go_on_counting(keys, tmp_path):
     trainer = trainer_of(solo(), keys)
     energy = EnergyRecorder(solo(), trainer.recipe, None)
-    with energy.monitor, energy.window("training"):
+    with energy.monitor, energy.monitor.window("training"):
         time.sleep(0.02)
     path = CheckpointSaver(trainer, tmp_path / "run").save(HALF, energy=energy.state())
     seconds = energy.figures(HALF)["seconds_by_phase"]["training"]
     again = EnergyRecorder(solo(), trainer.recipe, path)
-    with again.monitor, again.window("training"):
+    with again.monitor, again.monitor.window("training"):
         time.sleep(0.01)
     assert again.figures(2 * HALF)["seconds_by_phase"]["training"] > seconds >= 0.02
     assert again.state()["since_step"] == 0

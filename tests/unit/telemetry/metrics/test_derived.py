@@ -117,19 +117,11 @@ def test_ranks_that_only_serve_are_no_workers(rng):
     compute_s = np.tile([0.1, 0.1, 0.15, 0.0], (20, 1))
     communication_s = np.tile([0.1, 0.1, 0.05, 5.0], (20, 1))
     changed = {"compute_s": compute_s, "communication_s": communication_s, "step_s": compute_s + communication_s}
-    by_time = DerivedFigures().of(rows_of(rng, 20, 4, **changed))[-1]
-    told = DerivedFigures(works=[True, True, True, False]).of(rows_of(rng, 20, 4, **changed))[-1]
-    for figures in (by_time, told):
-        assert figures["straggler_rank"] == 2 and figures["straggler_ratio"] == pytest.approx(1.5)
-        assert figures["communication_ratio"] == pytest.approx(0.25 / 0.6)
-        assert figures["step_seconds"] == pytest.approx(0.2)
-
-
-def test_who_is_told_not_to_compute_has_no_part(rng):
-    compute_s = np.tile([0.1, 0.1, 9.0], (5, 1))
-    derived = DerivedFigures(works=[True, True, False])
-    figures = derived.of(rows_of(rng, 5, 3, compute_s=compute_s))[-1]
-    assert figures["straggler_ratio"] == 1.0 and math.isnan(derived.scores[2])
+    derived = DerivedFigures()
+    figures = derived.of(rows_of(rng, 20, 4, **changed))[-1]
+    assert figures["straggler_rank"] == 2 and figures["straggler_ratio"] == pytest.approx(1.5)
+    assert figures["communication_ratio"] == pytest.approx(0.25 / 0.6)
+    assert figures["step_seconds"] == pytest.approx(0.2) and math.isnan(derived.scores[3])
 
 
 def test_hidden_share_as_in_the_summary(rng):
@@ -155,11 +147,11 @@ def test_hidden_share_at_its_ends(exposed, total, share, rng):
 
 
 def test_what_is_not_measured_is_left_out(rng):
-    row = StepRow(
-        step=3, time_ns=0, loss=math.nan, learning_rate=0.1, tokens=10, ranks={"step_s": np.array([0.5, math.nan])}
-    )
-    figures = DerivedFigures(works=[True, True]).of([row])[0]
-    assert figures == {"learning_rate": 0.1, "step_seconds": 0.5, "tokens_per_second": 20.0}
+    ranks = {"step_s": np.array([0.5, math.nan]), "compute_s": np.array([0.2, 0.2])}
+    row = StepRow(step=3, time_ns=0, loss=math.nan, learning_rate=0.1, tokens=10, ranks=ranks)
+    shares = {"phase_seconds[compute]": 0.2, "straggler_rank": 0.0, "straggler_ratio": 1.0}
+    known = {"learning_rate": 0.1, "step_seconds": 0.5, "tokens_per_second": 20.0, **shares}
+    assert DerivedFigures().of([row]) == [known]
     assert DerivedFigures().of([StepRow(1, 0, 2.0, 0.1, 10)]) == [{"training_loss_nats": 2.0, "learning_rate": 0.1}]
     assert DerivedFigures().of([]) == []
 

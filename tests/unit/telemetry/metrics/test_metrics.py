@@ -17,7 +17,7 @@ from hpcdist.errors import StorageError
 from hpcdist.hdf5 import overlay
 from hpcdist.hdf5.overlay import Overlay
 from hpcdist.reporting.regular import DamagedFileError
-from hpcdist.telemetry.metrics import side_tables
+from hpcdist.telemetry.metrics import side_tables, step_metrics
 from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter, read, summarise
 from hpcdist.telemetry.page import document
 
@@ -337,7 +337,8 @@ def test_killed_writer_and_reader_beside_it(tmp_path, rng):
         write(path, rng, (len(steps["step"]) + 1,), 8, len(steps["step"]))
 
 
-def test_summary(tmp_path):
+def test_summary(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_metrics, "LAST_LOSSES", 2)
     path = tmp_path / "metrics.h5"
     with MetricsWriter(path, 2) as writer:
         for step, slow in enumerate([50.0, 1.0, 2.0, 3.0], start=1):
@@ -353,7 +354,7 @@ def test_summary(tmp_path):
                 sent_bytes=np.array([np.nan, 8.0 * step]),
             )
         writer.evaluation(4, 1.25)
-    result = summarise(read(path), last=2)
+    result = summarise(read(path))
     assert result["steps"] == 4 and result["world"] == 2
     assert result["train_loss"] == 6.0 and result["train_loss_mean"] == 6.5 and result["val_loss"] == 1.25
     assert result["step_s_median"] == 4.0  # 2, 4, 6: the first step is left out

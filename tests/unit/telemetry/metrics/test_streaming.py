@@ -52,8 +52,8 @@ def trained(comm, settings, out, **changes):
     trainer = assembled(comm, keys, session=session)
     energy = EnergyRecorder(comm, trainer.recipe, None, out)
     loop = TrainingLoop(session, trainer, out, Said(), {}, StopRequests(), energy)
-    result = TrainingJob.steps(None, loop)
-    loop.metrics.finish(result.outcome.done, result.val_loss)
+    outcome, val_loss = TrainingJob.steps(None, loop)
+    loop.metrics.finish(outcome.done, val_loss)
     return loop
 
 

@@ -12,9 +12,10 @@ import pytest
 
 from hpcdist.errors import StorageError
 from hpcdist.telemetry.config import TelemetryConfig
+from hpcdist.telemetry.metrics.observations import KINDS, RunEvent
 from hpcdist.telemetry.sinks import jsonl, stream
 from hpcdist.telemetry.sinks.jsonl import FILE, JsonLines
-from hpcdist.telemetry.sinks.stream import KINDS, RunEvent, RunInfo
+from hpcdist.telemetry.sinks.stream import RunInfo
 
 ON = TelemetryConfig(jsonl=True)
 

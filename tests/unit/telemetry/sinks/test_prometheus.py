@@ -22,10 +22,11 @@ from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageEr
 from hpcdist.telemetry import provenance
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.telemetry.metrics import quantities
+from hpcdist.telemetry.metrics.observations import RunEvent
 from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
 from hpcdist.telemetry.sinks import prometheus as module
 from hpcdist.telemetry.sinks.prometheus import RESTORED, PrometheusSink
-from hpcdist.telemetry.sinks.stream import EventStream, RunEvent, RunInfo
+from hpcdist.telemetry.sinks.stream import EventStream, RunInfo
 
 pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families

@@ -5,8 +5,9 @@ import re
 import pytest
 
 from hpcdist.telemetry.metrics import quantities
+from hpcdist.telemetry.metrics.observations import RunEvent
 from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
-from hpcdist.telemetry.sinks.stream import EventStream, RunEvent
+from hpcdist.telemetry.sinks.stream import EventStream
 
 
 class Keeping:

@@ -10,8 +10,9 @@ from harness import jobs
 from hpcdist.errors import MissingCapabilityError, StorageError
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.telemetry.metrics import quantities
+from hpcdist.telemetry.metrics.observations import RunEvent
 from hpcdist.telemetry.sinks import tensorboard
-from hpcdist.telemetry.sinks.stream import RunEvent, RunInfo
+from hpcdist.telemetry.sinks.stream import RunInfo
 from hpcdist.telemetry.sinks.tensorboard import DIRECTORY, TensorBoard, tag
 
 pytest.importorskip("tensorboardX")

@@ -66,7 +66,7 @@ from hpcdist.training.recipe import settings
         "tensor=2 sequence_parallel=true heads=2 strategy=zero1",
         "zero1, native, tensor by node_shared, activations by rows",
     ),
-    (2, ["parallel.tensor=2", "model.heads=2", "communication.algorithm=ring"], "allreduce, ring, tensor by ring"),
+    (2, "tensor=2 heads=2 algorithm=ring", "allreduce, ring, tensor by ring"),
 )
 def test_one_line_says_it_all(ranks, keys, expected, tmp_path, rng):
     (tmp_path / "text.txt").write_bytes(rng.integers(0, 256, 5000, np.uint8).tobytes())

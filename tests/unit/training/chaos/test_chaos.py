@@ -119,7 +119,8 @@ def test_whoever_serves_looks_meanwhile_what_has_come(text):
     assert min(run_threads(2, looks)) > 3
 
 
-REFUSED = [
+@cases(
+    "settings, message",
     ({"chaos.slow_ranks": "[1, 1]"}, "each once"),
     ({"chaos.slow_ranks": "[-1]"}, "from 0 on"),
     ({"chaos.slow_ranks": "[0]", "chaos.slow_factor": 0.5}, "chaos.slow_factor = 0.5; it must be"),
@@ -130,10 +131,22 @@ REFUSED = [
     ({"chaos.slow_factor": 4}, "has no effect with chaos.slow_ranks"),
     ({"chaos.slow_ranks": "0"}, "expected a list of whole numbers, such as \\[0, 1\\]"),
     ({"chaos.slow_ranks": "[0.5]"}, "expected a list of whole numbers"),
-]
-
-
-@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message for _, message in REFUSED])
+    ({"chaos.kill": "['1']"}, r"chaos.kill has '1': expected RANK@STEP as in '2@100' or '2@100:PHASE'"),
+    ({"chaos.kill": "['1@0']"}, "steps are counted from 1"),
+    ({"chaos.kill": "['1@3:lunch']"}, "'lunch' is none of begin, forward, backward, exchange, update, save"),
+    ({"chaos.kill": "['1@3', '1@3:begin']"}, "each happens once"),
+    ({"chaos.kill": "[1]"}, r"expected a list of texts, such as \['1@20'\]"),
+    ({"chaos.kill": "1@3"}, "expected a list of texts"),
+    ({"chaos.stall": "['1@3']"}, "expected RANK@STEP as in '2@100:SECONDS'"),
+    ({"chaos.stall": "['1@3:0']"}, "finite seconds above 0"),
+    ({"chaos.stall": "['1@3:long']"}, "finite seconds above 0"),
+    ({"chaos.corrupt": "['1@3:losses']"}, "none of gradients, parameters"),
+    ({"chaos.disk": "['1@3']"}, "expected RANK@STEP as in '2@100:WHAT'"),
+    ({"chaos.overflow": "[0]"}, "steps are counted from 1"),
+    ({"chaos.overflow": "[2, 2]"}, "each happens once"),
+    ({"chaos.overflow": "[4]", "run.steps": 3}, "the run ends with step 3"),
+    ({"chaos.kill": "['0@4']", "run.steps": 3}, "before step 4; name steps from 1 to 3"),
+)
 def test_what_makes_no_sense_is_refused(settings, message):
     refused(settings, message)
 

@@ -9,7 +9,7 @@ import pytest
 
 from harness import trainings
 from harness.marks import cases, on_threads
-from harness.trainings import assembled, refused
+from harness.trainings import assembled
 from hpcdist.arrays import backend
 from hpcdist.checkpoint.restoring.restore import newest, restore
 from hpcdist.comm.threads.communicator import run_threads
@@ -250,30 +250,6 @@ def test_who_writes_nothing_has_no_disk_that_fails(text, tmp_path):
         ConfigurationError, match=r"rank 1, which writes nothing with .* '1'; those who write are \[0\]"
     ):
         run_threads(2, lambda comm: armed(comm, settings, tmp_path))
-
-
-REFUSED = [
-    ({"chaos.kill": "['1']"}, r"chaos.kill has '1': expected RANK@STEP as in '2@100' or '2@100:PHASE'"),
-    ({"chaos.kill": "['1@0']"}, "steps are counted from 1"),
-    ({"chaos.kill": "['1@3:lunch']"}, "'lunch' is none of begin, forward, backward, exchange, update, save"),
-    ({"chaos.kill": "['1@3', '1@3:begin']"}, "each happens once"),
-    ({"chaos.kill": "[1]"}, r"expected a list of texts, such as \['1@20'\]"),
-    ({"chaos.kill": "1@3"}, "expected a list of texts"),
-    ({"chaos.stall": "['1@3']"}, "expected RANK@STEP as in '2@100:SECONDS'"),
-    ({"chaos.stall": "['1@3:0']"}, "finite seconds above 0"),
-    ({"chaos.stall": "['1@3:long']"}, "finite seconds above 0"),
-    ({"chaos.corrupt": "['1@3:losses']"}, "none of gradients, parameters"),
-    ({"chaos.disk": "['1@3']"}, "expected RANK@STEP as in '2@100:WHAT'"),
-    ({"chaos.overflow": "[0]"}, "steps are counted from 1"),
-    ({"chaos.overflow": "[2, 2]"}, "each happens once"),
-    ({"chaos.overflow": "[4]", "run.steps": 3}, "the run ends with step 3"),
-    ({"chaos.kill": "['0@4']", "run.steps": 3}, "before step 4; name steps from 1 to 3"),
-]
-
-
-@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_makes_no_sense_is_refused(settings, message):
-    refused(settings, message)
 
 
 def test_faults_need_a_rank_to_which_they_can_happen(text):

@@ -22,7 +22,6 @@ from hpcdist.training.data.sampler import (
     LoadBalancer,
     SampleShares,
     balanced_shares,
-    even_part,
     even_shares,
 )
 from hpcdist.training.observe.energy import EnergyRecorder
@@ -31,14 +30,6 @@ from hpcdist.training.run.loop import TrainingLoop
 from hpcdist.training.run.stop_requests import StopRequests
 
 SAMPLES, STEPS = 7, 6
-
-
-@pytest.mark.parametrize("samples", [1, 2, 7, 8, 64])
-def test_even_shares_are_those_of_the_sampler(samples):
-    for replicas in range(1, samples + 1):
-        assert even_shares(samples, replicas) == tuple(
-            even_part(samples, replicas, part).size for part in range(replicas)
-        )
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])

@@ -49,7 +49,7 @@ def _store(folder, kind, tokens):
 def test_the_same_tokens_from_any_file_are_the_same_samples(tmp_path, tokens, kind):
     config = DataConfig(path=_store(tmp_path, kind, tokens), context=16, validation_fraction=0.1)
     source = open_source(config, GPT, solo())
-    assert source.model_inputs() == {"context": 16}
+    assert source.inputs == {"context": 16}
     assert np.array_equal(source.tokens[:], tokens[:1800])
     x, y = source.training.take(np.array([3]), 5)
     assert np.array_equal(x[0], tokens[53:69])
@@ -61,7 +61,7 @@ def test_the_same_tokens_from_any_file_are_the_same_samples(tmp_path, tokens, ki
 
 def test_an_mlp_reads_the_next_byte(tmp_path, tokens):
     source = open_source(DataConfig(path=_store(tmp_path, "text", tokens), context=16), MLP, solo())
-    assert source.model_inputs() == {"features": 16, "classes": 256}
+    assert source.inputs == {"features": 16, "classes": 256}
     assert source.training.count == 1900 - 16
     x, y = source.training.take(np.array([7]), 0)
     assert np.array_equal(x[0], tokens[7:23])
@@ -72,7 +72,7 @@ def test_an_mlp_reads_a_table(tmp_path, rng):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"], file["y"] = rng.random((40, 2, 5), np.float32), np.arange(40) % 3
     source = open_source(DataConfig(path=str(tmp_path / "a.h5")), MLP, solo())
-    assert source.model_inputs() == {"features": 10, "classes": 3}
+    assert source.inputs == {"features": 10, "classes": 3}
     assert source.training.count == 38
     assert source.validation is not None
     assert source.validation.count == 2
@@ -86,7 +86,7 @@ def test_an_encoder_reads_masked_windows(tmp_path, tokens):
     tokens[tokens == 255] = 7
     config = DataConfig(path=_store(tmp_path, "text", tokens), context=16, validation_fraction=0.1)
     source = open_source(config, ENCODER, solo())
-    assert source.model_inputs() == {"context": 16}
+    assert source.inputs == {"context": 16}
     assert source.tokens is None  # what follows a token is not what it says
     x, y = source.training.take(np.array([3, 9]), 5)
     assert ((y >= 0).sum(axis=1) == 2).all()  # round(0.15 * 16)
@@ -105,7 +105,7 @@ def test_a_convnet_reads_pictures(tmp_path, rng, shape, inputs):
         file["x"], file["y"] = pictures, np.arange(40) % 3
     source = open_source(DataConfig(path=str(tmp_path / "a.h5")), CONVNET, solo())
     height, width, channels = inputs
-    assert source.model_inputs() == {"height": height, "width": width, "channels": channels, "classes": 3}
+    assert source.inputs == {"height": height, "width": width, "channels": channels, "classes": 3}
     assert f"40 pictures of {height} x {width} x {channels} in 3 classes" in source.description
     x, y = source.training.take(np.array([2, 0]), 0)
     assert np.array_equal(x, pictures[[2, 0]].reshape(2, -1))

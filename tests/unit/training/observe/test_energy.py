@@ -196,7 +196,7 @@ def measured(packages, directory, seed, resume=None, seconds=2.0):
 
         found = EnergyRecorder(comm, recipe, resume, directory, drain, host=f"host {node}")
         joules = {}
-        with found.monitor, found.window("training"):
+        with found.monitor, found.monitor.window("training"):
             for _ in range(2):
                 if comm.rank % 2 == 0:
                     done = train(found, comm, packages[node], spans, rng, seconds / 2)

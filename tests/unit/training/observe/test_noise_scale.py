@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from harness import trainings
+from harness.marks import cases
 from harness.trainings import assembled, recipe_keys, refused
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
@@ -241,7 +242,10 @@ def test_the_table_the_summary_and_the_report_have_it(tmp_path):
 
 
 EACH = {"run.noise_scale_every_steps": 1}
-REFUSED = [
+
+
+@cases(
+    "settings, message",
     ({"run.noise_scale_every_steps": -1}, "run.noise_scale_every_steps = -1; it must be at least 0"),
     ({**EACH, "parallel.strategy": "gossip"}, "no step has the gradient of all replicas"),
     ({**EACH, "parallel.strategy": "local_sgd"}, "no step has the gradient of all replicas"),
@@ -253,10 +257,7 @@ REFUSED = [
         EACH | recipe_keys("data=1 pipeline=2 microbatches=4 tied=true"),
         "the gradient of the tied tensor is whole once a step",
     ),
-]
-
-
-@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message for _, message in REFUSED])
+)
 def test_what_has_no_two_batch_sizes_is_refused(settings, message):
     refused(settings, message)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from harness import trainings
+from harness.marks import cases
 from harness.trainings import assembled, recipe_keys, refused
 from hpcdist.checkpoint.format.shard_layout import blocks_of
 from hpcdist.comm.threads.communicator import run_threads
@@ -179,7 +180,8 @@ def test_a_fault_of_the_exchange_is_nobodys_own(text, tmp_path):
         assert "step 2: three exchanges of the same gradients gave three results" in said
 
 
-REFUSED = [
+@cases(
+    "settings, message",
     ({"run.suspicious_factor": 1}, "finite and above 1"),
     ({"run.recompute_every_steps": -1}, "must be at least 0"),
     ({**EACH, "parallel.strategy": "gossip"}, "ranks that do not sum every gradient together"),
@@ -189,9 +191,6 @@ REFUSED = [
         EACH | recipe_keys("delayed=true overlap=thread"),
         "run.recompute_every_steps = 1 with communication.delayed = true",
     ),
-]
-
-
-@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message for _, message in REFUSED])
+)
 def test_what_cannot_be_computed_again_is_refused(settings, message):
     refused(settings, message)

@@ -23,7 +23,7 @@ def told(settings, ranks, speed=SPEED):
 
     def body(comm):
         trainer = assembled(comm, settings)
-        inputs = trainer.source.model_inputs()
+        inputs = trainer.source.inputs
         return utilisation_figures(comm, trainer, speed, "no step"), counts(trainer.recipe.model, **inputs), inputs
 
     found = run_threads(ranks, body)

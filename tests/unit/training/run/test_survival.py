@@ -65,7 +65,7 @@ def test_one_rank_decides_for_all_and_an_interrupt_wins():
 def test_a_wish_to_grow_that_is_no_number_of_ranks_is_none(tmp_path, text):
     stop_requests = StopRequests()
     grow_file = tmp_path / "grow"
-    stop_requests.accept_growth(grow_file)
+    stop_requests.grow_file = grow_file
     assert stop_requests.ranks() == 0
     grow_file.write_text(text)
     assert stop_requests.ranks() == 0
