@@ -41,6 +41,7 @@ TOPICS: Final = {
     "glossary": "Words and symbols of these pages.",
 }
 DOCS: Final = Path(hpcdist.__file__).parent / "docs"
+_PAGE_LINK: Final = re.compile(r"\[([^\]]+)\]\((?:\./)?([a-z-]+)\.md\)")
 _COMMENT: Final = re.compile(r"[ ]?<!--.*?-->", re.DOTALL)
 
 
@@ -85,8 +86,14 @@ def styled(text: str) -> str:
         elif line.startswith("#"):
             lines.append(click.style(line.lstrip("# "), bold=True, underline=line.startswith("# ")))
         else:
-            lines.append(line)
+            lines.append(_PAGE_LINK.sub(_as_command, line))
     return "\n".join(lines) + "\n"
+
+
+def _as_command(link: re.Match[str]) -> str:
+    """Return a link to another page as the command that shows it."""
+    text, topic = link[1], link[2]
+    return f"`hpcdist help {topic}`" if text == topic else f"{text} (`hpcdist help {topic}`)"
 
 
 def write_html(file: Path) -> None:
