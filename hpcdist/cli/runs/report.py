@@ -240,7 +240,7 @@ def _report_runs(places: "Sequence[Path]", plot: Path | None, as_json: bool, oth
         for place in places:
             stack.enter_context(regular.damage(place, regular.FIGURES))
         runs = [reports.report(place) for place in places]
-        click.echo(json.dumps(list(map(reports.jsonable, runs))) if as_json else side_by_side.table(runs))
+        click.echo(json.dumps([jsonable(run.figures) for run in runs]) if as_json else side_by_side.table(runs))
         if plot is not None:
             side_by_side.plot(runs, plot)
     if plot is not None and not as_json:
