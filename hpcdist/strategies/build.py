@@ -103,10 +103,8 @@ def server_exchange(
     serves = context.members.rank in roles.servers
     servers = context.members.split(0 if serves else None, context.members.rank, "servers")
     if compression is not None:
-        return CompressedServerExchange(context, roles, servers, compression, mirrored=config.mirrored)
-    return LockStepExchange(
-        context, roles, servers, transport=config.transport, mirrored=config.mirrored, shards=shards
-    )
+        return CompressedServerExchange(context, roles, servers, compression)
+    return LockStepExchange(context, roles, servers, transport=config.transport, shards=shards)
 
 
 PROVEN_RANKS: Final = 64  # the lists of at most so many ranks are gathered on one, and proven there

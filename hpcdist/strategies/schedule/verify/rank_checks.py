@@ -53,7 +53,7 @@ WRITES = (*COMPLETES, Kind.BACKWARD_INPUT)  # gradients
 BEFORE_SUM = (*WRITES, *EXCHANGED, Kind.COMBINE, Kind.WAIT, Kind.SETTLE, Kind.COPY_GRADIENT)
 BEFORE_AGREE = (*BEFORE_SUM, Kind.SUM_ROWS, Kind.COLLECT)
 AFTER_AGREE = (
-    *(Kind.DIRECTION, Kind.NORMS, Kind.APPLY, Kind.PUBLISH, Kind.MIRROR, Kind.COPY_VALUE, Kind.REFRESH, Kind.COMMIT),
+    *(Kind.DIRECTION, Kind.NORMS, Kind.APPLY, Kind.PUBLISH, Kind.COPY_VALUE, Kind.REFRESH, Kind.COMMIT),
     *(Kind.MIX, Kind.AVERAGE, Kind.COMPRESS),
 )
 # (what, what of its range comes before it, whether all of its range must have it)

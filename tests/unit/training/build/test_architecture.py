@@ -31,8 +31,8 @@ from hpcdist.training.recipe import settings
     (2, "strategy=parameter_server parameter_server.placement=colocated", "parameter_server, 2 colocated servers, bsp"),
     (
         4,
-        "strategy=parameter_server servers=2 transport=shared mirrored=true",
-        "parameter_server, 2 dedicated servers, bsp, transport shared, mirrored",
+        "strategy=parameter_server servers=2 transport=shared",
+        "parameter_server, 2 dedicated servers, bsp, transport shared",
     ),
     (
         4,
@@ -66,7 +66,7 @@ from hpcdist.training.recipe import settings
         "tensor=2 sequence_parallel=true heads=2 strategy=zero1",
         "zero1, native, tensor by node_shared, activations by rows",
     ),
-    (2, ["parallel.tensor=2", "model.heads=2", "communication.algorithm=ring"], "allreduce, ring, tensor by ring"),
+    (2, "tensor=2 heads=2 algorithm=ring", "allreduce, ring, tensor by ring"),
 )
 def test_one_line_says_it_all(ranks, keys, expected, tmp_path, rng):
     (tmp_path / "text.txt").write_bytes(rng.integers(0, 256, 5000, np.uint8).tobytes())
