@@ -99,8 +99,7 @@ class ShardedUpdate:
 
     def direction(self, op: Operation) -> None:
         """Turn gradients into directions (local)."""
-        assert op.range is not None
-        self.optimizer.direction(op.range, self.parameters, self.gradients, self._scale)
+        self.optimizer.direction(op.part, self.parameters, self.gradients, self._scale)
 
     def norms(self, op: Operation) -> None:
         """Sum the norms of tensors over those who share them. Collective over the sharers and the tensor axis."""
@@ -116,8 +115,7 @@ class ShardedUpdate:
 
     def apply(self, op: Operation) -> None:
         """Update the parameters along the directions (local)."""
-        assert op.range is not None
-        self.optimizer.apply(op.range, self.parameters, self.gradients, None, self._norms)
+        self.optimizer.apply(op.part, self.parameters, self.gradients, None, self._norms)
 
     @property
     def master(self) -> MasterWeights | None:

@@ -122,32 +122,28 @@ class LockStepExchange(ShardedUpdateExchange):
 
     def add(self, op: Operation) -> None:
         """Add the gradients of a logical shard to the partial sums, before the next one overwrites them (local)."""
-        assert op.range is not None and self.transport.partials is not None
-        self.transport.partials.add(op.microbatch, op.range)
+        assert self.transport.partials is not None
+        self.transport.partials.add(op.microbatch, op.part)
 
     def push(self, op: Operation) -> None:
         """Begin to send the gradients of a range to their server; they must stay until `agree`."""
-        assert op.range is not None
         if self.shards is not None:
             self.add(op)
-        for part in self._within[op.range]:
+        for part in self._within[op.part]:
             self.transport.push(part)
 
     def collect(self, op: Operation) -> None:
         """Sum the gradients of an own range over the workers, the first one's first."""
-        assert op.range is not None
-        self.transport.collect(op.range)
+        self.transport.collect(op.part)
 
     def publish(self, op: Operation) -> None:
         """Begin to send the new values of an own range to the workers."""
-        assert op.range is not None
-        self.transport.publish(op.range)
+        self.transport.publish(op.part)
         self._settle(op)
 
     def pull(self, op: Operation) -> None:
         """Receive the new values of a range from its server."""
-        assert op.range is not None
-        self.transport.pull(op.range)
+        self.transport.pull(op.part)
         self._settle(op)
 
     def _settle(self, op: Operation) -> None:

@@ -81,7 +81,6 @@ class Executor:
         self._handlers: dict[Kind, Handler] = {
             **exchange.handlers,
             **self._stages.handlers,
-            Kind.FORWARD: self._forward,
             **dict.fromkeys(COMPUTE[1:], self._backward),
             Kind.GATHER: self._gather,
             Kind.WAIT_GATHER: self._gather,
@@ -190,9 +189,6 @@ class Executor:
         self._bound.begin()
         self._stages.begin(operations, batches, draw, self._scale * self.outcome.loss_scale)
 
-    def _forward(self, op: Operation) -> None:
-        self._stages.forward(op)
-
     def _backward(self, op: Operation) -> None:
         self._stages.handlers[op.kind](op)
         for observer in self._observers:
@@ -213,11 +209,10 @@ class Executor:
         self._bound.moved()
 
     def _reduce(self, op: Operation) -> None:
-        assert op.range is not None
-        units = [unit for unit, part in self.units.items() if part.intersect(op.range)]
+        units = [unit for unit, part in self.units.items() if part.intersect(op.part)]
         for unit in units:
             self._bound.complete(unit)
-            self._watch.look_at_gradients(self._gradients_of_layer(unit), self.units[unit].intersect(op.range))
+            self._watch.look_at_gradients(self._gradients_of_layer(unit), self.units[unit].intersect(op.part))
         for observer in self._observers:
             observer.exchanges(self, op)
         self.exchange.handlers[op.kind](op)

@@ -158,6 +158,12 @@ class Operation:
     recompute: bool = False
     source: int = -1
 
+    @property
+    def part(self) -> Range:
+        """The range of an operation whose kind has one."""
+        assert self.range is not None, self
+        return self.range
+
     def __str__(self) -> str:
         where = [str(n) for n in (self.microbatch, self.unit) if n >= 0]
         if self.range is not None:

@@ -150,10 +150,9 @@ class AsynchronousServerExchange(ExchangeDefaults):
 
     def push(self, op: Operation) -> None:
         """Begin to send the gradients of a range to its server, which does not look at them before `pull` (local)."""
-        assert op.range is not None
-        server = self._owner_of[op.range]
+        server = self._owner_of[op.part]
         if server != self.rank and self._pushes:
-            self._pushed.append(self._values.isend(self.gradients.range(op.range), server, GRADIENT))
+            self._pushed.append(self._values.isend(self.gradients.range(op.part), server, GRADIENT))
 
     def serve(self, op: Operation | None = None) -> None:
         """Serve the requests that have come, without waiting (local)."""

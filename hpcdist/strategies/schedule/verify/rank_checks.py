@@ -257,11 +257,10 @@ def _check_update(share: RankProgram) -> None:
     for kind in ONCE:
         seen: list[Range] = []
         for _, op in share.where(kind):
-            assert op.range is not None
-            twice = any(op.range.intersect(other) for other in seen)
+            twice = any(op.part.intersect(other) for other in seen)
             if twice:
                 raise share.refuse(f"{op} covers elements that an earlier {kind.name} of this rank covers")
-            seen.append(op.range)
+            seen.append(op.part)
     for later, earlier, whole in ORDERS:
         for index, op in share.where(later):
             others = [(at, other) for at, other in share.where(earlier) if _meet(op, other)]
