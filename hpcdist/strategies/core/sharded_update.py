@@ -21,7 +21,7 @@ from hpcdist.optim import norms
 from hpcdist.optim.master_weights import MasterWeights, rounded
 from hpcdist.optim.optimizer import Optimizer
 from hpcdist.optim.update import exact
-from hpcdist.strategies.core.exchange import ExchangeDefaults, pieces_of
+from hpcdist.strategies.core.exchange import Exchange, pieces_of
 from hpcdist.strategies.core.logical_shards import ALGORITHM, LogicalShards
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
@@ -127,7 +127,7 @@ class ShardedUpdate:
         return {f"optimizer.{name}": store for name, store in self.optimizer.slots.items()}
 
 
-class ShardedUpdateExchange(ExchangeDefaults):
+class ShardedUpdateExchange(Exchange):
     """Base of exchanges in lock-step: one store each of parameters and gradients, and their `ShardedUpdate`.
 
     See `hpcdist.strategies.core.exchange.Exchange` for what each method promises. A subclass sets ``sharded_update``
