@@ -127,14 +127,8 @@ def build_executor(
     observers: Sequence[StepObserver] = (),
 ) -> Executor:
     """Return the executor of the rank of ``context``. Collective over the pipeline: all build alike."""
-    ties = tied_tensors(context.model, context.placed)
-    parts = (
-        context,
-        exchange,
-        TiedCopies(context, ties, exchange),
-        Arena(context.ledger, context.on),
-        context.optimizer.clip_norm,
-    )
+    copies = TiedCopies(context, tied_tensors(context.model, context.placed), exchange)
+    parts = context, exchange, copies, Arena(context.ledger, context.on), context.optimizer.clip_norm
     return Executor(*parts, loss_scale=loss_scale, seed=seed, spans=spans, observers=observers)
 
 

@@ -159,11 +159,7 @@ class CompressedServerExchange(ErrorFeedbackExchange, LockStepExchange):
     """Parameter server in lock-step with compressed pushes. Collective over the world."""
 
     def __init__(
-        self,
-        context: RankContext,
-        roles: Roles,
-        servers: Communicator | None,
-        compression: PushCompression,
+        self, context: RankContext, roles: Roles, servers: Communicator | None, compression: PushCompression
     ) -> None:
         config = self.config = compression.config
         encoder = compressor(compression.name, config)

@@ -54,14 +54,8 @@ class Executor:
         spans: SpanSink = NULL_SPANS,
         observers: Sequence[StepObserver] = (),
     ) -> None:
-        self.context, self.model, self.exchange, self.copies, self.arena = (
-            context,
-            context.model,
-            exchange,
-            copies,
-            arena,
-        )
-        self.clip_norm = clip_norm
+        self.context, self.model, self.exchange = context, context.model, exchange
+        self.copies, self.arena, self.clip_norm = copies, arena, clip_norm
         self.units = context.ranges
         self.loss_scale = NoLossScale() if loss_scale is None else loss_scale
         self._seed, self._spans, self._observers = seed, spans, tuple(observers)

@@ -143,11 +143,7 @@ def run(program: Program) -> Times:
 
 @jit
 def _run(
-    rows: tuple[np.ndarray, ...],
-    links: np.ndarray,
-    travel_s: np.ndarray,
-    at: np.ndarray,
-    times: tuple[np.ndarray, ...],
+    rows: tuple[np.ndarray, ...], links: np.ndarray, travel_s: np.ndarray, at: np.ndarray, times: tuple[np.ndarray, ...]
 ) -> None:
     """Advance ``at`` to the end of every row, or to where nothing moves; fill ``times`` on the way."""
     starts, code, target, seconds = rows
