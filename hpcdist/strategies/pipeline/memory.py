@@ -130,8 +130,7 @@ class StageMemory:
         live: Sequence[Sequence[Moment]],
         copies: Mapping[int, int] | None = None,
     ) -> None:
-        self._live, self._last = live, len(units)
-        extra = copies or {}
+        self._live, extra = live, copies or {}
         own = [round(unit.parameters * states.per_parameter) + extra.get(i, 0) for i, unit in enumerate(units)]
         self._states = _sums(own)
         self._kept = _sums([unit.kept_bytes for unit in units])
