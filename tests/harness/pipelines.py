@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from harness.rank_run import seat
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.store import FlatStore
@@ -18,7 +19,6 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor
 from hpcdist.strategies.core.grid import ProcessGrid
-from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.generate.operation_list import generated, insert_exchange
 from hpcdist.strategies.schedule.generate.passes import Pass, Passes, expand
 from hpcdist.strategies.schedule.operations import StagePlacement
@@ -79,16 +79,8 @@ def run(
     Of ``built`` on ``samples``, by default `model` on `data`.
     """
     built = built or model()
-    context = RankContext(
-        world=comm,
-        data=comm.split(comm.rank),
-        pipeline=comm,
-        model=built,
-        placement=plan.placement,
-        optimizer=OptimizerConfig(name="sgd", learning_rate=1e-3),
-        total_steps=1,
-        on=on,
-    )
+    axes = {"data": comm.split(comm.rank), "pipeline": comm, "placement": plan.placement}
+    context = seat(comm, built, OptimizerConfig(name="sgd", learning_rate=1e-3), algorithm="native", on=on, **axes)
     exchange = AllreduceExchange(context)
     for unit, part in context.ranges.items():
         initial = FlatStore(built.layout, built.dtype, part)

@@ -14,6 +14,7 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import NonFiniteError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
@@ -43,6 +44,12 @@ def gpt(config: ModelConfig = GPT, dtype: str = "float32", context: int = CONTEX
 def text(rng: np.random.Generator, steps: int, samples: int, vocabulary: int = 256) -> np.ndarray:
     """Return tokens (steps, samples, context + 1), drawn."""
     return rng.integers(0, vocabulary, (steps, samples, CONTEXT + 1)).astype(np.uint8)
+
+
+def seat(comm: Communicator, model: Model, optimizer: OptimizerConfig, **keys: Any) -> RankContext:
+    """Return the context of a rank, by default one whose data axis is ``comm``; ``keys`` are of `RankContext`."""
+    given = {"data": comm, "pipeline": solo(), "total_steps": 1000, "algorithm": "ring"}
+    return RankContext(world=comm, model=model, optimizer=optimizer, **given | keys)
 
 
 def load_initial(context: RankContext, exchange: Any, seed: int = 3) -> None:

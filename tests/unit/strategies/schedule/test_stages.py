@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.pipelines import SAMPLES, Plan, legal, parts, run
+from harness.rank_run import seat
 from hpcdist import models
-from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import CommunicationError, ScheduleError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor
-from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule import messages
 from hpcdist.strategies.schedule.generate.operation_list import generated
 from hpcdist.strategies.schedule.generate.passes import Pass
@@ -116,15 +116,8 @@ def test_microbatches_that_share_a_tag_come_in_their_order(monkeypatch):
 def test_ranks_that_disagree_on_a_shape_do_not_start():
     def build(comm):
         model = models.build(ModelConfig(layers=2, hidden=8 * (1 + comm.rank), heads=2), context=8)
-        context = RankContext(
-            world=comm,
-            data=comm.split(comm.rank),
-            pipeline=comm,
-            model=model,
-            placement=looped([range(2), range(2, 4)], 2),
-            optimizer=OptimizerConfig(),
-            total_steps=1,
-        )
+        placement = looped([range(2), range(2, 4)], 2)
+        context = seat(comm, model, OptimizerConfig(), data=solo(), pipeline=comm, placement=placement)
         build_executor(context, AllreduceExchange(context))
 
     with pytest.raises(CommunicationError, match="sends and receives activations"):
