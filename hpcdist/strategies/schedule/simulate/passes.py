@@ -116,7 +116,8 @@ def _links(placement: StagePlacement, into: np.ndarray, onward: np.ndarray) -> n
     for number in range(1, len(placement.chunks)):
         one, other = placement.ranks[number - 1 : number + 1]
         links[number] = one * placement.stages + other, other * placement.stages + one
-    return links[into, (~onward).astype(np.int64)]
+    taken: np.ndarray = links[into, (~onward).astype(np.int64)]
+    return taken
 
 
 def _seconds(placement: StagePlacement, costs: StepCosts) -> np.ndarray:
