@@ -83,18 +83,17 @@ class AllreduceExchange(ShardedUpdateExchange):
 
     def reduce(self, op: Operation) -> None:
         """Sum the gradients of the range in place. Collective over the data axis."""
-        assert op.range is not None
-        collectives.allreduce(self.context.data, self.gradients.range(op.range), self.algorithm)
+        collectives.allreduce(self.context.data, self.gradients.range(op.part), self.algorithm)
 
     def start(self, op: Operation) -> None:
         """Begin to sum the gradients of the range in place. Collective over the data axis."""
-        assert op.range is not None and self.overlap is not None
-        self.overlap.start(op.range, self.gradients.range(op.range), self.algorithm)
+        assert self.overlap is not None
+        self.overlap.start(op.part, self.gradients.range(op.part), self.algorithm)
 
     def wait(self, op: Operation) -> None:
         """Wait for the sum of the range."""
-        assert op.range is not None and self.overlap is not None
-        self.overlap.wait(op.range)
+        assert self.overlap is not None
+        self.overlap.wait(op.part)
 
     def poll(self, op: Operation) -> None:
         """Make progress on what was started (local)."""
@@ -156,9 +155,8 @@ class FixedTreeExchange(AllreduceExchange):
 
     def reduce(self, op: Operation) -> None:
         """Replace the gradients of the last shard by the sum over all shards. Collective over the data axis."""
-        assert op.range is not None
         self._take_in(op, copy=False)
-        for piece, tree in self._trees[op.range]:
+        for piece, tree in self._trees[op.part]:
             tree.reduce(self.gradients.range(piece))
 
     def add(self, op: Operation) -> None:
@@ -166,6 +164,5 @@ class FixedTreeExchange(AllreduceExchange):
         self._take_in(op, copy=True)
 
     def _take_in(self, op: Operation, *, copy: bool) -> None:
-        assert op.range is not None
-        for piece, tree in self._trees[op.range]:
+        for piece, tree in self._trees[op.part]:
             self._logical.add(tree, op.microbatch, self.gradients.range(piece), copy=copy)

@@ -103,10 +103,8 @@ def server_exchange(
     serves = context.members.rank in roles.servers
     servers = context.members.split(0 if serves else None, context.members.rank, "servers")
     if compression is not None:
-        return CompressedServerExchange(context, roles, servers, compression, mirrored=config.mirrored)
-    return LockStepExchange(
-        context, roles, servers, transport=config.transport, mirrored=config.mirrored, shards=shards
-    )
+        return CompressedServerExchange(context, roles, servers, compression)
+    return LockStepExchange(context, roles, servers, transport=config.transport, shards=shards)
 
 
 PROVEN_RANKS: Final = 64  # the lists of at most so many ranks are gathered on one, and proven there
@@ -129,14 +127,8 @@ def build_executor(
     observers: Sequence[StepObserver] = (),
 ) -> Executor:
     """Return the executor of the rank of ``context``. Collective over the pipeline: all build alike."""
-    ties = tied_tensors(context.model, context.placed)
-    parts = (
-        context,
-        exchange,
-        TiedCopies(context, ties, exchange),
-        Arena(context.ledger, context.on),
-        context.optimizer.clip_norm,
-    )
+    copies = TiedCopies(context, tied_tensors(context.model, context.placed), exchange)
+    parts = context, exchange, copies, Arena(context.ledger, context.on), context.optimizer.clip_norm
     return Executor(*parts, loss_scale=loss_scale, seed=seed, spans=spans, observers=observers)
 
 

@@ -1,4 +1,4 @@
-"""The optimum checkpoint interval of Young and Daly: the least loss to saving and failures. Pure functions.
+"""The optimum checkpoint interval of Daly: the least loss to saving and failures. Pure functions.
 
 With failures at random times, M seconds apart in the mean, a save that holds the run up for d seconds, and t seconds
 of work between two saves, a run spends (Daly 2006, eq. 13, for a restart of R seconds)
@@ -7,30 +7,15 @@ of work between two saves, a run spends (Daly 2006, eq. 13, for a restart of R s
 
 R changes the height of that curve and not the place of its minimum.
 
-    young        t = sqrt(2 d M)                                                       Young 1974
-    daly_first   t = sqrt(2 d M) - d                                                   Daly 2006, first order
-    daly         t = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d, d < 2M     Daly 2006, eq. 37
-                 t = M                                                      d >= 2M
+    t = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d, d < 2M     Daly 2006, eq. 37
+    t = M                                                      d >= 2M
 
-J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974, doi
-10.1145/361147.361115. J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps,
+J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps,
 Future Generation Computer Systems 22(3), 2006, doi 10.1016/j.future.2004.11.016. What counts of a save that goes on
-in the background is the time for which it holds the steps up. Young counts t from save to save, Daly the work between
-them.
+in the background is the time for which it holds the steps up.
 """
 
 import math
-
-
-def young(cost_s: float, mtbf_s: float) -> float:
-    """Return the seconds between two saves, by Young's formula."""
-    _check(cost_s, mtbf_s)
-    return math.sqrt(2 * cost_s * mtbf_s)
-
-
-def daly_first(cost_s: float, mtbf_s: float) -> float:
-    """Return the seconds of work between two saves, 0 where a save costs more than failures do."""
-    return max(0.0, young(cost_s, mtbf_s) - cost_s)
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:

@@ -77,17 +77,15 @@ class DelayedExchange(AllreduceExchange):
 
     def defer(self, op: Operation) -> None:
         """Begin to sum the gradients of the range in place. Collective over the data axis."""
-        assert op.range is not None
         self._is_deferred = True
         if self.overlap is not None:
-            key = (id(self._written), op.range)
-            self.overlap.start(key, self._written.range(op.range), self.algorithm)
+            key = (id(self._written), op.part)
+            self.overlap.start(key, self._written.range(op.part), self.algorithm)
             self._under_way.add(key)
 
     def settle(self, op: Operation) -> None:
         """Wait for the sum of the range of the step before (local)."""
-        assert op.range is not None
-        self._settle(self.gradients, op.range)
+        self._settle(self.gradients, op.part)
 
     def _settle(self, store: FlatStore, bucket: Range) -> None:
         key = (id(store), bucket)

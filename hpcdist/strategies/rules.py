@@ -251,7 +251,6 @@ RULES: Final = (
             ("consistency!=bsp", "'bsp'"),
             ("backup_workers", "0"),
             ("transport!=messages", "'messages'"),
-            ("mirrored", "false"),
         )
     ),
     rule("communication.overlap with run.device!=cpu", UNBUILT),
@@ -300,7 +299,6 @@ RULES: Final = (
         *OFFLOADED,
         "parameter_server.backup_workers",
         "parameter_server.transport!=messages",  # the others sum as they send
-        "parameter_server.mirrored",
     ),
     # no reduce-scatter in steps sums them in float32, and a node would round before the server does
     rule(f"communication.overlap=poll->none with {IN_16_BITS} where {SHARDED}", UNBUILT),

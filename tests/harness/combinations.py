@@ -50,7 +50,6 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "colocated servers": COLOCATED,
     "servers by shared memory": COLOCATED | {"parameter_server.transport": "shared"},
     "servers by windows": COLOCATED | {"parameter_server.transport": "rma"},
-    "mirrored servers": COLOCATED | {"parameter_server.mirrored": "true"},
     "gossip": GOSSIP,
     "gossip, adapt first": GOSSIP | {"decentralised.order": "adapt_first", "decentralised.graph": "exponential"},
     "gossip, one peer": GOSSIP | {"decentralised.graph": "one_peer"},

@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from harness.rank_run import seat
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.store import FlatStore
@@ -18,7 +19,6 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor
 from hpcdist.strategies.core.grid import ProcessGrid
-from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.generate.operation_list import generated, insert_exchange
 from hpcdist.strategies.schedule.generate.passes import Pass, Passes, expand
 from hpcdist.strategies.schedule.operations import StagePlacement
@@ -59,6 +59,7 @@ class Plan:
     placement: StagePlacement
     passes: tuple[Passes, ...]
     microbatches: int
+    recompute: bool = False
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
@@ -66,32 +67,36 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return noise.standard_normal((SAMPLES, WIDTH)), noise.integers(0, 3, SAMPLES)
 
 
-def run(comm: Communicator, plan: Plan, on: str = "cpu") -> tuple[float, float, dict[str, bytes]]:
-    """One step without its update: the loss, that of an evaluation, and the gradients of the own tensors."""
-    built = model()
-    context = RankContext(
-        world=comm,
-        data=comm.split(comm.rank),
-        pipeline=comm,
-        model=built,
-        placement=plan.placement,
-        optimizer=OptimizerConfig(name="sgd", learning_rate=1e-3),
-        total_steps=1,
-        on=on,
-    )
+def run(
+    comm: Communicator,
+    plan: Plan,
+    on: str = "cpu",
+    built: Model | None = None,
+    samples: tuple[np.ndarray, np.ndarray] | None = None,
+) -> tuple[float, float, dict[str, bytes]]:
+    """One step without its update: the loss, that of an evaluation, and the gradients of the own tensors.
+
+    Of ``built`` on ``samples``, by default `model` on `data`.
+    """
+    built = built or model()
+    axes = {"data": comm.split(comm.rank), "pipeline": comm, "placement": plan.placement}
+    context = seat(comm, built, OptimizerConfig(name="sgd", learning_rate=1e-3), algorithm="native", on=on, **axes)
     exchange = AllreduceExchange(context)
     for unit, part in context.ranges.items():
         initial = FlatStore(built.layout, built.dtype, part)
         built.initialise_stage(unit, initial, seed=3)
         exchange.load_initial(initial)
     executor = build_executor(context, exchange)
-    steps = expand(plan.passes[comm.rank], plan.placement, comm.rank)
-    steps = insert_exchange(steps, exchange.plan(), context.ranges)
+    executor.copies.refresh()
+    steps = expand(plan.passes[comm.rank], plan.placement, comm.rank, recompute=plan.recompute)
+    steps = insert_exchange(steps + executor.copies.after_backward(), exchange.plan(), context.ranges)
+    steps += executor.copies.after_update()
     everyone = comm.allgather_object(steps)
     units = {unit: built.layout.units[stage.layer] for unit, stage in enumerate(built.stages)}
     grid = ProcessGrid(pipeline=comm.size)
-    verify(everyone, grid=grid, units=units, microbatches=plan.microbatches, placement=plan.placement)
-    whole = tuple(backend.place(values, on) for values in data())
+    verified = {"grid": grid, "units": units, "microbatches": plan.microbatches, "placement": plan.placement}
+    verify(everyone, needs=built.needs, **verified)
+    whole = tuple(backend.place(values, on) for values in samples or data())
     ends = [0, *accumulate(len(part) for part in np.array_split(range(SAMPLES), plan.microbatches))]
     cut = [tuple(values[first:end] for values in whole) for first, end in pairwise(ends)]
     gradients: dict[str, bytes] = {}
@@ -105,6 +110,7 @@ def run(comm: Communicator, plan: Plan, on: str = "cpu") -> tuple[float, float, 
     loss = executor.run(steps, cut, SAMPLES, 1, np.zeros(0)).loss
     assert not executor.arena._live, f"{sorted(executor.arena._live)} are never given back"
     evaluated = comm.allgather_object(executor.evaluate(*whole))
+    assert not any(loss for rank, loss in enumerate(evaluated) if rank != plan.placement.ranks[-1])
     assert not executor.arena._live, f"{sorted(executor.arena._live)} are never given back by an evaluation"
     return loss, sum(evaluated), gradients
 

@@ -14,6 +14,7 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import NonFiniteError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
@@ -25,9 +26,9 @@ from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.partition import Roles
-from hpcdist.strategies.pipeline.partition import split_by_parameters
+from hpcdist.strategies.pipeline.partition import StageDevices, partition
 from hpcdist.strategies.schedule.executor import StepResult
-from hpcdist.strategies.schedule.operations import Operation, looped
+from hpcdist.strategies.schedule.operations import Operation, StagePlacement, looped
 
 GPT = ModelConfig(layers=1, hidden=16, heads=2)
 ADAMW = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)
@@ -43,6 +44,12 @@ def gpt(config: ModelConfig = GPT, dtype: str = "float32", context: int = CONTEX
 def text(rng: np.random.Generator, steps: int, samples: int, vocabulary: int = 256) -> np.ndarray:
     """Return tokens (steps, samples, context + 1), drawn."""
     return rng.integers(0, vocabulary, (steps, samples, CONTEXT + 1)).astype(np.uint8)
+
+
+def seat(comm: Communicator, model: Model, optimizer: OptimizerConfig, **keys: Any) -> RankContext:
+    """Return the context of a rank, by default one whose data axis is ``comm``; ``keys`` are of `RankContext`."""
+    given = {"data": comm, "pipeline": solo(), "total_steps": 1000, "algorithm": "ring"}
+    return RankContext(world=comm, model=model, optimizer=optimizer, **given | keys)
 
 
 def load_initial(context: RankContext, exchange: Any, seed: int = 3) -> None:
@@ -111,7 +118,7 @@ class RankRun:
             computes = self.comm.rank in self.roles.workers
             return {"data": part, "pipeline": part.split(part.rank), "computes": computes}
         axes, stages = GridCommunicators(self.grid, self.comm), self.grid.pipeline
-        placement = looped(split_by_parameters(self.model, stages), stages)
+        placement = split_by_parameters(self.model, stages)
         return {"data": axes.data, "pipeline": axes.pipeline, "placement": placement}
 
     def __enter__(self) -> "RankRun":
@@ -183,3 +190,11 @@ class RankRun:
 def optimizer_of(**keys: Any) -> OptimizerConfig:
     """Return `ADAMW` with some of its keys changed."""
     return replace(ADAMW, **keys)
+
+
+def split_by_parameters(model: Model, ranks: int) -> StagePlacement:
+    """Return one chunk for each of ``ranks``, with the largest number of parameters as small as can be."""
+    sizes = [float(sum(spec.size for spec in stage.tensors())) for stage in model.stages]
+    found = partition(sizes, range(ranks), StageDevices.alike(ranks), None)
+    assert found is not None
+    return looped(found.chunks, ranks)

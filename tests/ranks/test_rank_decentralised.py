@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from harness.rank_run import seat
 from harness.trainings import blamed, losses, recipe_keys, small
 from hpcdist import models
 from hpcdist.comm.record.timing import count_traffic
@@ -12,7 +13,6 @@ from hpcdist.comm.threads.communicator import solo
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.build import DECENTRALISED_EXCHANGES
-from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.gossip import build as build_graph
 from hpcdist.strategies.schedule.operations import Kind
@@ -48,16 +48,7 @@ def test_rank_gossip_is_the_recursion_of_its_matrices(comm, rng, graph, order):
         weight_decay=0.0,
         clip_norm=0.0,
     )
-    context = RankContext(
-        world=comm,
-        data=comm,
-        pipeline=solo(),
-        model=model,
-        optimizer=optimizer,
-        total_steps=STEPS,
-        algorithm="ring",
-        bucket_bytes=20_000,
-    )
+    context = seat(comm, model, optimizer, total_steps=STEPS, bucket_bytes=20_000)
     exchange = DECENTRALISED_EXCHANGES["gossip"](context, DecentralisedConfig(graph=graph, order=order, report_every=0))
     x, goals = rng.standard_normal((2, comm.size, model.layout.size))  # the same draws on every rank
     mask = np.zeros(model.layout.size)

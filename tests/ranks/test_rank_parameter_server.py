@@ -97,27 +97,6 @@ def test_rank_logical_shards_have_the_bits_of_allreduce(comm, folder):
             together.close()
 
 
-def test_rank_a_lost_server_is_rebuilt(comm, folder):
-    if comm.size < 2:
-        return
-    keys = {"parameter_server__mirrored": "true", "run__steps": FEW}
-    losses = _losses(_served(comm, folder, 0, "colocated", **keys), FEW)
-    for transport in ("messages", "shared", "rma"):
-        served = _served(comm, folder, 0, "colocated", parameter_server__transport=transport, **keys)
-        with served.batches(FEW) as batches:
-            for step, batch in enumerate(batches, start=1):
-                if step == FEW // 2:
-                    if comm.rank == comm.size - 1:
-                        for owner in (served.exchange.sharded_update, served.exchange.mirror):
-                            for store in (owner.parameters, *owner.slots().values()):
-                                for part in owner.parts:
-                                    store.range(part)[...] = np.nan
-                    comm.barrier()
-                    served.exchange.recover(comm.size - 1)
-                assert served.executor.run(served.operations, [batch], 7, step, np.zeros(2)).loss == losses[step - 1]
-        served.close()
-
-
 @pytest.mark.parametrize(("name", "transport"), [("adamw", "messages"), ("lamb", "shared"), ("adamw", "rma")])
 @pytest.mark.full_except("adamw-messages")
 def test_rank_lock_step_resumes_bit_equal(comm, folder, name, transport):

@@ -43,7 +43,6 @@ from hpcdist.strategies.pipeline.partition import StageDevices, partition
 from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation, StagePlacement
-from hpcdist.strategies.schedule.simulate import lists
 from hpcdist.strategies.schedule.simulate import program as programs
 from hpcdist.strategies.schedule.simulate import timeline as simulate_timeline
 from hpcdist.strategies.schedule.simulate.program import LinkCost, Program, StepCosts
@@ -254,8 +253,7 @@ def _measured(
 ) -> MeasuredCase:
     """Return the measurements of a case (local)."""
     costs = _costs(placement, raw, message_s)
-    program = lists.program(raw.steps, placement, costs)
-    timeline = simulate_timeline.StepTimeline(program, programs.run(program))
+    timeline = simulate_timeline.simulate_lists(raw.steps, placement, costs)
     count = len(raw.samples[0])
     shares = np.array(
         [
@@ -279,7 +277,7 @@ def _measured(
             np.array([sample.spans_s for sample in samples]) - first_s[:, [rank], None]
             for rank, samples in enumerate(raw.samples)
         ],
-        replayed=np.array([_replayed(program, raw, step) for step in range(count)]),
+        replayed=np.array([_replayed(timeline.program, raw, step) for step in range(count)]),
         simulated=timeline.bubble,
         simulated_by_rank=np.array([stage.bubble for stage in timeline.stages]),
         simulated_makespan=timeline.makespan_rate,

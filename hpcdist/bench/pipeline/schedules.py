@@ -22,11 +22,10 @@ from hpcdist.reporting.table import text_of
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
-from hpcdist.strategies.schedule.generate.passes import expand
+from hpcdist.strategies.schedule.generate.passes import Peak, expand
 from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.simulate import passes
 from hpcdist.strategies.schedule.simulate import timeline as simulate_timeline
-from hpcdist.strategies.schedule.simulate.passes import PeakMemory
 from hpcdist.strategies.schedule.simulate.program import (
     AGAIN,
     BACKWARD,
@@ -34,7 +33,6 @@ from hpcdist.strategies.schedule.simulate.program import (
     INPUT,
     WEIGHT,
     LinkCost,
-    Rate,
     StepCosts,
 )
 from hpcdist.strategies.schedule.simulate.timeline import StepTimeline
@@ -105,7 +103,7 @@ class ScheduleRequest:
             backward_s=[a + b for a, b in zip(input_s, weight_s, strict=True)],
             input_s=input_s,
             weight_s=weight_s,
-            link=LinkCost(carries=Rate(self.message_s)),
+            link=LinkCost(carries_s=self.message_s),
         )
 
 
@@ -119,7 +117,7 @@ class SimulatedSchedule:
     name: str
     written: ScheduleText
     timeline: StepTimeline
-    memory: tuple[PeakMemory, ...]
+    memory: tuple[Peak, ...]
     closed: float | None
     operations: bool
 
@@ -150,7 +148,7 @@ def simulate_schedule(name: str, written: ScheduleText, wanted: ScheduleRequest)
         input_s=input_s,
         weight_s=weight_s,
     )
-    memory = passes.peaks(timeline.program, placement, costs)
+    memory = passes.peaks(timeline.program)
     return SimulatedSchedule(name, written, timeline, memory, closed if wanted.equal else None, listed)
 
 
@@ -191,9 +189,9 @@ def jsonable(simulated: SimulatedSchedule) -> dict[str, Any]:
                 "busy_s": stage.busy_s,
                 "idle_s": stage.idle_s,
                 "bubble": stage.bubble,
-                "live": memory.peak.live,
-                "held": memory.peak.held,
-                "both": memory.peak.both,
+                "live": memory.live,
+                "held": memory.held,
+                "both": memory.both,
             }
             for stage, memory in zip(timeline.stages, simulated.memory, strict=True)
         ],
@@ -218,8 +216,8 @@ _COLUMNS: Final[text_table.Columns[SimulatedSchedule]] = (
     ("closed form", lambda of: text_of(of.closed, ".2%")),
     ("makespan", lambda of: f"{of.timeline.makespan_s:.6g} s"),
     ("makespan rate", lambda of: f"{of.timeline.makespan_rate:.2%}"),
-    ("live", lambda of: _by_rank([memory.peak.live for memory in of.memory])),
-    ("held", lambda of: _by_rank([memory.peak.held for memory in of.memory])),
+    ("live", lambda of: _by_rank([memory.live for memory in of.memory])),
+    ("held", lambda of: _by_rank([memory.held for memory in of.memory])),
     ("path computes", lambda of: f"{jsonable(of)['critical_path']['computes_s']:.6g} s"),
 )
 _NOTE: Final = """

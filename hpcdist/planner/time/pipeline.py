@@ -177,7 +177,7 @@ def simulated_timeline(
     gradients, in as long as their forward takes.
     """
     from hpcdist.strategies.schedule.simulate import timeline
-    from hpcdist.strategies.schedule.simulate.program import LinkCost, Rate, StepCosts
+    from hpcdist.strategies.schedule.simulate.program import LinkCost, StepCosts
 
     known = SCHEDULES[schedule]
     chunks_per_rank = len(chunks) // ranks
@@ -187,7 +187,7 @@ def simulated_timeline(
         backward_s=[chunk.input_s + chunk.weight_s for chunk in chunks],
         input_s=[chunk.input_s for chunk in chunks],
         weight_s=[chunk.weight_s for chunk in chunks],
-        link=LinkCost(carries=Rate(message_s)),
+        link=LinkCost(carries_s=message_s),
     )
     return timeline.simulate_passes(
         _rows(schedule, ranks, microbatches, chunks_per_rank), placement, costs, recompute=recompute

@@ -12,7 +12,7 @@ stay as they are: compression is a loss of information, and has to be worth it.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -181,7 +181,8 @@ class _Candidate(_Dense):
         self.bucket = longest
         self.values = _like_gradients(context, longest)
         if config.error_feedback:
-            self._summing.codes.feedback = _feedback(context, self._summing.reduction.kept(longest))
+            parts = self._summing.reduction.kept(longest)
+            self._summing.codes.feedback = ErrorFeedback(context.layout, parts, on=context.on, can_roll_back=False)
 
     def run(self) -> None:
         """Sum the bucket. Collective over the data axis."""
@@ -227,7 +228,3 @@ def _timed(call: Callable[[], None], values: Array, clock: Callable[[], float]) 
 def _like_gradients(context: RankContext, bucket: Range) -> Array:
     drawn = np.random.default_rng(context.data.rank).standard_normal(bucket.size, np.float32)
     return backend.place(drawn, context.on)
-
-
-def _feedback(context: RankContext, parts: Sequence[Range]) -> ErrorFeedback:
-    return ErrorFeedback(context.layout, parts, on=context.on, can_roll_back=False)

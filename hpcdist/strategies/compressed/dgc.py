@@ -116,15 +116,14 @@ class DgcExchange(LocalGradients):
 
     def compress(self, op: Operation) -> None:
         """Replace the gradients of the range by the sum of what all ranks send of it."""
-        assert op.range is not None
-        gradients = self.gradients.range(op.range)
-        for _, where in self.context.layout.within(op.range):
-            own, state = gradients[where.shift(-op.range.start).slice], self._states[where]
+        gradients = self.gradients.range(op.part)
+        for _, where in self.context.layout.within(op.part):
+            own, state = gradients[where.shift(-op.part.start).slice], self._states[where]
             state.accumulate(own, self._clip)
             if self.context.data.size == 1:
                 state.release(own)
         if self.context.data.size > 1:
-            self._reduction.allreduce(gradients, op.range)
+            self._reduction.allreduce(gradients, op.part)
 
     def pieces(self) -> Sequence[Piece]:
         """Return the pieces of the base class, this rank's velocities and its unsent values."""

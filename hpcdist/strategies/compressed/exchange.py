@@ -128,15 +128,14 @@ class CompressedExchange(ErrorFeedbackExchange, AllreduceExchange):
 
     def reduce(self, op: Operation) -> None:
         """Sum the gradients of the range in place. Collective over the data axis."""
-        assert op.range is not None
         if not self.is_compressing:
-            self._pay(op.range)
+            self._pay(op.part)
             super().reduce(op)
             return
         self._is_open = True
-        gradients = self.gradients.range(op.range)
+        gradients = self.gradients.range(op.part)
         values = without_loss_scale(gradients, self._loss_scale)
-        self._summing.reduction.allreduce(values, op.range)
+        self._summing.reduction.allreduce(values, op.part)
         with_loss_scale(values, gradients, self._loss_scale)
 
     def _pay(self, part: Range) -> None:

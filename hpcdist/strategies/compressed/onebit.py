@@ -198,8 +198,7 @@ class OneBitExchange(LocalGradients):
 
     def compress(self, op: Operation) -> None:
         """Replace the gradients of the range, a part of this rank, by the step of Adam."""
-        assert op.range is not None
-        for held in self.held[op.range]:
+        for held in self.held[op.part]:
             gradient = held.stretch.gather(self.gradients)
             gradient *= np.float32(self._scale)
             if self._is_frozen:
@@ -208,8 +207,8 @@ class OneBitExchange(LocalGradients):
                 held.adam.warm(gradient)
                 held.stretch.scatter(gradient, self.gradients)
         if self._is_frozen:
-            self._send(self.held[op.range])
-            for held in self.held[op.range]:
+            self._send(self.held[op.part])
+            for held in self.held[op.part]:
                 direction = held.stretch.gather(self.gradients)
                 held.adam.direction(direction)
                 held.stretch.scatter(direction, self.gradients)

@@ -164,7 +164,15 @@ class _Messages:
         wait_all(sends)
 
 
-class QuantisedReduction:
+class _CodedReduction:
+    """Base of reductions in which a rank encodes all of its gradients, its own share of a sum included."""
+
+    def kept(self, part: Range) -> list[Range]:
+        """Return all of ``part``."""
+        return [part]
+
+
+class QuantisedReduction(_CodedReduction):
     """Reduce-scatter and all-gather of payloads: owners sum in float32, and encode the sum once more."""
 
     def __init__(self, comm: Communicator, coder: GradientCoder) -> None:
@@ -174,10 +182,6 @@ class QuantisedReduction:
     def passes(self) -> tuple[float, float]:
         """One encoding, by all but the owner and once by it; as many decodings by the owner, and one by all."""
         return 1.0, 2.0 - 1.0 / self.comm.size
-
-    def kept(self, part: Range) -> list[Range]:
-        """Return all of ``part``: shares of others are encoded here, and so is the sum of the own one."""
-        return [part]
 
     def shares(self, part: Range) -> list[Range]:
         """Return the share of ``part`` that each rank owns (local)."""
@@ -232,7 +236,7 @@ class QuantisedReduction:
         )
 
 
-class GatheredReduction:
+class GatheredReduction(_CodedReduction):
     """All-gather of the payloads of all ranks, which every rank sums."""
 
     def __init__(self, comm: Communicator, coder: GradientCoder) -> None:
@@ -242,10 +246,6 @@ class GatheredReduction:
     def passes(self) -> tuple[float, float]:
         """One encoding, and one decoding for every rank."""
         return 1.0, float(self.comm.size)
-
-    def kept(self, part: Range) -> list[Range]:
-        """Return all of ``part``."""
-        return [part]
 
     def allreduce(self, values: Array, part: Range) -> None:
         """Sum ``values`` (part.size,) in place, the payloads of the ranks in their order. Collective."""
@@ -261,7 +261,7 @@ class GatheredReduction:
         self._messages.gather_and_take(rows, lambda: self.coder.encode(values, part, rows[comm.rank]), take)
 
 
-class PayloadAllreduce:
+class PayloadAllreduce(_CodedReduction):
     """Allreduce of payloads that name the same elements on all ranks, so that the coder's rank is 0."""
 
     def __init__(self, comm: Communicator, coder: GradientCoder, algorithm: str) -> None:
@@ -272,10 +272,6 @@ class PayloadAllreduce:
     def passes(self) -> tuple[float, float]:
         """One encoding, and one decoding of the sum."""
         return 1.0, 1.0
-
-    def kept(self, part: Range) -> list[Range]:
-        """Return all of ``part``."""
-        return [part]
 
     def allreduce(self, values: Array, part: Range) -> None:
         """Sum ``values`` (part.size,) in place. Collective."""

@@ -1,4 +1,4 @@
-"""The exchange protocol between a training step and the strategy that turns gradients into parameters.
+"""The exchange between a training step and the strategy that turns gradients into parameters.
 
 The executor drives every strategy through `Exchange`: begin a step, handle the communication operations, agree on
 loss and norm, update, save and restore. `BackgroundCollectives` runs collectives of an exchange while other layers
@@ -133,122 +133,44 @@ class BackgroundCollectives:
 Handlers: TypeAlias = Mapping[Kind, Callable[[Operation], None]]
 
 
-class _Stores(Protocol):
-    """An exchange with one store of parameters and one of gradients."""
-
-    @property
-    def parameters(self) -> FlatStore: ...
-    @property
-    def gradients(self) -> FlatStore: ...
-
-
-class ExchangeDefaults:
-    """Default answers of an exchange; see `Exchange`. Local."""
-
-    accumulates = True
-    degrees: ShardingDegrees | None = None
-    gathers: Mapping[int, Sequence[int]] = {}
-    keeps_parameters = False
-    alternates = False
-    ahead = 0
-    overlap: BackgroundCollectives | None = None
-    whole_state = False
-    serves_beside = False
-    drops_late = False
-    fullest: float | None = None
-    restores: Collection[str] = ()
-
-    @property
-    def loaded_bytes(self) -> int:
-        """Zero: nothing is read from memory of other ranks."""
-        return 0
-
-    def begin(self, operations: Sequence[Operation]) -> None:
-        """Do nothing: no list has to be known before it runs."""
-
-    def parameters_at(self: _Stores, layer: int) -> FlatStore:
-        """Return the one store of parameters."""
-        return self.parameters
-
-    def gradients_at(self: _Stores, layer: int) -> FlatStore:
-        """Return the one store of gradients."""
-        return self.gradients
-
-    def count_samples(self, own: int, samples: int) -> None:
-        """Do nothing: sums over the replicas need no weights."""
-
-    def scaled_by(self, loss_scale: float) -> None:
-        """Do nothing: sums of scaled gradients are scaled sums."""
-
-    def flush(self) -> bool:
-        """Return False: the replicas are the same already."""
-        return False
-
-    def finish(self) -> bool:
-        """Return False: no step leaves work behind."""
-        return False
-
-    def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Return nothing: every piece has to be there."""
-        return ()
-
-    def describe(self) -> str:
-        """Return "": the replicas make each step together."""
-        return ""
-
-    def describe_sums(self) -> str:
-        """Return "": sums follow the ranks."""
-        return ""
-
-    def new_consensus_distances(self) -> dict[int, float]:
-        """Return none: the replicas are one model."""
-        return {}
-
-    def consensus(self) -> Mapping[str, float]:
-        """Return none: the replicas are one model."""
-        return {}
-
-    def summed_gradients(self) -> Iterable[Array]:
-        """Return none: no two ranks share a step."""
-        return ()
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to free."""
-
-
 class Exchange(Protocol):
-    """Protocol of a strategy: it turns the gradients of replicas into the next parameters.
+    """Base of a strategy: it turns the gradients of replicas into the next parameters.
 
     ``plan`` contributes operations to the step, and ``handlers`` has the function for each kind of them; the
     executor calls it when it meets one. Gradients arrive divided by the number of samples of the whole batch, so that
-    their sum over the replicas is the mean.
+    their sum over the replicas is the mean. Defaults are those of replicas that make each step together.
     """
 
     algorithm: str  # of the reductions; kept in checkpoints
     lock_step: bool  # whether all ranks make each step together
     replicas_identical: bool  # whether `replica_check` may compare ``parameters`` over the data axis
-    accumulates: bool  # whether gradients of all micro-batches are added up first and exchanged once
-    degrees: ShardingDegrees | None  # the sharding degrees; None where every replica keeps everything
+    accumulates: bool = True  # whether gradients of all micro-batches are added up first and exchanged once
+    degrees: ShardingDegrees | None = None  # the sharding degrees; None where every replica keeps everything
     # For each unit, those whose parameters must be gathered before it is computed, and freed after it; {}: none ever.
-    gathers: Mapping[int, Sequence[int]]
-    keeps_parameters: bool  # whether gathered parameters stay from their first use in a step to their last
-    alternates: bool  # whether gradients of a step go elsewhere than those of the step before
-    ahead: int  # how many gathers are started before their turn
-    overlap: BackgroundCollectives | None  # the reductions that go on beside the computation, where there are any
-    whole_state: bool  # whether every data rank holds the whole state and updates all of it
-    serves_beside: bool  # whether this rank answers workers (COLLECT) beside its own computation
-    drops_late: bool  # whether gradients that come too late are dropped
-    fullest: float | None  # the parameters of the server that has most, over an even share; None without such servers
-    restores: Collection[str]  # special entries of `state` of a checkpoint that it understands: "pending", ...
+    gathers: Mapping[int, Sequence[int]] = {}
+    keeps_parameters: bool = False  # whether gathered parameters stay from their first use in a step to their last
+    alternates: bool = False  # whether gradients of a step go elsewhere than those of the step before
+    ahead: int = 0  # how many gathers are started before their turn
+    overlap: BackgroundCollectives | None = None  # the reductions that go on beside the computation
+    whole_state: bool = False  # whether every data rank holds the whole state and updates all of it
+    serves_beside: bool = False  # whether this rank answers workers (COLLECT) beside its own computation
+    drops_late: bool = False  # whether gradients that come too late are dropped
+    fullest: float | None = None  # the parameters of the server that has most, over an even share
+    restores: Collection[str] = ()  # special entries of `state` of a checkpoint that it understands: "pending", ...
     handlers: Handlers
 
     @property
     def loaded_bytes(self) -> int:
         """The bytes that this rank has read from memory that others of its node wrote; never part of those sent."""
+        return 0
 
     @property
     def parameters(self) -> FlatStore:
         """The parameters that this rank keeps between steps."""
+
+    @property
+    def gradients(self) -> FlatStore:
+        """The gradients that this rank keeps until the update."""
 
     def plan(self) -> list[Operation]:
         """Return the operations of one step that are not the schedule's (local)."""
@@ -258,12 +180,15 @@ class Exchange(Protocol):
 
         Collective over the data axis, or local.
         """
+        return
 
     def parameters_at(self, layer: int) -> FlatStore:
         """Return the store that holds the parameters of ``layer`` now (local)."""
+        return self.parameters
 
     def gradients_at(self, layer: int) -> FlatStore:
         """Return the store into which the gradients of ``layer`` go (local)."""
+        return self.gradients
 
     def norm_squared(self) -> float:
         """Return this rank's share of the squared norm of the mean gradient (local; waits for a GPU).
@@ -285,39 +210,49 @@ class Exchange(Protocol):
 
     def count_samples(self, own: int, samples: int) -> None:
         """Record that ``own`` of the ``samples`` of the step that begins are this replica's (local)."""
+        return
 
     def scaled_by(self, loss_scale: float) -> None:
         """Record that gradients of the step that begins are multiplied by ``loss_scale`` (local)."""
+        return
 
     def flush(self) -> bool:
         """Bring replicas that differ to one state; return whether they differed. Collective.
 
         Called before a run saves or evaluates.
         """
+        return False
 
     def describe(self) -> str:
         """Return the mixing or averaging of the replicas in words; "" where they make each step together (local)."""
+        return ""
 
     def describe_sums(self) -> str:
         """Return the order of sums that does not follow the ranks, in words; "" where it does (local)."""
+        return ""
 
     def new_consensus_distances(self) -> dict[int, float]:
         """Return the consensus distances, by step, since the last call, and forget them (local)."""
+        return {}
 
     def consensus(self) -> Mapping[str, float]:
         """Return "spectral_gap" and "consensus_distance" of replicas that differ, NaN unknown; {} of others (local)."""
+        return {}
 
     def summed_gradients(self) -> Iterable[Array]:
         """Return the summed gradients that this rank updates by, part by part (local)."""
+        return ()
 
     def close(self) -> None:
         """Free communicators, windows and threads; no step can be made afterwards. Collective over the world."""
+        return
 
     def finish(self) -> bool:
         """Apply what the last step has left to be done; return whether there was any. Collective.
 
         Called when the run is complete.
         """
+        return False
 
     def load_initial(self, initial: FlatStore) -> None:
         """Load this rank's part of the initial values in ``initial``, which are on the host (local)."""
@@ -333,6 +268,7 @@ class Exchange(Protocol):
 
         Returns the kinds of pieces that it may lack: they begin as they are.
         """
+        return ()
 
     def wanted(self) -> Sequence[Piece]:
         """Return views of the state that this rank restores (local)."""

@@ -21,7 +21,7 @@ from hpcdist.optim import norms
 from hpcdist.optim.master_weights import MasterWeights, rounded
 from hpcdist.optim.optimizer import Optimizer
 from hpcdist.optim.update import exact
-from hpcdist.strategies.core.exchange import ExchangeDefaults, pieces_of
+from hpcdist.strategies.core.exchange import Exchange, pieces_of
 from hpcdist.strategies.core.logical_shards import ALGORITHM, LogicalShards
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
@@ -99,8 +99,7 @@ class ShardedUpdate:
 
     def direction(self, op: Operation) -> None:
         """Turn gradients into directions (local)."""
-        assert op.range is not None
-        self.optimizer.direction(op.range, self.parameters, self.gradients, self._scale)
+        self.optimizer.direction(op.part, self.parameters, self.gradients, self._scale)
 
     def norms(self, op: Operation) -> None:
         """Sum the norms of tensors over those who share them. Collective over the sharers and the tensor axis."""
@@ -116,8 +115,7 @@ class ShardedUpdate:
 
     def apply(self, op: Operation) -> None:
         """Update the parameters along the directions (local)."""
-        assert op.range is not None
-        self.optimizer.apply(op.range, self.parameters, self.gradients, None, self._norms)
+        self.optimizer.apply(op.part, self.parameters, self.gradients, None, self._norms)
 
     @property
     def master(self) -> MasterWeights | None:
@@ -129,7 +127,7 @@ class ShardedUpdate:
         return {f"optimizer.{name}": store for name, store in self.optimizer.slots.items()}
 
 
-class ShardedUpdateExchange(ExchangeDefaults):
+class ShardedUpdateExchange(Exchange):
     """Base of exchanges in lock-step: one store each of parameters and gradients, and their `ShardedUpdate`.
 
     See `hpcdist.strategies.core.exchange.Exchange` for what each method promises. A subclass sets ``sharded_update``

@@ -34,6 +34,7 @@ from hpcdist.collectives.segments import wait_all
 from hpcdist.comm.communicator import Request
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim.base import ElementWise
+from hpcdist.strategies.core.exchange import Handlers
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.decentralised.config import DecentralisedConfig, parse_edges
 from hpcdist.strategies.decentralised.replicas import Replicas
@@ -261,9 +262,7 @@ class GossipExchange(Replicas):
         if config.order == "combine_first" and isinstance(self.sharded_update.optimizer, ElementWise):
             self.sharded_update.optimizer.direct_before()  # the step is that of the weights before they are mixed
         self._last = self.plan()[-1]
-        mixing = {Kind.MIX_START: self.start, Kind.POLL: self.poll, Kind.MIX_WAIT: self.wait, Kind.MIX: self.mix}
-        together = mixing if self._mixing is not None else {Kind.AVERAGE: self.take_mean}
-        handlers = {**self.handlers, **together}
+        handlers = {**self.handlers, **self._mixes()}
         self.handlers = handlers | {kind: self._measured_after(handlers[kind]) for kind in LAST if kind in handlers}
 
     def plan(self) -> list[Operation]:
@@ -284,29 +283,21 @@ class GossipExchange(Replicas):
         """Record the round that the step mixes in (local)."""
         self._round = self.step
 
-    def start(self, op: Operation) -> None:
-        """Begin to exchange parameters with the neighbours (local)."""
-        assert self._mixing is not None
-        self._mixing.start(self._round)
-
-    def poll(self, op: Operation) -> None:
-        """Make progress on what was started (local)."""
-        assert self._mixing is not None
-        self._mixing.poll()
-
-    def wait(self, op: Operation) -> None:
-        """Wait for the neighbours' parameters, and until the own ones are sent."""
-        assert self._mixing is not None
-        self._mixing.wait()
-
-    def mix(self, op: Operation) -> None:
-        """Take the weighted mean (local)."""
-        assert self._mixing is not None
-        self._mixing.combine(self._round)
-
     def take_mean(self, op: Operation) -> None:
         """Replace the parameters by their mean over all ranks: mixing on the complete graph."""
         self.average(self.parameters)
+
+    def _mixes(self) -> Handlers:
+        """Return the handlers that mix, with the neighbours or on the complete graph."""
+        mixing = self._mixing
+        if mixing is None:
+            return {Kind.AVERAGE: self.take_mean}
+        return {
+            Kind.MIX_START: lambda op: mixing.start(self._round),
+            Kind.POLL: lambda op: mixing.poll(),
+            Kind.MIX_WAIT: lambda op: mixing.wait(),
+            Kind.MIX: lambda op: mixing.combine(self._round),
+        }
 
     def _measured_after(self, handler: Callable[[Operation], None]) -> Callable[[Operation], None]:
         """Return ``handler`` with a measurement of the consensus distance after the last operation of a step."""

@@ -17,8 +17,8 @@ dedicated ones, since what a rank serves itself is not encoded.
 
 Residuals of error feedback are those of the rank that encodes, a worker or the one that speaks for its node, and of
 all ranges, so that other servers may serve them after a restore. What is then owed of a range that the rank
-serves itself now is paid in full with its next gradient. Mirrors get float32 sums, as without compression; residuals
-are not mirrored. In the first ``compression.warmup_steps`` updates gradients travel as they are.
+serves itself now is paid in full with its next gradient. In the first ``compression.warmup_steps`` updates gradients
+travel as they are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -159,13 +159,7 @@ class CompressedServerExchange(ErrorFeedbackExchange, LockStepExchange):
     """Parameter server in lock-step with compressed pushes. Collective over the world."""
 
     def __init__(
-        self,
-        context: RankContext,
-        roles: Roles,
-        servers: Communicator | None,
-        compression: PushCompression,
-        *,
-        mirrored: bool = False,
+        self, context: RankContext, roles: Roles, servers: Communicator | None, compression: PushCompression
     ) -> None:
         config = self.config = compression.config
         encoder = compressor(compression.name, config)
@@ -174,7 +168,7 @@ class CompressedServerExchange(ErrorFeedbackExchange, LockStepExchange):
             coder = GradientCoder(context.layout, encoder, compression.seed, 0)
             return PayloadTransport(topology, coder, compresses=config.warmup_steps == 0)
 
-        super().__init__(context, roles, servers, carry=carry, mirrored=mirrored)
+        super().__init__(context, roles, servers, carry=carry)
         assert isinstance(self.transport, PayloadTransport)
         self._payloads, self._coder = self.transport, self.transport.coder
         speakers, speaks = self._payloads.speakers, self._payloads.speaks

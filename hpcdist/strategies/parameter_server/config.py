@@ -39,12 +39,10 @@ RULES: Final = (
     ),
     one_of("parameter_server.transport", TRANSPORTS),
     rule("parameter_server.transport!=messages with own steps", TOGETHER),
-    rule("parameter_server.mirrored with own steps", TOGETHER),
     rule(
-        "parameter_server.mirrored with parameter_server.servers? with parameter_server.placement?",
-        "the state of a server needs another one to be kept on",
-        "use at least 2 servers",
-        relation=lambda _, servers, placement: (servers or (1 if placement == "dedicated" else 2)) < 2,
+        "parameter_server.mirrored",
+        "servers have no mirrors any more",
+        "set it to false, and start the job with --survive, which keeps a copy of each server's state at a partner",
     ),
 )
 
@@ -63,8 +61,8 @@ class ParameterServerConfig:
     those that come first.
 
     In lock-step, ``transport`` says how gradients and parameters travel: as messages, through memory that the ranks of
-    a node share (messages between nodes), or by one-sided communication; the bits are the same. ``mirrored``: a second
-    server keeps what each one has, and takes the same steps.
+    a node share (messages between nodes), or by one-sided communication; the bits are the same.
+    ``mirrored`` is read for recipes of earlier versions, and must be false.
     """
 
     servers: int = 0

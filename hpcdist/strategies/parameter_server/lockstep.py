@@ -1,7 +1,7 @@
 """The lock-step parameter server ("bsp"): all workers take every step together, as one process would.
 
     worker   FORWARD BACKWARD PUSH ...           AGREE                                       PULL ...
-    server                        COLLECT ...    AGREE  DIRECTION (NORMS) APPLY  PUBLISH ... (MIRROR ...)
+    server                        COLLECT ...    AGREE  DIRECTION (NORMS) APPLY  PUBLISH ...
 
 A gradient is pushed as soon as backward has completed it. A server adds what the workers push in the order of their
 ranks, whatever the order of arrival, so a step has the same bits in every repetition, for any number of servers, both
@@ -19,21 +19,18 @@ With Psi bytes of parameters and p ranks, a dedicated worker pushes Psi and pull
 servers send Psi to it. A colocated rank keeps what it owns: where all p ranks serve, each sends 2 Psi (p-1)/p.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 
-from hpcdist.arrays.piece import Piece
-from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.errors import ConfigurationError, UsageError
-from hpcdist.strategies.core.exchange import Handlers, pieces_of
+from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.core.exchange import Handlers
 from hpcdist.strategies.core.logical_shards import LogicalShards
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate, ShardedUpdateExchange
 from hpcdist.strategies.parameter_server.messages import MessageTransport
-from hpcdist.strategies.parameter_server.mirror import Mirror
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.parameter_server.rma import RmaTransport
 from hpcdist.strategies.parameter_server.shared_memory import SharedMemoryTransport
@@ -52,7 +49,7 @@ class LockStepExchange(ShardedUpdateExchange):
 
     Workers and servers are `RankContext.members`: with a pipeline or tensor axis each place on it has servers of its
     own, and what is called a rank here is one of those. ``servers`` joins the ranks that serve; None on the others.
-    ``mirrored``: every range has a second server. ``carry`` makes a transport in the place of the one that is named.
+    ``carry`` makes a transport in the place of the one that is named.
     """
 
     def __init__(
@@ -63,7 +60,6 @@ class LockStepExchange(ShardedUpdateExchange):
         *,
         transport: str = "messages",
         carry: Callable[[ServerTopology], Transport] | None = None,
-        mirrored: bool = False,
         shards: LogicalShards | None = None,
     ) -> None:
         super().__init__(context, shards)
@@ -72,11 +68,6 @@ class LockStepExchange(ShardedUpdateExchange):
             raise ConfigurationError(
                 f"parameter_server.transport = {transport!r} with communication.algorithm = 'hierarchical', where one "
                 "worker of a node speaks for all by messages; choose another algorithm, or transport = 'messages'"
-            )
-        if mirrored and len(roles.servers) < 2:
-            raise ConfigurationError(
-                "parameter_server.mirrored = true with 1 server: its state needs another one to be kept on; set "
-                "parameter_server.servers to 2 or more, or mirrored = false"
             )
         self.topology = ServerTopology(
             context, roles, context.members.dup("parameters"), 0 if shards is None else shards.count
@@ -91,8 +82,6 @@ class LockStepExchange(ShardedUpdateExchange):
             exactly=shards is not None,
             tensor=context.tensor,
         )
-        self.mirrored = mirrored
-        self.mirror = Mirror(self.topology, servers, self.sharded_update) if mirrored and servers is not None else None
         self._within = {part: [part] for part, _ in self.topology.messages}
         for layer in context.ranges.values() if shards is not None else ():
             self._within[layer] = [part for part, _ in self.topology.messages if part.intersect(layer)]
@@ -103,7 +92,6 @@ class LockStepExchange(ShardedUpdateExchange):
             Kind.COLLECT: self.collect,
             Kind.PUBLISH: self.publish,
             Kind.PULL: self.pull,
-            Kind.MIRROR: self.follow,
             **self.sharded_update.handlers,
         }
 
@@ -122,7 +110,6 @@ class LockStepExchange(ShardedUpdateExchange):
             Operation(Kind.AGREE),
             *(self.sharded_update.plan() if self.serves else []),
             *(Operation(Kind.PUBLISH, range=part) for part in own),
-            *(self.mirror.plan() if self.mirror is not None else []),
             *(Operation(Kind.PULL, range=part) for part in ranges),
         ]
 
@@ -135,40 +122,28 @@ class LockStepExchange(ShardedUpdateExchange):
 
     def add(self, op: Operation) -> None:
         """Add the gradients of a logical shard to the partial sums, before the next one overwrites them (local)."""
-        assert op.range is not None and self.transport.partials is not None
-        self.transport.partials.add(op.microbatch, op.range)
+        assert self.transport.partials is not None
+        self.transport.partials.add(op.microbatch, op.part)
 
     def push(self, op: Operation) -> None:
         """Begin to send the gradients of a range to their server; they must stay until `agree`."""
-        assert op.range is not None
         if self.shards is not None:
             self.add(op)
-        for part in self._within[op.range]:
+        for part in self._within[op.part]:
             self.transport.push(part)
 
     def collect(self, op: Operation) -> None:
         """Sum the gradients of an own range over the workers, the first one's first."""
-        assert op.range is not None
-        self.transport.collect(op.range)
-        if self.mirror is not None:
-            self.mirror.forward(op.range)
+        self.transport.collect(op.part)
 
     def publish(self, op: Operation) -> None:
         """Begin to send the new values of an own range to the workers."""
-        assert op.range is not None
-        self.transport.publish(op.range)
-        self._settle(op)
-
-    def follow(self, op: Operation) -> None:
-        """Make the update of the server that this one mirrors."""
-        assert self.mirror is not None
-        self.mirror.follow(op)
+        self.transport.publish(op.part)
         self._settle(op)
 
     def pull(self, op: Operation) -> None:
         """Receive the new values of a range from its server."""
-        assert op.range is not None
-        self.transport.pull(op.range)
+        self.transport.pull(op.part)
         self._settle(op)
 
     def _settle(self, op: Operation) -> None:
@@ -179,32 +154,13 @@ class LockStepExchange(ShardedUpdateExchange):
     def agree(self, values: np.ndarray) -> np.ndarray:
         """Sum ``values`` over the world, in place; the pushes of this rank have arrived then. Collective."""
         self.transport.settle()
-        if self.mirror is not None:
-            self.mirror.settle()
         return super().agree(values)
 
     def begin_update(self, scale: float) -> None:
-        """Begin the update of the step, also on the mirror."""
+        """Begin the update of the step."""
         super().begin_update(scale)
-        if self.mirror is not None:
-            self.mirror.begin_update(scale)
         if self.works:
             self.transport.expect()
-
-    def recover(self, server: int) -> None:
-        """Rebuild the state that the rank ``server`` served and mirrored, bit for bit, and pull everywhere.
-
-        Collective over the world, between steps. Raises UsageError where nobody mirrors that rank.
-        """
-        if not self.mirrored or server not in self.topology.roles.servers:
-            raise UsageError(
-                f"rank {server} cannot be recovered: "
-                + (f"only {list(self.topology.roles.servers)} serve" if self.mirrored else "its state is not mirrored")
-                + "; set parameter_server.mirrored = true and name a server"
-            )
-        if self.mirror is not None:
-            self.mirror.recover(server)
-        self.spread()
 
     def spread(self) -> None:
         """Send the parameters of the servers to all workers. Collective over the members."""
@@ -217,22 +173,3 @@ class LockStepExchange(ShardedUpdateExchange):
     def close(self) -> None:
         """Release memory that the transport holds; no step can be made afterwards. Collective over the world."""
         self.transport.close()
-
-    def load_initial(self, initial: FlatStore) -> None:
-        """Load the initial values."""
-        super().load_initial(initial)
-        if self.mirror is not None:
-            self.mirror.parameters.copy_from(initial)
-
-    def wanted(self) -> Sequence[Piece]:
-        """Return the state of this rank, and the state that it mirrors, to be restored."""
-        own = list(super().wanted())
-        if self.mirror is None:
-            return own
-        return own + pieces_of({"parameters": self.mirror.parameters, **self.mirror.slots()}, self.mirror.parts)
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the optimizer's clock."""
-        super().restore(state)
-        if self.mirror is not None:
-            self.mirror.optimizer.restore(dict(state))

@@ -147,7 +147,6 @@ def _plan(tree: ShardTree, index: int) -> tuple[list[tuple[int, int, bool]], lis
 
 GRADIENT: Final = 0  # tags; messages of one tag stay in the order of the plan, which all ranks share
 PARAMETER: Final = 1
-SUM: Final = 2  # from a server to its mirror
 
 BLOCK_BYTES: Final = 64 << 10  # of a sum of several buffers: it stays in the cache until the last one is added
 

@@ -16,7 +16,7 @@ copies of collectives, gradients on their way to a stage that is late, what a BL
 that the arena keeps and nobody fits in.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
@@ -130,8 +130,7 @@ class StageMemory:
         live: Sequence[Sequence[Moment]],
         copies: Mapping[int, int] | None = None,
     ) -> None:
-        self._live, self._last = live, len(units)
-        extra = copies or {}
+        self._live, extra = live, copies or {}
         own = [round(unit.parameters * states.per_parameter) + extra.get(i, 0) for i, unit in enumerate(units)]
         self._states = _sums(own)
         self._kept = _sums([unit.kept_bytes for unit in units])
@@ -179,11 +178,6 @@ def _largest(values: Sequence[int]) -> np.ndarray:
     """Return the largest of ``values[start:stop]`` at [start, stop]; 0 where there is none."""
     count = len(values)
     table = np.zeros((count + 1, count + 1), np.int64)
-    for start, row in _suffixes(values):
-        table[start, start + 1 :] = row
+    for start in range(count):
+        table[start, start + 1 :] = np.maximum.accumulate(np.array(values[start:], np.int64))
     return table
-
-
-def _suffixes(values: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-    for start in range(len(values)):
-        yield start, np.maximum.accumulate(np.array(values[start:], np.int64))

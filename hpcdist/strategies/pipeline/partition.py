@@ -36,7 +36,6 @@ from typing import Final
 import numpy as np
 
 from hpcdist.errors import ConfigurationError
-from hpcdist.models.model import Model
 from hpcdist.strategies.pipeline.memory import StageMemory
 
 STEPS: Final = 30_000  # about a second
@@ -45,12 +44,17 @@ VISITS: Final = 50  # loads that are remembered of a place (chunks so far, units
 
 
 @dataclass(frozen=True)
-class PartitionSearchResult:
-    """Best cut that a search found, the time of its slowest rank, and a lower bound of that of any cut."""
+class StagePartition:
+    """Chunks in the order of the model, the time of the slowest rank, and a lower bound of that of any cut."""
 
     chunks: tuple[range, ...]
     largest: float
     bound: float
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether no cut is faster."""
+        return self.largest <= self.bound * (1 + SAME)
 
 
 def search(
@@ -60,7 +64,7 @@ def search(
     limits: Sequence[int],
     memory: StageMemory | None,
     steps: int = STEPS,
-) -> PartitionSearchResult | None:
+) -> StagePartition | None:
     """Return the best cut into chunks for ``ranks``; None where none was found within the limits (local)."""
     task = _Task(tuple(seconds), tuple(ranks), tuple(speeds), tuple(limits), memory)
     bound = task.bound()
@@ -78,7 +82,7 @@ def search(
             bound = best[0]
     if best is None:
         return None
-    return PartitionSearchResult(tuple(range(a, b) for a, b in pairwise(best[1])), best[0], bound)
+    return StagePartition(tuple(range(a, b) for a, b in pairwise(best[1])), best[0], bound)
 
 
 @dataclass
@@ -276,20 +280,6 @@ class StageDevices:
         return cls((1.0,) * ranks, (0,) * ranks)
 
 
-@dataclass(frozen=True)
-class StagePartition:
-    """Chunks in the order of the model; no cut is faster than ``bound`` s, where that is known."""
-
-    chunks: tuple[range, ...]
-    largest: float
-    bound: float
-
-    @property
-    def is_proven(self) -> bool:
-        """Whether no cut is faster."""
-        return self.largest <= self.bound * (1 + 1e-12)
-
-
 def partition(
     seconds: Sequence[float], ranks: Sequence[int], devices: StageDevices, memory: StageMemory | None
 ) -> StagePartition | None:
@@ -300,8 +290,7 @@ def partition(
     assert len(seconds) >= len(ranks) > 0
     if len(set(ranks)) == len(ranks):
         return _contiguous(seconds, ranks, devices, memory)
-    result = search(seconds, ranks, devices.speeds, devices.limits, memory)
-    return None if result is None else StagePartition(result.chunks, result.largest, result.bound)
+    return search(seconds, ranks, devices.speeds, devices.limits, memory)
 
 
 def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory: StageMemory) -> tuple[range, ...]:
@@ -312,15 +301,6 @@ def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory
     least = _least([shares[rank] for rank in ranks])
     assert least is not None
     return least[1]
-
-
-def split_by_parameters(model: Model, ranks: int) -> list[range]:
-    """Return one chunk for each of ``ranks``, with the largest number of parameters as small as can be (local)."""
-    check_units(len(model.stages), ranks, 1)
-    sizes = [float(sum(spec.size for spec in stage.tensors())) for stage in model.stages]
-    result = partition(sizes, range(ranks), StageDevices.alike(ranks), None)
-    assert result is not None
-    return list(result.chunks)
 
 
 def check_units(units: int, ranks: int, chunks: int) -> None:

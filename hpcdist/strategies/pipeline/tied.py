@@ -14,7 +14,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.segments import wait_all
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.models.model import Model
-from hpcdist.strategies.core.exchange import Exchange, Handlers
+from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement
 
@@ -66,7 +66,6 @@ class TiedCopies:
         self.gradients = context.store("gradients", parts)
         owned_sizes = [context.layout.by_key[tie.key].range.size for tie in self._owned]
         self._arrival = backend.empty(max(owned_sizes, default=0), self.parameters.dtype, context.on)
-        self.handlers: Handlers = {Kind.COPY_GRADIENT: self.gradient, Kind.COPY_VALUE: self.value}
 
     @property
     def keys(self) -> set[str]:

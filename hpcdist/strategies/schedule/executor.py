@@ -54,14 +54,8 @@ class Executor:
         spans: SpanSink = NULL_SPANS,
         observers: Sequence[StepObserver] = (),
     ) -> None:
-        self.context, self.model, self.exchange, self.copies, self.arena = (
-            context,
-            context.model,
-            exchange,
-            copies,
-            arena,
-        )
-        self.clip_norm = clip_norm
+        self.context, self.model, self.exchange = context, context.model, exchange
+        self.copies, self.arena, self.clip_norm = copies, arena, clip_norm
         self.units = context.ranges
         self.loss_scale = NoLossScale() if loss_scale is None else loss_scale
         self._seed, self._spans, self._observers = seed, spans, tuple(observers)
@@ -81,7 +75,6 @@ class Executor:
         self._handlers: dict[Kind, Handler] = {
             **exchange.handlers,
             **self._stages.handlers,
-            Kind.FORWARD: self._forward,
             **dict.fromkeys(COMPUTE[1:], self._backward),
             Kind.GATHER: self._gather,
             Kind.WAIT_GATHER: self._gather,
@@ -190,9 +183,6 @@ class Executor:
         self._bound.begin()
         self._stages.begin(operations, batches, draw, self._scale * self.outcome.loss_scale)
 
-    def _forward(self, op: Operation) -> None:
-        self._stages.forward(op)
-
     def _backward(self, op: Operation) -> None:
         self._stages.handlers[op.kind](op)
         for observer in self._observers:
@@ -213,11 +203,10 @@ class Executor:
         self._bound.moved()
 
     def _reduce(self, op: Operation) -> None:
-        assert op.range is not None
-        units = [unit for unit, part in self.units.items() if part.intersect(op.range)]
+        units = [unit for unit, part in self.units.items() if part.intersect(op.part)]
         for unit in units:
             self._bound.complete(unit)
-            self._watch.look_at_gradients(self._gradients_of_layer(unit), self.units[unit].intersect(op.range))
+            self._watch.look_at_gradients(self._gradients_of_layer(unit), self.units[unit].intersect(op.part))
         for observer in self._observers:
             observer.exchanges(self, op)
         self.exchange.handlers[op.kind](op)

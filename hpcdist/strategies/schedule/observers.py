@@ -26,7 +26,6 @@ PHASES: Final = {
     Kind.DIRECTION: "update",
     Kind.APPLY: "update",
     Kind.MIX: "update",
-    Kind.MIRROR: "update",
 }
 
 

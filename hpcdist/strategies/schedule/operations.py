@@ -116,7 +116,6 @@ class Kind(Enum):
     COLLECT = "collect"  # (range): a server takes what the workers push
     PUBLISH = "publish"  # (range): a server gives new parameters to the workers
     PULL = "pull"  # (range): a worker takes them
-    MIRROR = "mirror"  # (range): a second server takes the same step
     COPY_GRADIENT = "copy_gradient"  # gradient of the copy of a tied tensor to the stage that owns it
     COPY_VALUE = "copy_value"  # the new value of a tied tensor back to its copy
     SUM_ROWS = "sum_rows"  # of tensors that all ranks of the tensor axis have: each has the gradient of its own tokens
@@ -158,6 +157,12 @@ class Operation:
     range: Range | None = None
     recompute: bool = False
     source: int = -1
+
+    @property
+    def part(self) -> Range:
+        """The range of an operation whose kind has one."""
+        assert self.range is not None, self
+        return self.range
 
     def __str__(self) -> str:
         where = [str(n) for n in (self.microbatch, self.unit) if n >= 0]

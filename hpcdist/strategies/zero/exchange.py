@@ -42,7 +42,6 @@ from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.strategies.zero.hybrid import HybridZero
 from hpcdist.strategies.zero.logical_sums import ShardedSums
 from hpcdist.strategies.zero.node_parameters import NodeSharedZero
-from hpcdist.strategies.zero.offload import Offload
 from hpcdist.strategies.zero.overlap import OverlappedZero
 
 _DEFAULT = ZeroConfig()
@@ -62,4 +61,4 @@ class ZeroExchange(NodeSharedZero, OverlappedZero, ShardedSums, HybridZero):
         self, context: RankContext, stage: int, config: ZeroConfig = _DEFAULT, shards: LogicalShards | None = None
     ) -> None:
         degrees = config.degrees(stage, context.data.size)
-        super().__init__(context, degrees, Offload(context, config), config, shards=shards)
+        super().__init__(context, degrees, config, shards=shards)

@@ -36,7 +36,8 @@ class Levels:
     """Nested cuts of each layer on this rank, and their communicators. Construction is collective over the world.
 
     ``cuts[layer]`` are four ranges of the flat space, each inside the one before: the whole layer, the shard of its
-    parameters, of its gradients, and what this rank updates of it. ``sharers`` joins the ranks whose last cuts make up
+    parameters, of its gradients, and what this rank updates of it. ``comms`` are the ranks that cut at each level
+    together with this one, None where it is alone. ``sharers`` joins the ranks whose last cuts make up
     the model once, ``replicas`` those with the same last cut; None where this rank is alone.
     """
 
@@ -44,7 +45,7 @@ class Levels:
         self._data, self._made = context.data, dict[tuple[int, int], Communicator | None]()
         bounds = (1, degrees.parameters, degrees.gradients, degrees.optimizer)
         self._blocks, self._itemsize = list(pairwise(bounds)), context.dtype.itemsize
-        self._comms = [self._between(inner, outer) for inner, outer in self._blocks]
+        self.comms = [self._between(inner, outer) for inner, outer in self._blocks]
         self.sharers = self._between(1, degrees.optimizer)
         self.replicas = self._between(degrees.optimizer, context.data.size)
         self.algorithm = _alike(context)
@@ -81,14 +82,14 @@ class Levels:
                 f"communication.algorithm = {self.algorithm!r} cannot be halved into a reduce-scatter and an "
                 f"all-gather, as ZeRO needs; on the {context.on} choose one of {', '.join(shardings)}"
             )
-        if self.algorithm == "hierarchical" and not all(comm in (None, self._data) for comm in self._comms):
+        if self.algorithm == "hierarchical" and not all(comm in (None, self._data) for comm in self.comms):
             # Its cuts follow the nodes, and those of two groups need not be alike. The levels are its hierarchy.
             return shardings["ring"]
         return shardings[self.algorithm]
 
     def _cut(self, whole: Range, itemsize: int) -> tuple[list[Range], list[list[Range]]]:
         cuts, shares = [whole], []
-        for comm in self._comms:
+        for comm in self.comms:
             parts = [Range(0, cuts[-1].size)]
             if comm is not None:
                 parts = self._sharding.shares(comm, cuts[-1].size, itemsize)
@@ -99,7 +100,7 @@ class Levels:
 
     def first(self, start: int, stop: int) -> Communicator | None:
         """Return who takes part in the first step of `reduce` between these cuts; None where nobody does (local)."""
-        return next((comm for comm in self._comms[start:stop] if comm is not None), None)
+        return next((comm for comm in self.comms[start:stop] if comm is not None), None)
 
     def reduce(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
         """Sum cut ``start`` of a layer down to this rank's cut ``stop``, in place. Collective over those levels.
@@ -107,14 +108,9 @@ class Levels:
         What ``store`` holds of cut ``start`` beyond cut ``stop`` is undefined afterwards.
         """
         for level in range(start, stop):
-            comm, part = self._comms[level], self.cuts[layer][level]
+            comm, part = self.comms[level], self.cuts[layer][level]
             if comm is not None and part:
                 self._sharding.reduce_scatter(comm, store.range(part), self._shares[layer][level])
-
-    @property
-    def comms(self) -> tuple[Communicator | None, ...]:
-        """The ranks that cut at each level together with this one; None where it is alone (local)."""
-        return tuple(self._comms)
 
     def shares_at(self, layer: int, level: int) -> list[Range]:
         """Return the cuts of all who cut a layer at ``level`` (local)."""
@@ -136,7 +132,7 @@ class Levels:
     def gather(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
         """Fill cut ``start`` of a layer from the cuts ``stop`` of the ranks that have them. Collective: `reduce`."""
         for level in reversed(range(start, stop)):
-            comm, part = self._comms[level], self.cuts[layer][level]
+            comm, part = self.comms[level], self.cuts[layer][level]
             if comm is not None and part:
                 self._sharding.all_gather(comm, store.range(part), self._shares[layer][level])
 
@@ -163,7 +159,7 @@ class Levels:
     @property
     def at_once(self) -> bool:
         """Whether each layer is cut over all data ranks in one step (local)."""
-        return [comm for comm in (*self._comms, self.replicas) if comm is not None] == [self._data]
+        return [comm for comm in (*self.comms, self.replicas) if comm is not None] == [self._data]
 
     def shares(self, layer: int) -> list[Range]:
         """Return the cuts of all data ranks from the start of the layer, where it is cut `at_once` (local)."""
@@ -173,7 +169,7 @@ class Levels:
         """Return the last cut of every data rank; the layer must be cut over all of them at one level (local)."""
         if self._data.size == 1:
             return [self.cuts[layer][OPTIMIZER]]
-        (level,) = [level for level, comm in enumerate(self._comms) if comm is self._data]
+        (level,) = [level for level, comm in enumerate(self.comms) if comm is self._data]
         return [part.shift(self.cuts[layer][WHOLE].start) for part in self._shares[layer][level]]
 
 

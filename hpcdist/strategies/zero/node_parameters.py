@@ -28,7 +28,7 @@ from hpcdist.errors import DivergenceError, MissingCapabilityError
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
-from hpcdist.strategies.zero.plain import PlainZero, ShardMemory
+from hpcdist.strategies.zero.plain import PlainZero
 
 _TAG: Final = 0  # messages between two ranks stay in the order of the layers, which all share
 
@@ -123,12 +123,10 @@ class NodeParameters:
 class NodeSharedZero(PlainZero):
     """Layer of ZeRO that keeps one copy of the parameters for the ranks of a node, where ``config`` says so."""
 
-    def __init__(
-        self, context: RankContext, degrees: ShardingDegrees, memory: ShardMemory, config: ZeroConfig, **of_base: Any
-    ) -> None:
+    def __init__(self, context: RankContext, degrees: ShardingDegrees, config: ZeroConfig, **of_base: Any) -> None:
         self._node: NodeParameters | None = None
         self._shares_parameters = config.shared_parameters
-        super().__init__(context, degrees, memory, config, **of_base)
+        super().__init__(context, degrees, config, **of_base)
         self.handlers = {**self.handlers, Kind.COMMIT: self.commit}
 
     def _make_parameters(self, own: Sequence[Range]) -> FlatStore:

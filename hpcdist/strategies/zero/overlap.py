@@ -13,7 +13,7 @@ first step is agreed on by all ranks, and from then on each compares what it is 
 message.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -23,13 +23,13 @@ from hpcdist import collectives
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError, ScheduleError
-from hpcdist.strategies.core.exchange import BackgroundCollectives, Handlers
+from hpcdist.strategies.core.exchange import BackgroundCollectives
 from hpcdist.strategies.core.parameter_views import TransientLayers
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
 from hpcdist.strategies.zero.levels import WHOLE, Levels
-from hpcdist.strategies.zero.plain import PlainZero, ShardMemory
+from hpcdist.strategies.zero.plain import PlainZero
 
 # Kinds that take part in a collective of a layer, or start one.
 GUARDED: Final = (Kind.GATHER, Kind.START_GATHER, Kind.REDUCE, Kind.START, Kind.DEFER)
@@ -124,95 +124,24 @@ def overlap_of(context: RankContext, levels: Levels) -> BackgroundCollectives | 
     return BackgroundCollectives(context.data, context.overlap)
 
 
-def transient_layers(
-    context: RankContext,
-    category: str,
-    units: Collection[int],
-    over: Communicator | None,
-    overlap: BackgroundCollectives | None,
-) -> TransientLayers:
-    """Return memory for whole layers, exchanged over ``over`` or, where there is one, by ``overlap`` (local)."""
-    if overlap is None:
-        return TransientLayers(context, category, units, over)
-    return TransientLayers(context, category, units, overlap.over, overlap.drain)
+class OverlappedZero(PlainZero):
+    """Layer of ZeRO that overlaps messages with computation, where ``communication.overlap`` says so.
 
-
-class ZeroOverlap:
-    """Handlers that start and wait. Collective over the data axis, but where it says local.
-
-    ``layer_of`` names the layer of an operation, ``gradients_at`` and ``place`` return where its whole gradient, and
-    its parameters with the own shard among them, lie; ``take_in`` is called with a layer whose gradient is summed.
+    What starts and waits is collective over the data axis.
     """
 
-    def __init__(
-        self,
-        overlap: BackgroundCollectives,
-        levels: Levels,
-        order: LockStepGuard,
-        layer_of: Callable[[Operation], int],
-        gradients_at: Callable[[int], FlatStore],
-        place: Callable[[int], FlatStore],
-        take_in: Callable[[int], None],
-    ) -> None:
-        self._overlap, self._levels, self._order = overlap, levels, order
-        self._layer_of, self._gradients_at, self._place, self._take_in = layer_of, gradients_at, place, take_in
-        self.handlers: Handlers = {
-            Kind.START: self.start,
-            Kind.WAIT: self.wait,
-            Kind.START_GATHER: self.start_gather,
-            Kind.WAIT_GATHER: self.wait_gather,
-            Kind.POLL: self.poll,
-        }
-
-    def start(self, op: Operation) -> None:
-        """Begin to sum the gradients of a layer."""
-        self._order.meet(op)
-        layer = self._layer_of(op)
-        whole = self._gradients_at(layer).range(self._levels.cuts[layer][WHOLE])
-        self._overlap.start_sum(op.range, whole, self._levels.shares(layer), self._levels.algorithm)
-
-    def wait(self, op: Operation) -> None:
-        """Wait for the sum, and take it in."""
-        self._overlap.wait(op.range)
-        self._take_in(self._layer_of(op))
-
-    def poll(self, op: Operation) -> None:
-        """Make progress on what was started (local)."""
-        self._overlap.poll()
-
-    def start_gather(self, op: Operation) -> None:
-        """Begin to all-gather a layer."""
-        self._order.meet(op)
-        self._start_gather(self._layer_of(op))
-
-    def wait_gather(self, op: Operation) -> None:
-        """Wait for the gathered layer."""
-        self._overlap.wait_gather(self._layer_of(op))
-
-    def gather(self, layer: int) -> None:
-        """All-gather a layer in its turn, where no list asks for it ahead."""
-        self._start_gather(layer)
-        self._overlap.wait(layer)
-
-    def _start_gather(self, layer: int) -> None:
-        whole = self._place(layer).range(self._levels.cuts[layer][WHOLE])
-        self._overlap.start_gather(layer, whole, self._levels.shares(layer), self._levels.algorithm)
-
-
-class OverlappedZero(PlainZero):
-    """Layer of ZeRO that overlaps messages with computation, where ``communication.overlap`` says so."""
-
-    def __init__(
-        self, context: RankContext, degrees: ShardingDegrees, memory: ShardMemory, config: ZeroConfig, **of_base: Any
-    ) -> None:
+    def __init__(self, context: RankContext, degrees: ShardingDegrees, config: ZeroConfig, **of_base: Any) -> None:
         self._prefetch = config.prefetch
-        super().__init__(context, degrees, memory, config, **of_base)
-        self._overlapped: ZeroOverlap | None = None
+        super().__init__(context, degrees, config, **of_base)
         if self.overlap is not None:
-            # Bound methods, which subclasses may override: what starts and waits uses the memory of the exchange.
-            how = (self._layer_of, self.gradients_at, self._with_own_shard, self._keep_shard)
-            self._overlapped = ZeroOverlap(self.overlap, self.levels, self._order, *how)
-            self.handlers = {**self.handlers, **self._overlapped.handlers}
+            self.handlers = {
+                **self.handlers,
+                Kind.START: self.start,
+                Kind.WAIT: self.wait,
+                Kind.START_GATHER: self.start_gather,
+                Kind.WAIT_GATHER: self.wait_gather,
+                Kind.POLL: self.poll,
+            }
 
     def _make_levels(self, degrees: ShardingDegrees) -> Levels:
         levels = super()._make_levels(degrees)
@@ -223,8 +152,9 @@ class OverlappedZero(PlainZero):
         return levels
 
     def _transient_layers(self, name: str, units: Sequence[int], over: Communicator | None) -> TransientLayers:
-        moves_beside = self.overlap if name == "gradients" or self.ahead else None
-        return transient_layers(self.context, name, units, over, moves_beside)
+        if self.overlap is None or not (name == "gradients" or self.ahead):
+            return super()._transient_layers(name, units, over)
+        return TransientLayers(self.context, name, units, self.overlap.over, self.overlap.drain)
 
     def _gradients_of_all_layers(self, over: Communicator | None) -> FlatStore:
         return super()._gradients_of_all_layers(over if self.overlap is None else self.overlap.over)
@@ -244,7 +174,42 @@ class OverlappedZero(PlainZero):
         """All-gather a layer, in the agreed order; wait for one that was started ahead."""
         self._order.meet(op)
         layer = self.context.model.stages[op.unit].layer
-        if layer in self._cut_layers and self._overlapped is not None and self.ahead:
-            self._overlapped.gather(layer)
+        if layer in self._cut_layers and self.overlap is not None and self.ahead:
+            self._start_gather(layer)
+            self.overlap.wait(layer)
         else:
             super().gather(op)
+
+    def start(self, op: Operation) -> None:
+        """Begin to sum the gradients of a layer."""
+        assert self.overlap is not None
+        self._order.meet(op)
+        layer = self._layer_of(op)
+        whole = self.gradients_at(layer).range(self.levels.cuts[layer][WHOLE])
+        self.overlap.start_sum(op.range, whole, self.levels.shares(layer), self.levels.algorithm)
+
+    def wait(self, op: Operation) -> None:
+        """Wait for the sum, and keep this rank's shard of it."""
+        assert self.overlap is not None
+        self.overlap.wait(op.range)
+        self._keep_shard(self._layer_of(op))
+
+    def poll(self, op: Operation) -> None:
+        """Make progress on what was started (local)."""
+        assert self.overlap is not None
+        self.overlap.poll()
+
+    def start_gather(self, op: Operation) -> None:
+        """Begin to all-gather a layer."""
+        self._order.meet(op)
+        self._start_gather(self._layer_of(op))
+
+    def wait_gather(self, op: Operation) -> None:
+        """Wait for the gathered layer."""
+        assert self.overlap is not None
+        self.overlap.wait_gather(self._layer_of(op))
+
+    def _start_gather(self, layer: int) -> None:
+        assert self.overlap is not None
+        whole = self._with_own_shard(layer).range(self.levels.cuts[layer][WHOLE])
+        self.overlap.start_gather(layer, whole, self.levels.shares(layer), self.levels.algorithm)

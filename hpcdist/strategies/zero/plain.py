@@ -12,12 +12,11 @@ it after its use; `ShardedUpdate` updates. `hpcdist.strategies.zero.exchange` ad
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.optim.optimizer import Optimizer
 from hpcdist.strategies.core.exchange import Handlers
 from hpcdist.strategies.core.parameter_views import TransientLayers
 from hpcdist.strategies.core.rank_context import RankContext
@@ -26,27 +25,11 @@ from hpcdist.strategies.pipeline.tied import tied_tensors
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
 from hpcdist.strategies.zero.levels import GRADIENTS, OPTIMIZER, PARAMETERS, WHOLE, Levels
-
-
-class ShardMemory(Protocol):
-    """Memory for the shards of a rank: in RAM, or elsewhere. Local."""
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether parameters stay in the memory that a model computes with."""
-
-    def parameters(self, parts: Sequence[Range]) -> FlatStore:
-        """Return the store of sharded parameters."""
-
-    def gradients(self, parts: Sequence[Range]) -> FlatStore:
-        """Return the store of sharded gradients."""
-
-    def optimizer(self, parts: Sequence[Range]) -> Optimizer:
-        """Return the optimizer of ``parts``, with zeroed state."""
+from hpcdist.strategies.zero.offload import Offload
 
 
 class PlainZero(ShardedUpdateExchange):
-    """ZeRO with sharding ``degrees`` and shards in ``memory``. Collective over the data axis, but where it says local.
+    """ZeRO with sharding ``degrees``. Collective over the data axis, but where it says local.
 
     ``parameters`` holds the whole of layers that stay gathered, and the shard of the others. ``of_base`` goes to
     `ShardedUpdateExchange`.
@@ -55,12 +38,10 @@ class PlainZero(ShardedUpdateExchange):
     exact = False  # whether the sums of the norms do not depend on the cuts
     kept_cut = GRADIENTS  # what stays of gradients that are not kept whole
 
-    def __init__(
-        self, context: RankContext, degrees: ShardingDegrees, memory: ShardMemory, config: ZeroConfig, **of_base: Any
-    ) -> None:
+    def __init__(self, context: RankContext, degrees: ShardingDegrees, config: ZeroConfig, **of_base: Any) -> None:
         super().__init__(context, **of_base)
         self.degrees = self._degrees = degrees
-        self._memory = memory
+        self._memory = memory = Offload(context, config)
         self.levels = levels = self._make_levels(degrees)
         # Shards in other memory than that of the model are read into it for each use, also where nothing is cut.
         self._is_transient = degrees.parameters > 1 or not memory.is_resident

@@ -46,8 +46,6 @@ def describe_architecture(trainer: Trainer) -> str:
         parts[1:] = [f"{count} {servers.placement} server{'s' if count > 1 else ''}", servers.described]
     if servers.transport != "messages":
         parts.append(f"transport {servers.transport}")
-    if servers.mirrored:
-        parts.append("mirrored")
     if words := trainer.exchange.describe():
         parts.insert(1, words)
     parts += _state_placement(recipe.zero, trainer)

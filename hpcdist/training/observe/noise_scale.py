@@ -84,10 +84,9 @@ class NoiseMeter(StepObserver):
         own = sum(sizes) if self._exchange.accumulates else sizes[op.microbatch]
         if self.looks_at_first or not self._is_due(step) or not own:
             return
-        assert op.range is not None
         before = time.perf_counter()
         for unit, part in step.units.items():
-            self._add(unit, part.intersect(op.range), step.samples / own)
+            self._add(unit, part.intersect(op.part), step.samples / own)
         taken_s = time.perf_counter() - before  # a pass over the gradients is no communication
         step.outcome.seconds["update_s"] += taken_s
         step.outcome.seconds["communication_s"] -= taken_s

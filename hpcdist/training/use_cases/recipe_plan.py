@@ -133,10 +133,8 @@ def _servers(recipe: "Recipe", notes: list[str]) -> int:
         notes.append(f"parameter servers ({servers.described}) are planned as if all workers stepped together")
     if servers.placement == "colocated" and servers.servers:
         notes.append(f"parameter_server.servers = {servers.servers}: planned as if every rank served")
-    for name in ("transport", "mirrored"):
-        value = getattr(servers, name)
-        if value != getattr(type(servers), name):
-            notes.append(f"parameter_server.{name} = {value!r} is not in the plan")
+    if servers.transport != type(servers).transport:
+        notes.append(f"parameter_server.transport = {servers.transport!r} is not in the plan")
     if servers.placement == "colocated" or not recipe.parallel.has_roles:
         return 0
     return servers.servers or 1

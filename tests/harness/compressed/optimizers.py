@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from harness.rank_run import seat
 from hpcdist import models
 from hpcdist.arrays import backend
 from hpcdist.arrays.layout import Layout
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads.communicator import solo
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim import norms
 from hpcdist.optim.config import OptimizerConfig
@@ -26,17 +26,8 @@ def layout() -> Layout:
 
 
 def seat_of(comm: Communicator, optimizer: dict[str, Any], bucket_bytes: int = 4000, on: str = "cpu") -> RankContext:
-    return RankContext(
-        world=comm,
-        data=comm,
-        pipeline=solo(),
-        model=models.build(MODEL, "float32", context=4),
-        optimizer=OptimizerConfig(**{**CONSTANT, **optimizer}),
-        total_steps=1000,
-        algorithm="ring",
-        bucket_bytes=bucket_bytes,
-        on=on,
-    )
+    model = models.build(MODEL, "float32", context=4)
+    return seat(comm, model, OptimizerConfig(**{**CONSTANT, **optimizer}), bucket_bytes=bucket_bytes, on=on)
 
 
 def padded(drawn: Callable[[int], np.ndarray]) -> np.ndarray:  # (size,), zero where the layout pads

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.rank_run import seat
 from harness.trainings import gathered
 from hpcdist import models
 from hpcdist.arrays import backend
@@ -15,7 +16,6 @@ from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads.communicator import solo
 from hpcdist.compression.compressor import RandomKey
 from hpcdist.compression.quantise.uniform import Blockwise
 from hpcdist.models.config import ModelConfig
@@ -23,7 +23,6 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.registry import compressor
 from hpcdist.strategies.compressed.zero import CompressedZero
-from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
 
@@ -50,19 +49,11 @@ class Driven:
         self.comm, self.microbatches, self.draw, self.step = comm, microbatches, draw, 0
         model = models.build(MODEL, "float32", context=8)
         self.layout = model.layout
-        self.context = RankContext(
-            world=comm,
-            data=comm,
-            pipeline=solo(),
-            model=model,
-            optimizer=OptimizerConfig(
-                name="sgd", learning_rate=RATE, momentum=0.0, weight_decay=0.0, warmup_steps=0, decay="constant"
-            ),
-            total_steps=1000,
-            algorithm=algorithm,
-            working=None if working is None else dtype_of(working),
-            on=on,
+        sgd = OptimizerConfig(
+            name="sgd", learning_rate=RATE, momentum=0.0, weight_decay=0.0, warmup_steps=0, decay="constant"
         )
+        kept = None if working is None else dtype_of(working)
+        self.context = seat(comm, model, sgd, algorithm=algorithm, working=kept, on=on)
         self.exchange = CompressedZero(self.context, stage, zero, name, CompressionConfig(**keys), SEED)
         initial = FlatStore(self.layout, np.dtype(np.float32))
         initial.array[...] = weights(self.layout)

@@ -41,7 +41,6 @@ LAYOUTS = {
     "1f1b x zero1": (4, {"parallel.strategy": "zero1", "parallel.pipeline": 2, "parallel.microbatches": 2}),
     "tensor": (2, {"parallel.tensor": 2}),
     "two servers": (4, {**SERVER, "parameter_server.servers": 2}),
-    "mirrored servers": (4, {**SERVER, "parameter_server.servers": 2, "parameter_server.mirrored": "true"}),
 }
 
 

@@ -28,7 +28,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.segments import scratch, wait_all
 from hpcdist.comm.communicator import Request
 from hpcdist.optim import norms
-from hpcdist.strategies.core.exchange import ExchangeDefaults, Handlers, pieces_of
+from hpcdist.strategies.core.exchange import Exchange, Handlers, pieces_of
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.parameter_server.asynchronous.control_messages import (
     SHORTEST_S,
@@ -90,7 +90,7 @@ GRADIENT: Final = 0  # tags of the values
 PARAMETER: Final = 1
 
 
-class AsynchronousServerExchange(ExchangeDefaults):
+class AsynchronousServerExchange(Exchange):
     """Base of exchanges without lock-step, for one rank; ``together`` while it is in a rendezvous.
 
     In a rendezvous `agree` is collective over the world, else local. One is called once the slowest worker's clock is
@@ -125,14 +125,26 @@ class AsynchronousServerExchange(ExchangeDefaults):
         own = self._parts.get(self.rank)
         self.shard = None if own is None else ServerShard(serving, own)
         self.serves_beside = self.shard is not None
-        self.parameters = context.store("parameters") if self.shard is None or self.works else self.shard.parameters
-        self.gradients = context.store("gradients") if self.shard is None or self.works else self.shard.inbox
+        if self.shard is None or self.works:
+            self._stores = context.store("parameters"), context.store("gradients")
+        else:
+            self._stores = self.shard.parameters, self.shard.inbox
         self._pushed: list[Request] = []
         self._expected: dict[int, list[Request]] = {}  # server -> the values that it will send
         self._pushes = True  # False while a step that was given up is computed again
         self.meet_at, self.together = 0, True
         self.clock, self.updates, self.clocks = 0, 0, [0] * len(roles.workers)
         self.handlers: Handlers = {Kind.PUSH: self.push, Kind.PULL: self.pull, Kind.COLLECT: self.serve}
+
+    @property
+    def parameters(self) -> FlatStore:
+        """The parameters with which a worker computes; a dedicated server's part."""
+        return self._stores[0]
+
+    @property
+    def gradients(self) -> FlatStore:
+        """The gradients that a worker computes; those that a dedicated server takes."""
+        return self._stores[1]
 
     def plan(self) -> list[Operation]:
         """Return the operations of a worker; a dedicated server has no steps, it waits in `meet`."""
@@ -150,10 +162,9 @@ class AsynchronousServerExchange(ExchangeDefaults):
 
     def push(self, op: Operation) -> None:
         """Begin to send the gradients of a range to its server, which does not look at them before `pull` (local)."""
-        assert op.range is not None
-        server = self._owner_of[op.range]
+        server = self._owner_of[op.part]
         if server != self.rank and self._pushes:
-            self._pushed.append(self._values.isend(self.gradients.range(op.range), server, GRADIENT))
+            self._pushed.append(self._values.isend(self.gradients.range(op.part), server, GRADIENT))
 
     def serve(self, op: Operation | None = None) -> None:
         """Serve the requests that have come, without waiting (local)."""

@@ -172,31 +172,9 @@ def compute_operations(
     return expand(passes, placement, rank, recompute=recompute)
 
 
-def evaluation_operations(placement: StagePlacement, rank: int = 0, microbatches: int = 1) -> list[Operation]:
-    """Return the operations that evaluate ``microbatches``, by default one batch as micro-batch 0.
-
-    Chunks take turns so that no rank waits but for the pipeline to fill: where they go around the ranks, by groups of
-    as many micro-batches as there are ranks; where they are folded, as soon as the first micro-batch is back.
-    """
-    return expand(_forwards(placement, rank, microbatches), placement, rank)
-
-
-def _forwards(placement: StagePlacement, rank: int, microbatches: int) -> Passes:
-    ranks, chunks = placement.stages, range(len(placement.of(rank)))
-    if placement.ranks == (*range(ranks), *reversed(range(ranks))):
-        ahead = min(2 * (ranks - rank) - 1, microbatches)  # until the first one is back from the other ranks
-        passes = [(Pass.FORWARD, microbatch, 0) for microbatch in range(ahead)]
-        for microbatch in range(microbatches):
-            passes.append((Pass.FORWARD, microbatch, 1))
-            if microbatch + ahead < microbatches:
-                passes.append((Pass.FORWARD, microbatch + ahead, 0))
-        return passes
-    return [
-        (Pass.FORWARD, microbatch, chunk)
-        for first in range(0, microbatches, ranks)
-        for chunk in chunks
-        for microbatch in range(first, min(first + ranks, microbatches))
-    ]
+def evaluation_operations(placement: StagePlacement, rank: int = 0) -> list[Operation]:
+    """Return the operations that evaluate one batch, as micro-batch 0."""
+    return expand([(Pass.FORWARD, 0, chunk) for chunk in range(len(placement.of(rank)))], placement, rank)
 
 
 def insert_gathers(
@@ -266,14 +244,13 @@ def insert_exchange(
     first = [op for op in exchange[:1] if op.kind is Kind.MIX_START]
     for op in exchange[len(first) :]:
         if op.kind in EXCHANGED:
-            assert op.range is not None
-            touched = [unit for unit, part in units.items() if part.intersect(op.range)]
-            turns = rounds[:-1] if op.kind is Kind.ADD else rounds[-1:] if op.range in added else rounds
+            touched = [unit for unit, part in units.items() if part.intersect(op.part)]
+            turns = rounds[:-1] if op.kind is Kind.ADD else rounds[-1:] if op.part in added else rounds
             for microbatch in turns:
                 at = max(complete[microbatch, unit] for unit in touched)
                 if at + 1 < len(steps) and steps[at + 1].kind is Kind.SEND_GRADIENT:
                     at += 1  # the previous stage waits for it, nobody for the reduction
-                due.setdefault(at, []).append(Operation(op.kind, microbatch, range=op.range))
+                due.setdefault(at, []).append(Operation(op.kind, microbatch, range=op.part))
         else:
             rest.append(op)
     operations: list[Operation] = first

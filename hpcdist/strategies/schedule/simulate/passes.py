@@ -4,14 +4,13 @@ It is the same step as the lists that `hpcdist.strategies.schedule.generate.pass
 chunk in one entry where a list has one for each unit: its times are those of the lists (tests compare them), for
 pipelines far beyond what runs as lists, without an object for each operation.
 
-`peaks` counts how many activations are alive at once on each rank, and how many bytes, from the order of the passes
-alone. A chunk keeps the activations of a micro-batch from its forward to its backward. Where the backward is split,
-what the weights' gradients need is kept on from BACKWARD_INPUT to BACKWARD_WEIGHT, and counted apart. A chunk that is
-computed again keeps its input only, until then.
+`peaks` counts how many activations are alive at once on each rank, from the order of the passes alone. A chunk keeps
+the activations of a micro-batch from its forward to its backward. Where the backward is split, what the weights'
+gradients need is kept on from BACKWARD_INPUT to BACKWARD_WEIGHT, and counted apart. A chunk that is computed again
+keeps its input only, until then.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -72,7 +71,6 @@ def program(
         raise ScheduleError(
             f"chunk {chunk[entry]} waits for micro-batch {microbatch[entry]}, which no rank sends; prove them first"
         )
-    links, travel_s = _messages(placement, costs, into[used], onward[used])
     work = np.where(code == WORK, way, programs.OTHER).astype(np.int8)
     return Program(
         starts=np.cumsum([0, *(len(row.code) for row in rows)]),
@@ -82,11 +80,8 @@ def program(
         work=work,
         microbatch=microbatch,
         chunk=chunk,
-        links=links,
-        travel_s=travel_s,
-        members=np.zeros(0, np.int64),
-        axes=np.zeros(0, np.int64),
-        lasts_s=np.zeros(0),
+        links=_links(placement, into[used], onward[used]),
+        link=costs.link,
     )
 
 
@@ -115,43 +110,27 @@ class _Row:
         self.microbatch, self.chunk = np.repeat(microbatch, each), np.repeat(own, each)
 
 
-def _messages(
-    placement: StagePlacement, costs: StepCosts, into: np.ndarray, onward: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the link of each message, and the seconds that it travels."""
-    ranks, size = placement.stages, 2 * len(placement.chunks)
-    links, travel_s = np.zeros(size, np.int64), np.zeros((size, 2))
+def _links(placement: StagePlacement, into: np.ndarray, onward: np.ndarray) -> np.ndarray:
+    """Return the link of each message."""
+    links = np.zeros((len(placement.chunks), 2), np.int64)
     for number in range(1, len(placement.chunks)):
-        unit = placement.chunks[number].start
-        if placement.crosses(unit):
-            ends = placement.ranks[number - 1], placement.ranks[number]
-            for way, (source, target) in ((0, ends), (1, ends[::-1])):
-                links[2 * number + way] = source * ranks + target
-                travel_s[2 * number + way] = costs.travel_s(source, target, unit)
-    kind = 2 * into + ~onward
-    return links[kind], travel_s[kind]
+        one, other = placement.ranks[number - 1 : number + 1]
+        links[number] = one * placement.stages + other, other * placement.stages + one
+    taken: np.ndarray = links[into, (~onward).astype(np.int64)]
+    return taken
 
 
 def _seconds(placement: StagePlacement, costs: StepCosts) -> np.ndarray:
     """Return the seconds of a pass through a chunk, (what it is, chunk)."""
-    rows = (costs.forward_s, costs.backward_s, costs.input_s, costs.weight_s, costs.forward_s)
-    return np.array([[sum(row[unit] for unit in units) for units in placement.chunks] for row in rows])
+    return np.array([[sum(row[unit] for unit in units) for units in placement.chunks] for row in costs.rows])
 
 
-@dataclass(frozen=True)
-class PeakMemory:
-    """Peak of a rank in live micro-batches and, where those of a unit are known, in bytes."""
-
-    peak: Peak
-    nbytes: float | None
+def peaks(program: Program) -> tuple[Peak, ...]:
+    """Return the peak of each rank in live micro-batches (local)."""
+    return tuple(_peak(program, program.row(rank)) for rank in range(program.ranks))
 
 
-def peaks(program: Program, placement: StagePlacement, costs: StepCosts) -> tuple[PeakMemory, ...]:
-    """Return the peak memory of each rank (local)."""
-    return tuple(_peak(program, program.row(rank), placement, costs) for rank in range(program.ranks))
-
-
-def _peak(program: Program, row: slice, placement: StagePlacement, costs: StepCosts) -> PeakMemory:
+def _peak(program: Program, row: slice) -> Peak:
     chunk, microbatch, work = program.chunk[row], program.microbatch[row], program.work[row]
     entries = np.flatnonzero(work >= 0)
     # A list has an entry for each unit: the first of a forward begins it, the last of a backward ends it.
@@ -168,22 +147,4 @@ def _peak(program: Program, row: slice, placement: StagePlacement, costs: StepCo
     down = (way == BACKWARD) | (way == INPUT)
     live = np.cumsum(up.astype(np.int64) - down)
     held = np.cumsum((way == INPUT).astype(np.int64) - (way == WEIGHT))
-    peak = Peak(*(int(count.max(initial=0)) for count in (live, held, live + held)))
-    return PeakMemory(peak, _bytes(way, chunk, dropped, placement, costs) if costs.kept_bytes else None)
-
-
-def _bytes(
-    way: np.ndarray, chunk: np.ndarray, dropped: np.ndarray, placement: StagePlacement, costs: StepCosts
-) -> float:
-    kept_bytes, held, inputs = (
-        np.array([sum(of[unit] for unit in units) if of else 0.0 for units in placement.chunks])
-        for of in (costs.kept_bytes, costs.held_bytes, ())
-    )
-    if costs.message_bytes:
-        inputs = np.array([costs.message_bytes[units.start] for units in placement.chunks])
-    change = np.zeros(len(way))
-    change += np.where(way == FORWARD, np.where(dropped, inputs[chunk], kept_bytes[chunk]), 0.0)
-    change += np.where(way == AGAIN, kept_bytes[chunk] - inputs[chunk], 0.0)
-    change -= np.where((way == BACKWARD) | (way == INPUT), kept_bytes[chunk], 0.0)
-    change += np.where(way == INPUT, held[chunk], 0.0) - np.where(way == WEIGHT, held[chunk], 0.0)
-    return float(np.cumsum(change).max(initial=0.0))
+    return Peak(*(int(count.max(initial=0)) for count in (live, held, live + held)))

@@ -1,8 +1,7 @@
 """Timeline of a simulated step: the stages' busy and idle time, the bubble, and the critical path.
 
 The same lists are run as the executor runs and the verifier proves (`simulate_lists`), or, for pipelines of any size,
-the passes that they are made of (`simulate_passes`). Sends never wait, receives do; see `program` for links and
-collectives.
+the passes that they are made of (`simulate_passes`). Sends never wait, receives do; see `program` for links.
 
 The bubble of a stage is that of the zero-bubble paper (P. Qi et al., arXiv:2401.10241): the share of its own span,
 from its first pass to the end of its last, in which it computes nothing. That of the step is that of the stage with
@@ -16,12 +15,11 @@ from functools import cached_property
 
 import numpy as np
 
-from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.schedule.operations import Operation, StagePlacement
 from hpcdist.strategies.schedule.simulate import lists as lists_simulate
 from hpcdist.strategies.schedule.simulate import passes as passes_simulate
 from hpcdist.strategies.schedule.simulate import program as programs
-from hpcdist.strategies.schedule.simulate.program import AWAIT, MEET, RECV, Program, StepCosts, Times
+from hpcdist.strategies.schedule.simulate.program import RECV, Program, StepCosts, Times
 
 
 @dataclass(frozen=True)
@@ -29,14 +27,13 @@ class StageTimes:
     """Times of one rank in a simulated step.
 
     ``span_s`` is from its first pass to the end of its last, ``busy_s`` the passes themselves, ``idle_s`` what it waits
-    in receives, ``exchange_s`` what it spends in collectives and their like, waiting included.
+    in receives.
     """
 
     begin_s: float
     span_s: float
     busy_s: float
     idle_s: float
-    exchange_s: float
 
     @property
     def bubble(self) -> float:
@@ -62,11 +59,10 @@ class StepTimeline:
         took_s = end_s - begin_s
         received = code == RECV
         idle_s = float((took_s[received] - program.seconds[row][received]).sum())
-        exchange_s = float(took_s[~passes].sum() - took_s[received].sum())
         if not passes.any():
-            return StageTimes(0.0, 0.0, 0.0, idle_s, exchange_s)
+            return StageTimes(0.0, 0.0, 0.0, idle_s)
         first_s, last_s = float(begin_s[passes].min()), float(end_s[passes].max())
-        return StageTimes(first_s, last_s - first_s, float(took_s[passes].sum()), idle_s, exchange_s)
+        return StageTimes(first_s, last_s - first_s, float(took_s[passes].sum()), idle_s)
 
     @property
     def makespan_s(self) -> float:
@@ -100,23 +96,21 @@ class StepTimeline:
 
 @dataclass(frozen=True)
 class CriticalSegment:
-    """Part of the critical path: ``entry`` of ``rank`` at work, or a message or meeting that it waited for."""
+    """Part of the critical path: ``entry`` of ``rank`` at work, or a message that it waited for."""
 
     rank: int
     entry: int
     begin_s: float
     end_s: float
-    travels: bool  # a message, or the duration of a meeting, and not work of the rank
+    travels: bool  # a message, and not work of the rank
 
 
-def simulate_lists(
-    steps: Sequence[Sequence[Operation]], placement: StagePlacement, costs: StepCosts, grid: ProcessGrid | None = None
-) -> StepTimeline:
-    """Return the timeline of the lists of all ranks (local).
+def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlacement, costs: StepCosts) -> StepTimeline:
+    """Return the timeline of the lists of all ranks of one pipeline (local).
 
-    Without a ``grid`` they are one pipeline. Raises ScheduleError where a rank would wait for ever.
+    Raises ScheduleError where a rank would wait for ever.
     """
-    program = lists_simulate.program(steps, placement, costs, grid)
+    program = lists_simulate.program(steps, placement, costs)
     return StepTimeline(program, programs.run(program))
 
 
@@ -139,19 +133,14 @@ def _critical_path(program: Program, times: Times) -> list[CriticalSegment]:
         cause, end_s = int(times.cause[entry]), float(times.end_s[entry])
         if cause < 0:
             segments.append(CriticalSegment(rank, entry, float(times.begin_s[entry]), end_s, travels=False))
-            follows = entry
         else:
             there_s = end_s - float(program.seconds[entry])
             if there_s < end_s:
                 segments.append(CriticalSegment(rank, entry, there_s, end_s, travels=False))
             while times.before[cause] >= 0:
                 cause = int(times.before[cause])
-            meets = program.code[entry] in (AWAIT, MEET)
-            left_s = float((times.begin_s if meets else times.end_s)[cause])
-            segments.append(CriticalSegment(rank, entry, left_s, there_s, travels=True))
-            if not meets:
-                entry = cause
-                continue
-            follows = cause
-        entry = follows - 1 if follows > program.starts[program.rank_of(follows)] else -1
+            segments.append(CriticalSegment(rank, entry, float(times.end_s[cause]), there_s, travels=True))
+            entry = cause
+            continue
+        entry = entry - 1 if entry > program.starts[rank] else -1
     return [link for link in reversed(segments) if link.end_s > link.begin_s]

@@ -199,12 +199,11 @@ class DryRun:
     def _missing(self, rank: int, op: Operation) -> list[int]:
         """Return the ranks whose PUSH, or PUBLISH, the COLLECT, or PULL, still waits for."""
         awaited = SERVED[op.kind]
-        assert op.range is not None
         sources = [
             (source, index)
             for source, steps in enumerate(self._lists)
             for index, other in enumerate(steps)
-            if other.kind is awaited and other.range is not None and other.range.intersect(op.range)
+            if other.kind is awaited and other.range is not None and other.range.intersect(op.part)
         ]
         if not sources:
             raise ScheduleError(f"rank {rank}: {op} waits for a {awaited.name} that no rank has")

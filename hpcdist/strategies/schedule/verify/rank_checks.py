@@ -53,7 +53,7 @@ WRITES = (*COMPLETES, Kind.BACKWARD_INPUT)  # gradients
 BEFORE_SUM = (*WRITES, *EXCHANGED, Kind.COMBINE, Kind.WAIT, Kind.SETTLE, Kind.COPY_GRADIENT)
 BEFORE_AGREE = (*BEFORE_SUM, Kind.SUM_ROWS, Kind.COLLECT)
 AFTER_AGREE = (
-    *(Kind.DIRECTION, Kind.NORMS, Kind.APPLY, Kind.PUBLISH, Kind.MIRROR, Kind.COPY_VALUE, Kind.REFRESH, Kind.COMMIT),
+    *(Kind.DIRECTION, Kind.NORMS, Kind.APPLY, Kind.PUBLISH, Kind.COPY_VALUE, Kind.REFRESH, Kind.COMMIT),
     *(Kind.MIX, Kind.AVERAGE, Kind.COMPRESS),
 )
 # (what, what of its range comes before it, whether all of its range must have it)
@@ -257,11 +257,10 @@ def _check_update(share: RankProgram) -> None:
     for kind in ONCE:
         seen: list[Range] = []
         for _, op in share.where(kind):
-            assert op.range is not None
-            twice = any(op.range.intersect(other) for other in seen)
+            twice = any(op.part.intersect(other) for other in seen)
             if twice:
                 raise share.refuse(f"{op} covers elements that an earlier {kind.name} of this rank covers")
-            seen.append(op.range)
+            seen.append(op.part)
     for later, earlier, whole in ORDERS:
         for index, op in share.where(later):
             others = [(at, other) for at, other in share.where(earlier) if _meet(op, other)]

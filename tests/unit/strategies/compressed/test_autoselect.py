@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from harness.rank_run import seat
 from hpcdist import collectives, models
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.compression.compressor import Compressor
@@ -13,7 +14,6 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.compressed import autoselect, reduction
 from hpcdist.strategies.compressed.autoselect import CandidateTiming, CompressionDecision, decide
 from hpcdist.strategies.compressed.config import CompressionConfig
-from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import StagePlacement
 
 MODEL = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64)
@@ -54,15 +54,7 @@ def costs(monkeypatch):
 
 
 def seat_of(comm):
-    return RankContext(
-        world=comm,
-        data=comm,
-        pipeline=comm.split(comm.rank),
-        model=models.build(MODEL, "float32", context=8),
-        optimizer=OptimizerConfig(),
-        total_steps=1,
-        algorithm="ring",
-    )
+    return seat(comm, models.build(MODEL, "float32", context=8), OptimizerConfig())
 
 
 def decided(time, ranks=2, **keys):

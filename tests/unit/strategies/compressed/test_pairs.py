@@ -37,7 +37,6 @@ EXCHANGES = {
     "colocated servers": COLOCATED,
     "servers by shared memory": COLOCATED | {"parameter_server.transport": "shared"},
     "servers by windows": COLOCATED | {"parameter_server.transport": "rma"},
-    "mirrored servers": COLOCATED | {"parameter_server.mirrored": "true"},
     "asynchronous servers": SERVED | {"parameter_server.consistency": "asp"},
     "servers of bounded staleness": SERVED | {"parameter_server.consistency": "ssp", "parameter_server.staleness": 2},
     "backup workers": SERVED | {"parameter_server.backup_workers": 1},

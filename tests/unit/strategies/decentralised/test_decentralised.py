@@ -9,6 +9,7 @@ import pytest
 
 from harness import trainings
 from harness.marks import cases
+from harness.rank_run import seat
 from harness.trainings import Trained, assembled, check_same, recipe_keys, with_pointers
 from hpcdist import models
 from hpcdist.comm.record.timing import count_traffic
@@ -19,7 +20,6 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.build import DECENTRALISED_EXCHANGES, build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.grid import ProcessGrid
-from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.gossip import GossipExchange
 from hpcdist.strategies.decentralised.gossip import build as build_graph
@@ -36,17 +36,8 @@ STEPS = 7
 
 
 def seat_of(comm, optimizer, dtype="float64"):
-    model = models.build(MODEL, dtype, context=4)
-    return RankContext(
-        world=comm,
-        data=comm,
-        pipeline=solo(),
-        model=model,
-        optimizer=OptimizerConfig(**optimizer),
-        total_steps=STEPS,
-        algorithm="ring",
-        bucket_bytes=2000,
-    )
+    keys = {"total_steps": STEPS, "bucket_bytes": 2000}
+    return seat(comm, models.build(MODEL, dtype, context=4), OptimizerConfig(**optimizer), **keys)
 
 
 @dataclass

@@ -60,7 +60,6 @@ def test_as_many_backups_as_workers_are_refused(placement, world):
     ({}, "placement = 'dedicated'.*set it to 'colocated'"),
     ({"placement": "colocated", "consistency": "asp"}, "consistency = 'asp'.*set it to 'bsp'"),
     ({"placement": "colocated", "transport": "shared"}, "transport = 'shared'.*set it to 'messages'"),
-    ({"placement": "colocated", "mirrored": True}, "mirrored = true.*set it to false"),
 )
 def test_what_has_no_servers_of_its_own_in_a_product_is_refused(keys, said):
     config = ParameterServerConfig(**keys)

@@ -49,7 +49,7 @@ def test_it_has_the_bits_of_allreduce_on_any_number_of_workers_and_servers(text,
     assert all(np.isfinite(number) for step in expected[0] for number in step)
     places = [(1, 1, "colocated"), (2, 1, "dedicated"), (4, 0, "colocated"), (4, 1, "colocated"), (5, 2, "dedicated")]
     for size, servers, placement in places[:: 1 if name == "adamw" else 2]:
-        keys = KEYS[name] | served(servers, placement, transport, mirrored="true" if size == 5 else "false")
+        keys = KEYS[name] | served(servers, placement, transport)
         for rank, found in enumerate(run_threads(size, lambda comm, keys=keys: whole_run(comm, text, keys), 2)):
             assert found[:3] == expected[:3], f"{size} ranks, {servers} {placement}"
             works = placement == "colocated" or rank < size - servers
@@ -72,22 +72,6 @@ def test_a_run_goes_on_with_the_same_bits_as_allreduce_and_back(text, tmp_path):
     second, saved, _ = run_threads(1, lambda comm: part(comm, 4, {}, saved))[0]
     for third, _, found in run_threads(4, lambda comm: part(comm, 6, served(0, "colocated", "shared"), saved)):
         assert (first + second + third, found) == (whole, expected)
-
-
-def test_a_mirror_has_the_bits_of_the_server_that_is_lost(text):
-    keys = {"optimizer.name": "lamb", "optimizer.clip_norm": 0.1}
-    expected = run_threads(1, lambda comm: train(trainer_of(comm, text, keys), 4))[0]
-
-    def body(comm):
-        trainer = trainer_of(comm, text, keys | served(3, "colocated", mirrored="true"))
-        found, exchange = train(trainer, 2), trainer.exchange
-        if comm.rank == 1:
-            for store in (exchange.parameters, *exchange.sharded_update.slots().values()):
-                store.array[...] = np.nan
-        exchange.recover(1)
-        return found + train(trainer, 4, first=2)
-
-    assert run_threads(3, body) == [expected] * 3
 
 
 @pytest.mark.parametrize(("shards", "pushed"), [(8, 1), (6, 2), (4, 1)])

@@ -11,13 +11,12 @@ from harness.marks import cases, on_threads
 from harness.rank_run import RankRun, optimizer_of, text
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.strategies.build import server_exchange
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.parameter_server.config import PLACEMENTS, ParameterServerConfig
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
-from hpcdist.strategies.parameter_server.mirror import shift
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.schedule.verify.proof import verify
 
@@ -271,7 +270,7 @@ def test_every_transport_gives_the_same_bits(transport, size, per_node, rng):
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
 def test_every_optimizer_over_every_transport(transport, name, rng):
     data = text(rng, STEPS, SAMPLES)
-    config = ParameterServerConfig(servers=2, placement="colocated", transport=transport, mirrored=True)
+    config = ParameterServerConfig(servers=2, placement="colocated", transport=transport)
     alone = run_threads(1, lambda comm: Run(comm, ALONE, name=name).losses(data))[0]
     found = run_threads(3, lambda comm: Run(comm, config, name=name, microbatches=2).losses(data), 2)
     np.testing.assert_allclose(found, [alone] * 3, rtol=1e-11)
@@ -302,13 +301,13 @@ def test_a_node_holds_one_copy_and_sends_nothing_inside(rng):
 
 
 @pytest.mark.parametrize(
-    ("transport", "mirrored", "parameters", "gradients", "optimizer"),
-    [("messages", False, 3, 3, 2), ("shared", False, 1, 3, 2), ("rma", False, 3, 3, 2), ("messages", True, 4, 4, 4)],
+    ("transport", "parameters", "gradients", "optimizer"),
+    [("messages", 3, 3, 2), ("shared", 1, 3, 2), ("rma", 3, 3, 2)],
 )
-@pytest.mark.full_except("shared-False-1-3-2", "rma-False-3-3-2", "messages-True-4-4-4")
-def test_memory_of_all_ranks_together(transport, mirrored, parameters, gradients, optimizer):
+@pytest.mark.full_except("shared-1-3-2", "rma-3-3-2")
+def test_memory_of_all_ranks_together(transport, parameters, gradients, optimizer):
     """In Psi: on one node, three ranks that work and serve share one copy of the parameters, or have three."""
-    config = ParameterServerConfig(placement="colocated", transport=transport, mirrored=mirrored)
+    config = ParameterServerConfig(placement="colocated", transport=transport)
 
     def body(comm):
         run = Run(comm, config, "float32")
@@ -338,91 +337,7 @@ def test_one_sided_bytes_are_those_of_messages(rng):
         assert calls["put"] > 0 < calls["get"] and calls["flush"] > 0
 
 
-@pytest.mark.full
-def test_a_lost_server_is_rebuilt_from_its_mirror_bit_for_bit(rng):
-    data = text(rng, STEPS, SAMPLES)
-
-    def body(comm, config, lost):
-        run = Run(comm, config, "float32", name="lamb")
-        losses = run.losses(data[:2])
-        if lost >= 0:
-            before = run.served(), run.weights()
-            comm.barrier()
-            if comm.rank == lost:
-                wipe(run.exchange.sharded_update, config.transport)
-                wipe(run.exchange.mirror, "messages")
-                run.exchange.sharded_update.optimizer.restore({"count": 77})
-                run.exchange.mirror.optimizer.restore({"count": 78})
-            comm.barrier()
-            run.exchange.recover(lost)
-            assert (run.served(), run.weights()) == before
-        losses += run.losses(data[2:])
-        mirror = run.exchange.mirror
-        mirrored = (
-            {}
-            if mirror is None
-            else {part.start: [store.range(part).tobytes() for store in stores_of(mirror)] for part in mirror.parts}
-        )
-        own = {
-            part.start: [store.range(part).tobytes() for store in stores_of(run.exchange.sharded_update)]
-            for part in run.exchange.sharded_update.parts
-        }
-        return losses, run.served(), run.weights(), own, mirrored
-
-    def wipe(owner, transport):
-        """Lose what the rank serves; what workers of its node read of others is not its own in shared memory."""
-        for store in stores_of(owner):
-            for part in owner.parts if transport == "shared" else store.parts:
-                store.range(part)[...] = np.nan
-
-    def stores_of(owner):
-        return [owner.parameters, *owner.slots().values()]
-
-    for size, config in ((4, dict(servers=2)), (2, dict(placement="colocated")), (3, dict(placement="colocated"))):
-        for transport in ("messages", "shared", "rma"):
-            used = ParameterServerConfig(**config, transport=transport, mirrored=True)
-            whole = run_threads(size, lambda comm, used=used: body(comm, used, -1))
-            own = {start: bits for found in whole for start, bits in found[3].items()}
-            mirrored = {start: bits for found in whole for start, bits in found[4].items()}
-            assert own == mirrored, "every range is kept twice"
-            assert not any(found[3].keys() & found[4].keys() for found in whole), "and not by one server"
-            lost = size - 1  # a server in all of these
-            assert run_threads(size, lambda comm, used=used, lost=lost: body(comm, used, lost)) == whole
-
-
-@on_threads(3)
-def test_a_mirror_is_restored_with_its_server(comm, rng):
-    data = text(rng, STEPS, SAMPLES)
-    config = ParameterServerConfig(placement="colocated", mirrored=True)
-    run = Run(comm, config)
-    run.losses(data[:2])
-    fresh = Run(comm, config)
-    fresh.load(run.state(), run.exchange.state(), 2)
-    if comm.rank == 1:
-        fresh.exchange.sharded_update.parameters.zero()
-        for store in fresh.exchange.sharded_update.slots().values():
-            store.zero()
-    fresh.exchange.recover(1)
-    assert fresh.losses(data[2:]) == run.losses(data[2:])
-
-
-@pytest.mark.parametrize(
-    ("nodes", "expected"), [([0, 0], 1), ([0, 1], 1), ([0, 0, 1, 1], 2), ([0, 0, 0, 1, 1, 1], 3), ([0, 0, 1], 1)]
-)
-def test_a_mirror_is_on_another_node_where_there_is_one(nodes, expected):
-    assert shift(nodes) == expected
-
-
-def test_what_cannot_be_mirrored_or_recovered_is_refused():
-    def body(comm):
-        with pytest.raises(UsageError, match="not mirrored"):
-            Run(comm, ALONE).exchange.recover(0)
-        with pytest.raises(UsageError, match=r"only \[2, 3\] serve"):
-            Run(comm, ParameterServerConfig(servers=2, mirrored=True)).exchange.recover(0)
-
-    run_threads(4, body)
-    with pytest.raises(ConfigurationError, match="needs another one"):
-        run_threads(1, lambda comm: Run(comm, replace(ALONE, mirrored=True)))
+def test_what_is_not_built_is_refused():
     for transport in ("shared", "rma"):
         used = replace(ALONE, transport=transport)
         with pytest.raises(ConfigurationError, match="with run.device = 'gpu'"):
@@ -435,9 +350,7 @@ def test_what_cannot_be_mirrored_or_recovered_is_refused():
     "keys, told",
     ({"transport": "pigeon"}, "messages, shared, rma"),
     ({"transport": "shared", "consistency": "asp"}, "set parameter_server.transport = 'messages'"),
-    ({"mirrored": True, "consistency": "asp", "servers": 2}, "set parameter_server.mirrored = false"),
-    ({"mirrored": True}, "at least 2 servers"),
-    ({"mirrored": True, "servers": 1, "placement": "colocated"}, "at least 2 servers"),
+    ({"mirrored": True}, "mirrored = true: servers have no mirrors.* --survive"),
 )
 def test_a_recipe_that_cannot_be_is_refused(keys, told):
     with pytest.raises(ConfigurationError, match=told):
@@ -448,7 +361,7 @@ def test_a_recipe_that_cannot_be_is_refused(keys, told):
 @pytest.mark.full_except("messages")
 def test_a_step_that_is_given_up_is_looked_at_and_the_next_one_taken(transport, rng):
     data = text(rng, STEPS, SAMPLES)
-    config = ParameterServerConfig(placement="colocated", transport=transport, mirrored=True)
+    config = ParameterServerConfig(placement="colocated", transport=transport)
 
     def body(comm):
         run = Run(comm, config)

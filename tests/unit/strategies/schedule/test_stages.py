@@ -1,7 +1,6 @@
 """Whatever legal order a pipeline works in, on whatever placement: its gradients have the bits of one process."""
 
 import random
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -9,94 +8,46 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.pipelines import legal, parts
+from harness.pipelines import SAMPLES, Plan, legal, parts, run
+from harness.rank_run import seat
 from hpcdist import models
-from hpcdist.arrays.store import FlatStore
-from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import CommunicationError, ScheduleError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor
-from hpcdist.strategies.core.grid import ProcessGrid
-from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule import messages
-from hpcdist.strategies.schedule.generate.operation_list import generated, insert_exchange
-from hpcdist.strategies.schedule.generate.passes import Pass, Passes, expand
-from hpcdist.strategies.schedule.operations import StagePlacement, folded, looped
-from hpcdist.strategies.schedule.verify.proof import verify
+from hpcdist.strategies.schedule.generate.operation_list import generated
+from hpcdist.strategies.schedule.generate.passes import Pass
+from hpcdist.strategies.schedule.operations import folded, looped
 from stubs import late_messages
 
-SAMPLES = 7
 LAYERS = 4  # of a gpt: six units
 
 
-@dataclass(frozen=True)
-class Plan:
-    """An order for every rank of a pipeline."""
-
-    placement: StagePlacement
-    passes: tuple[Passes, ...]
-    microbatches: int
-    recompute: bool = False
-
-
-def run(comm, plan, model, dtype):
-    """One step; the loss, and the gradients of the own tensors. An SGD with rate 0 changes nothing."""
-    built = models.build(model, dtype, context=8, features=5, classes=3)
-    context = RankContext(
-        world=comm,
-        data=comm.split(comm.rank),
-        pipeline=comm,
-        model=built,
-        placement=plan.placement,
-        optimizer=OptimizerConfig(name="sgd", learning_rate=1e-3),
-        total_steps=1,
-    )
-    exchange = AllreduceExchange(context)
-    for unit, part in context.ranges.items():
-        initial = FlatStore(built.layout, built.dtype, part)
-        built.initialise_stage(unit, initial, seed=3)
-        exchange.load_initial(initial)
-    executor = build_executor(context, exchange)
-    executor.copies.refresh()
-    steps = expand(plan.passes[comm.rank], plan.placement, comm.rank, recompute=plan.recompute)
-    steps = insert_exchange(steps + executor.copies.after_backward(), exchange.plan(), context.ranges)
-    steps += executor.copies.after_update()
-    lists = comm.allgather_object(steps)
-    units = {unit: built.layout.units[stage.layer] for unit, stage in enumerate(built.stages)}
-    grid = ProcessGrid(pipeline=comm.size)
-    verify(lists, grid=grid, units=units, microbatches=plan.microbatches, needs=built.needs)
+def step(comm, plan, model, dtype):
+    """The loss of one step, and the gradients of the own tensors."""
     noise = np.random.default_rng(11)
     if model.kind == "gpt":
         tokens = noise.integers(0, model.vocabulary, (SAMPLES, 9))
-        whole = tokens[:, :-1], tokens[:, 1:]
+        samples = tokens[:, :-1], tokens[:, 1:]
     else:
-        whole = noise.standard_normal((SAMPLES, 5)).astype(dtype), noise.integers(0, 3, SAMPLES)
-    cut = list(zip(*(np.array_split(values, plan.microbatches) for values in whole), strict=True))
-    gradients = {}
-
-    def look(scale):
-        for segment, where in exchange.gradients.tensors():
-            gradients[segment.key] = exchange.gradients.range(where).tobytes()
-
-    exchange.begin_update = look
-    steps = [op for op in steps if op.kind.name not in ("DIRECTION", "APPLY", "NORMS")]
-    loss = executor.run(steps, cut, SAMPLES, 1, np.zeros(0)).loss
-    arena = executor.arena
-    assert not arena._live, f"{sorted(arena._live)} are never given back"
-    evaluated = executor.evaluate(*whole)
-    assert not arena._live, f"{sorted(arena._live)} are never given back by an evaluation"
-    assert evaluated == 0 or comm.rank == plan.placement.ranks[-1]
+        samples = noise.standard_normal((SAMPLES, 5)).astype(dtype), noise.integers(0, 3, SAMPLES)
+    loss, _, gradients = run(comm, plan, built=built_of(model, dtype), samples=samples)
     return loss, gradients
+
+
+def built_of(model, dtype="float32"):
+    return models.build(model, dtype, context=8, features=5, classes=3)
 
 
 @cache
 def alone(model, microbatches, dtype):
-    units = len(models.build(model, dtype, context=8, features=5, classes=3).stages)
+    units = len(built_of(model).stages)
     passes = [(way, microbatch, 0) for microbatch in range(microbatches) for way in (Pass.FORWARD, Pass.BACKWARD)]
     plan = Plan(looped([range(units)], 1), (passes,), microbatches)
-    return run_threads(1, lambda comm: run(comm, plan, model, dtype))[0]
+    return run_threads(1, lambda comm: step(comm, plan, model, dtype))[0]
 
 
 def compare(plan, model, dtype="float32", *, exact=True, late=False):
@@ -106,7 +57,7 @@ def compare(plan, model, dtype="float32", *, exact=True, late=False):
     with pytest.MonkeyPatch.context() as patch:
         if late:
             late_messages.install(patch)
-        ranks = run_threads(plan.placement.stages, lambda comm: run(comm, plan, model, dtype))
+        ranks = run_threads(plan.placement.stages, lambda comm: step(comm, plan, model, dtype))
     for own, gradients in ranks:
         assert own == loss
         assert not found.keys() & gradients.keys()
@@ -127,7 +78,7 @@ def test_any_legal_order_computes_the_same_gradients(seed, split, late, kind):
     draw = random.Random(seed)
     ranks = draw.choice([1, 2, 2, 3])
     model = ModelConfig(kind=kind, layers=LAYERS if kind == "gpt" else 6, hidden=8, heads=2, vocabulary=19)
-    units = len(models.build(model, "float32", context=8, features=5, classes=3).stages)
+    units = len(built_of(model).stages)
     chunks = ranks * draw.choice([1, 2]) if units >= 2 * ranks else ranks
     fold = chunks == 2 * ranks and draw.random() < 0.5
     placement = (folded if fold else looped)(parts(units, chunks, draw), ranks)
@@ -165,15 +116,8 @@ def test_microbatches_that_share_a_tag_come_in_their_order(monkeypatch):
 def test_ranks_that_disagree_on_a_shape_do_not_start():
     def build(comm):
         model = models.build(ModelConfig(layers=2, hidden=8 * (1 + comm.rank), heads=2), context=8)
-        context = RankContext(
-            world=comm,
-            data=comm.split(comm.rank),
-            pipeline=comm,
-            model=model,
-            placement=looped([range(2), range(2, 4)], 2),
-            optimizer=OptimizerConfig(),
-            total_steps=1,
-        )
+        placement = looped([range(2), range(2, 4)], 2)
+        context = seat(comm, model, OptimizerConfig(), data=solo(), pipeline=comm, placement=placement)
         build_executor(context, AllreduceExchange(context))
 
     with pytest.raises(CommunicationError, match="sends and receives activations"):

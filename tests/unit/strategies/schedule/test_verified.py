@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from harness.rank_run import RankRun
+from harness.rank_run import RankRun, split_by_parameters
 from hpcdist import models
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
@@ -12,7 +12,6 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.build import EXCHANGES
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.grid import ProcessGrid
-from hpcdist.strategies.pipeline.partition import split_by_parameters
 from hpcdist.strategies.schedule.verify.proof import verify
 
 MICROBATCHES = 3
@@ -80,7 +79,7 @@ def test_stages_are_cut_to_the_smallest_largest_part():
     model = gpt(False)
     sizes = [sum(spec.size for spec in stage.tensors()) for stage in model.stages]
     for ranks in range(1, len(sizes) + 1):
-        parts = split_by_parameters(model, ranks)
+        parts = split_by_parameters(model, ranks).chunks
         assert [unit for part in parts for unit in part] == list(range(len(sizes))) and all(parts)
         best = min(
             max(sum(sizes[a:b]) for a, b in itertools.pairwise((0, *inner, len(sizes))))

@@ -18,7 +18,6 @@ from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.strategies.zero.exchange import ZeroExchange
-from hpcdist.strategies.zero.offload import Offload
 from hpcdist.strategies.zero.plain import PlainZero
 
 SAMPLES, STEPS = 11, 50
@@ -86,7 +85,7 @@ def test_all_degrees_train_as_one_process(size):
 def test_the_plain_path_without_any_layer_has_the_bits_of_its_stage(stage):
     def plain(context):
         config = ZeroConfig()
-        return PlainZero(context, config.degrees(stage, context.data.size), Offload(context, config), config)
+        return PlainZero(context, config.degrees(stage, context.data.size), config)
 
     layered = run_threads(3, lambda comm: trained(comm, zero(stage), steps=4, microbatches=2))
     for (losses, state), (expected, expected_state) in zip(

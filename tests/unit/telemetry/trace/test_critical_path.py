@@ -9,7 +9,7 @@ from hpcdist.strategies.schedule.generate.operation_list import generated
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 from hpcdist.strategies.schedule.simulate import passes
 from hpcdist.strategies.schedule.simulate import timeline as simulate_timeline
-from hpcdist.strategies.schedule.simulate.program import RECV, SEND, Rate, StepCosts
+from hpcdist.strategies.schedule.simulate.program import RECV, SEND, StepCosts
 from hpcdist.strategies.schedule.simulate.program import LinkCost as Wire
 from hpcdist.telemetry.trace import critical_path as trace_critical_path
 from hpcdist.telemetry.trace.critical_path import PathSegment, critical_path
@@ -219,14 +219,13 @@ def test_it_agrees_with_the_simulator(name, rng):
         written = generated(name, stages, microbatches, chunks)
         units = stages * written.chunks
         place = written.place([range(unit, unit + 1) for unit in range(units)])
-        for wire in (Wire(), Wire(latency_s=3.0, carries=Rate(0.0, 2.0))):
+        for wire in (Wire(), Wire(latency_s=3.0)):
             costs = rng.integers(1, 9, (4, units)).astype(float).tolist()
             names = ("forward_s", "backward_s", "input_s", "weight_s")
-            zeros = {name: [0] * units for name in ("message_bytes", "kept_bytes", "held_bytes")}
             timeline = simulate_timeline.simulate_passes(
                 [passes.compact(row) for row in written.passes],
                 place,
-                StepCosts(**dict(zip(names, costs, strict=True)), **zeros, link=wire),
+                StepCosts(**dict(zip(names, costs, strict=True)), link=wire),
             )
             pieces = simulated(timeline)
             path = critical_path(pieces)

@@ -31,8 +31,8 @@ from hpcdist.training.recipe import settings
     (2, "strategy=parameter_server parameter_server.placement=colocated", "parameter_server, 2 colocated servers, bsp"),
     (
         4,
-        "strategy=parameter_server servers=2 transport=shared mirrored=true",
-        "parameter_server, 2 dedicated servers, bsp, transport shared, mirrored",
+        "strategy=parameter_server servers=2 transport=shared",
+        "parameter_server, 2 dedicated servers, bsp, transport shared",
     ),
     (
         4,

@@ -356,7 +356,6 @@ def test_what_is_evaluated_is_the_working_copy(text, tmp_path):
     ([*SERVED, "parameter_server.consistency=asp"], "parameter_server.consistency"),
     ([*SERVED, "parameter_server.backup_workers=1"], "backup_workers"),
     ([*SERVED, "parameter_server.transport=shared"], "parameter_server.transport"),
-    ([*SERVED, "parameter_server.servers=2", "parameter_server.mirrored=true"], "mirrored"),
     ([*SERVED, "communication.algorithm=hierarchical"], "communication.algorithm"),
     (["precision.mode=bfloat16", "parallel.strategy=local_sgd"], "parallel.strategy"),
     (["precision.minimum_scale=2"], "precision.minimum_scale"),

@@ -111,7 +111,7 @@ LAYOUTS = {
     "colocated servers": (2, {**SERVER, "parameter_server.placement": "colocated"}, 2),
     "a server in shards": (3, SERVER | recipe_keys("parameter_server.servers=1 algorithm=auto logical_shards=5"), 5),
     "zero2 in pairs": (4, recipe_keys("strategy=zero2 zero.gradients=2 zero.optimizer=4 microbatches=2"), 8),
-    "mirrored servers": (4, SERVER | recipe_keys("parameter_server.servers=2 parameter_server.mirrored=true"), 2),
+    "two servers": (4, {**SERVER, "parameter_server.servers": 2}, 2),
     "bfloat16": (2, recipe_keys("precision.mode=bfloat16 strategy=zero2 microbatches=2"), 4),
 }
 

@@ -41,7 +41,7 @@ LAYOUTS = {
     "bfloat16 in a pipeline": (2, recipe_keys("pipeline=2 microbatches=3 global_batch=12 precision.mode=bfloat16")),
     "a server": (3, {**SERVER, "parameter_server.servers": 1}),
     "colocated servers": (2, {**SERVER, "parameter_server.placement": "colocated"}),
-    "mirrored servers": (4, SERVER | recipe_keys("parameter_server.servers=2 parameter_server.mirrored=true")),
+    "two servers": (4, {**SERVER, "parameter_server.servers": 2}),
     "servers in shared memory": (3, {**SERVER, "parameter_server.transport": "shared"}),
 }
 
