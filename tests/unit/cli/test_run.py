@@ -28,7 +28,7 @@ rank = "trap 'exit 5' TERM; : >$HPCDIST_LAUNCH_DIR/ready; while :; do sleep 0.05
 launcher = f'OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 bash -c "{rank}" & wait $!'.replace("$HPC", "\\\\$HPC")
 with supervisor.signals_held() as mask:
     line, folder = ["bash", "-c", launcher], Path(sys.argv[1])
-    outcome = supervisor.watch(line, dict(os.environ), folder, 60.0, mask, foreign=sys.argv[2] == "foreign")
+    outcome = supervisor.Supervision(line, dict(os.environ), folder, 60.0, mask, foreign=sys.argv[2] == "foreign").run()
 sys.exit(outcome.code)
 """
 

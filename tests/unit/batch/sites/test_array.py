@@ -258,10 +258,10 @@ def test_servers_and_workers_are_one_world_of_srun(stage, tmp_path):
     options = shlex.split(said[said.index("--mpi-args") + 1])
     assert options == ["--het-group=0,1", "--label"]
     layout = launchers.LaunchRequest(10, cpus_per_task=8, pmi="pmi2")
-    line = launchers.SiteStarter(launchers.SRUN, layout).line(["true"], {}, options)
+    line = launchers.Starter(launchers.SRUN, layout).line(["true"], {}, options)
     assert not [word for word in line if word.startswith(("--ntasks", "--nodes"))], "each component has its own number"
     assert line[-3:] == ["--het-group=0,1", "--label", "true"] and "--mpi=pmi2" in line
-    assert "--ntasks=10" in launchers.SiteStarter(launchers.SRUN, layout).line(["true"], {}, ["--label"])
+    assert "--ntasks=10" in launchers.Starter(launchers.SRUN, layout).line(["true"], {}, ["--label"])
 
 
 def test_the_components_come_in_the_order_of_the_ranks():
