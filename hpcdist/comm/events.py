@@ -20,11 +20,9 @@ class EventSink(Protocol):
         ``sent_bytes`` is what this rank puts on the wire as messages, or `UNKNOWN_BYTES`; ``peer`` is -1 where
         there is none.
         """
-        ...
 
     def end(self, token: int) -> None:
         """Note that the operation behind ``token`` is complete."""
-        ...
 
 
 class _NullSink:

@@ -139,7 +139,6 @@ class SpanSink(Protocol):
         self, phase: str, name: str, step: int, begin_ns: int, end_ns: int, microbatch: int = -1, unit: int = -1
     ) -> None:
         """Add the interval from ``begin_ns`` to ``end_ns`` (of `now_ns`); ``phase`` is one of `PHASES`."""
-        ...
 
 
 class _NullSpans:
