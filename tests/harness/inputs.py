@@ -12,6 +12,10 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.format.shard import BlockReader
+from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.models.config import ModelConfig
 
 SIZES = ("context", "height", "width", "channels", "features", "classes")  # of inputs
@@ -86,3 +90,18 @@ def model_case(**keys: Any) -> tuple[ModelConfig, dict[str, int]]:
     """Return the config of a model that has ``keys``, without those that are sizes of its inputs; and these."""
     sizes = {key: keys.pop(key) for key in SIZES if key in keys}
     return ModelConfig(**keys), sizes
+
+
+def newest(run_dir, comm=None):
+    """Return the checkpoint that a start goes on from, all of whose blocks are as they were written; None for none."""
+    comm = comm or solo()
+
+    def verified(path):
+        entries = () if path is None else manifest.load(path).pieces
+        with BlockReader(path) as reader:
+            for entry in entries:
+                for block in range(len(entry.digests)):
+                    reader.read(entry, block)
+        return path
+
+    return from_newest_intact(run_dir, comm, newest_complete(run_dir, comm), verified)

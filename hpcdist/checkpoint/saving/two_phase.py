@@ -20,6 +20,7 @@ read once more to find that out. The first checkpoint of a start is always whole
 """
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -386,7 +387,7 @@ def commit(plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> str:
     error = next((f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error), "")
     error = error or _commit(plan, outcomes)
     if error:
-        names.discard(plan.temporary)
+        shutil.rmtree(plan.temporary, ignore_errors=True)  # so that a full disk has its space back
     return error
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpcdist.cli.common import COUNT, DIRECTORY, FILE, PATH, ByteSize, json_option, run_dir_argument, set_option
-from hpcdist.errors import FAILURE, OK, STORAGE, UsageError
+from hpcdist.errors import FAILURE, OK, STORAGE, StorageError, UsageError
 from hpcdist.reporting.jsonable import jsonable
 from hpcdist.reporting.table import aligned
 from hpcdist.reporting.units import counted, format_bytes
@@ -185,7 +185,6 @@ def ls(run_dir: Path, as_json: bool) -> None:
 def show(path: Path, tensors: bool, as_json: bool) -> None:
     """Tell what the checkpoint PATH (.../step-N) holds; of a run directory, its newest complete one."""
     from hpcdist.checkpoint import listing
-    from hpcdist.errors import StorageError
 
     checkpoint = listing.inspect(listing.select(path))
     loaded = checkpoint.manifest
@@ -282,4 +281,5 @@ def prune(
         for path in removed:
             click.echo(f"{'would remove' if dry_run else 'removed'} {path}")
         click.echo(f"kept {', '.join(checkpoint.path.name for checkpoint in plan.kept)}", err=True)
-    checkpoint_verify.check_removed(failed)
+    if failed:
+        raise StorageError("; ".join(f"{path} could not be removed: {why}" for path, why in failed.items()))

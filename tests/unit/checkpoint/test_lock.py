@@ -11,10 +11,10 @@ import time
 import numpy as np
 import pytest
 
+from harness.inputs import newest
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import lock
 from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
-from hpcdist.checkpoint.restoring.restore import newest
 from hpcdist.checkpoint.saving.two_phase import SavePlan, commit, save
 from hpcdist.cli import main
 from hpcdist.comm.threads.communicator import run_threads, solo

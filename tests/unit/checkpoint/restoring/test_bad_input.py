@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from harness.inputs import newest
 from harness.marks import cases
 from harness.trainings import recipe_of, trainer_of
 from hpcdist.arrays.piece import Piece
@@ -19,7 +20,7 @@ from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.directory import LATEST
 from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.lock import RunLock
-from hpcdist.checkpoint.restoring.restore import newest, newest_complete, on_first_rank
+from hpcdist.checkpoint.restoring.restore import newest_complete, on_first_rank
 from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.cli import main
 from hpcdist.comm.threads.communicator import run_threads, solo

@@ -11,13 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from harness.inputs import filled, pieces_of
+from harness.inputs import filled, newest, pieces_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece, first_gap, intersect_runs, runs, whole_box
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.format import manifest
-from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import StorageError

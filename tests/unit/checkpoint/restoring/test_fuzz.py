@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 import pytest
 
-from harness.inputs import pieces_of
+from harness.inputs import newest, pieces_of
 from harness.trainings import trainer_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range, split
@@ -27,7 +27,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.directory import loss_of
 from hpcdist.checkpoint.format import manifest
-from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.cli import main
 from hpcdist.comm.threads.communicator import run_threads, solo

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from harness import jobs
-from harness.inputs import filled, pieces_of
+from harness.inputs import filled, newest, pieces_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.config import CheckpointConfig
 from hpcdist.checkpoint.format import manifest, shard
-from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, StorageError
