@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -168,10 +169,10 @@ def _gpu() -> Check:
 def _nccl() -> Check:
     from hpcdist.arrays.gpu import device
 
-    try:
-        if device.count() == 0:
-            return Check("NCCL", OK, "not needed: no GPU is usable here")
-    except MissingCapabilityError:
+    usable = 0
+    with suppress(MissingCapabilityError):
+        usable = device.count()
+    if not usable:
         return Check("NCCL", OK, "not needed: no GPU is usable here")
     try:
         version = int(device.nccl().get_version())

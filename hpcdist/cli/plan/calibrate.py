@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hpcdist.cli.common import FILE, ByteSize
+from hpcdist.cli.common import BYTE_SIZE, FILE
 from hpcdist.errors import OK, ConfigurationError, UsageError
 from hpcdist.reporting import atomic
 
@@ -52,7 +52,7 @@ _DTYPES: Final = ("float32", "float64", "float16")
     "--seconds", type=click.FloatRange(min=0.1), default=20.0, help="For the device, and again for the links."
 )
 @click.option(
-    "--max-bytes", "most_bytes", type=ByteSize(), default="32M", help="Longest message, and buffer of a collective."
+    "--max-bytes", "most_bytes", type=BYTE_SIZE, default="32M", help="Longest message, and buffer of a collective."
 )
 @click.option(
     "--algorithm",

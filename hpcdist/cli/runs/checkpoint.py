@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpcdist.cli.common import COUNT, DIRECTORY, FILE, PATH, ByteSize, json_option, run_dir_argument, set_option
+from hpcdist.cli.common import BYTE_SIZE, COUNT, DIRECTORY, FILE, PATH, json_option, run_dir_argument, set_option
 from hpcdist.errors import FAILURE, OK, STORAGE, StorageError, UsageError
 from hpcdist.reporting.jsonable import jsonable
 from hpcdist.reporting.table import aligned
@@ -26,7 +26,7 @@ _PATH = click.argument("path", type=PATH)
 @click.argument("out", type=PATH)
 @click.option("--optimizer", is_flag=True, help="Everything that a training needs to go on, not the parameters alone.")
 @click.option(
-    "--shard-bytes", type=ByteSize(), default="5G", help="safetensors: cut into files of at most so many bytes."
+    "--shard-bytes", type=BYTE_SIZE, default="5G", help="safetensors: cut into files of at most so many bytes."
 )
 @json_option
 def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bool) -> None:
@@ -115,7 +115,7 @@ def _warn_of_import(imported: "ImportedCheckpoint") -> None:
 
 @click.command("stripe")
 @click.argument("directory", metavar="DIR", type=DIRECTORY)
-@click.option("--bytes", "nbytes", type=ByteSize(), default="1G", help="Size of a checkpoint, e.g. 500M or 40G.")
+@click.option("--bytes", "nbytes", type=BYTE_SIZE, default="1G", help="Size of a checkpoint, e.g. 500M or 40G.")
 @click.option("--writers", type=COUNT, default=1, help="How many write at once.")
 @click.option("--set", "wish", default="auto", metavar="OPTIONS", help="As checkpoint.stripe: auto, none, or options.")
 @click.option("--plan", "plan_only", is_flag=True, help="Print what would be done, and do nothing.")
