@@ -145,7 +145,7 @@ def run_series(
     line_for: "Callable[[SweepTrial], Command] | None" = None,
     around: "Callable[[Sequence[SeriesItem], Measure], Measure] | None" = None,
 ) -> "SweepTally":
-    """Run what ``plan`` says by the command ``line``, under signals that ask to end; nobody else writes ``output`` then.
+    """Run what ``plan`` says by the command ``line``, under signals that ask to end, and lock ``output``.
 
     Each trial has files in a directory of its own. A new results file has ``attributes`` beside the provenance.
     ``line_for`` a trial is its own command, in place of ``line``; ``around`` wraps what measures a trial in what a
