@@ -51,16 +51,6 @@ def file_name(writer: int, writers: int) -> str:
     return f"{spread[writer % len(spread)]}/{name}" if spread else name
 
 
-def linked_name(name: str, step: str) -> str:
-    """Return the name in later checkpoints of the shard ``name`` of the checkpoint of ``step``."""
-    return name.removesuffix(".h5") + f"-of-{step}.h5"
-
-
-def is_linked(name: str) -> bool:
-    """Whether ``name`` is that of a shard of an earlier checkpoint."""
-    return "-of-" in name
-
-
 def directories(writers: int) -> list[str]:
     """Return the directories over which so many shards are spread; none where one is enough."""
     if writers <= PER_DIRECTORY:

@@ -116,7 +116,7 @@ class IncrementalWriter:
             assert self.directory is not None
             # A link keeps the name of the checkpoint that wrote it, however often it is linked on.
             step = self.directory.name.removeprefix("step-")
-            link_name = name if shard.is_linked(name) else shard.linked_name(name, step)
+            link_name = name if "-of-" in name else f"{name.removesuffix('.h5')}-of-{step}.h5"
             used = sum(entry.nbytes for entry in same.values() if entry.file == name)
             try:
                 size = (self.directory / name).stat().st_size

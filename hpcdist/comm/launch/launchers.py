@@ -279,7 +279,7 @@ def _mpirun(
     launcher: mpirun.Launcher, layout: LaunchRequest, surviving: bool, environment: Mapping[str, str]
 ) -> MpirunStarter:
     """Return the starter of ``layout`` by mpirun; in a Slurm job ranks are bound to the cores of the job."""
-    if not core_binding.in_slurm(environment):
+    if "SLURM_JOB_ID" not in environment:
         return MpirunStarter(MPIRUN, layout, launcher, surviving)
     each = core_binding.ranks_per_node(layout.ranks, layout.ranks_per_node, environment)
     if layout.cpus_per_task is None:

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -204,7 +205,8 @@ def _with_limits(devices: LimitedDevices, warmup: bool, items: "Sequence[SeriesI
             try:
                 in_force = stack.enter_context(devices.limited(limit_w, clock_mhz))
             except MissingCapabilityError as error:
-                return TrialOutcome(FAILED, power_axes.utc_now(), 0.0, 0, f"its limits could not be set: {error}")
+                now = datetime.now(UTC).isoformat(timespec="seconds")
+                return TrialOutcome(FAILED, now, 0.0, 0, f"its limits could not be set: {error}")
             outcome = measure(of, limit_s)
             after = devices.in_force()
         if outcome.status != OK:
