@@ -1,5 +1,8 @@
 """Files that small trainings read, a recipe of every kind of model on them, and states of made-up layouts."""
 
+import errno
+import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +13,13 @@ from harness.trainings import recipe_keys
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
-from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.format.shard import BlockReader
 from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete
-from hpcdist.comm.threads.communicator import solo
+from hpcdist.checkpoint.saving.two_phase import save
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.models.config import ModelConfig
 
 SIZES = ("context", "height", "width", "channels", "features", "classes")  # of inputs
@@ -105,3 +109,33 @@ def newest(run_dir, comm=None):
         return path
 
     return from_newest_intact(run_dir, comm, newest_complete(run_dir, comm), verified)
+
+
+def save_on(ranks, directory, step, stores, **options):
+    """Save ``stores``, by kind, on so many ranks as the checkpoint of ``step`` of a run, and return it."""
+
+    def body(comm):
+        kept = [(kind, store, split(store.layout.size, comm.size, 4)[comm.rank]) for kind, store in stores.items()]
+        pieces = [piece for kind, store, part in kept for piece in pieces_of(store, part, kind)]
+        return save(directory / "checkpoints", step, pieces, {"step": step, "seed": 2**70}, comm, **options)
+
+    return run_threads(ranks, body)[0]
+
+
+def flip(path, position):
+    """Flip a bit of a byte of the file ``path``."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def fail_write(monkeypatch, number):
+    """Let the disk be full when bytes are written for the ``number``-th time."""
+    true, seen = os.pwrite, itertools.count(1)
+
+    def full(fd, data, offset):
+        if next(seen) == number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return true(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)

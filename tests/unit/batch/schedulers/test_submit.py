@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from harness import jobs
+from harness.job_scripts import played_on_path
 from harness.marks import cases
 from hpcdist.batch import job, ledger
 from hpcdist.batch.schedulers.slurm import submit as slurm_submit
@@ -38,13 +39,7 @@ if [[ $1 == --parsable ]]; then echo "${NUMBER:-4711}"; else echo "sbatch: Job 1
 @pytest.fixture
 def sbatch(tmp_path, monkeypatch):
     """The folder in which a played sbatch leaves what it was asked."""
-    (tmp_path / "bin").mkdir()
-    for name, text in (("sbatch", SBATCH), ("scontrol", SCONTROL), ("squeue", SQUEUE)):
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("FOLDER", str(tmp_path))
-    return tmp_path
+    return played_on_path(tmp_path, monkeypatch, sbatch=SBATCH, scontrol=SCONTROL, squeue=SQUEUE)
 
 
 def submit(*arguments, folder, **environment):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from harness.inputs import newest
+from harness.inputs import flip, newest
 from harness.marks import cases
 from harness.trainings import recipe_of, trainer_of
 from hpcdist.arrays.piece import Piece
@@ -71,9 +71,7 @@ def truncated_shard(path):
 
 def flipped(path):
     entry = manifest.load(path).pieces[0]
-    data = bytearray((path / entry.file).read_bytes())
-    data[entry.offset] ^= 1
-    (path / entry.file).write_bytes(data)
+    flip(path / entry.file, entry.offset)
 
 
 DAMAGE = {
