@@ -76,11 +76,7 @@ _OUR_PYTHON = ("python", "python3")  # ours: that of PATH need not have hpcdist
     help="Let `train` outlive dead ranks: with fewer, or with new ones in their place (Open MPI 5).",
 )
 @click.option("--spares", type=COUNT, help="Ranks more that wait to replace a dead one, with --survive replace.")
-@click.option(
-    "--out",
-    type=DIRECTORY,
-    help="Run directory of the Training in a script, whatever the script says.",
-)
+@click.option("--out", type=DIRECTORY, help="Run directory of the Training in a script, whatever the script says.")
 @click.option(
     "--resume",
     type=click.Choice(["auto", "never"]),

@@ -37,13 +37,7 @@ from hpcdist.checkpoint.directory import Retention
 from hpcdist.checkpoint.format import manifest, shard
 from hpcdist.checkpoint.format.manifest import Slot, StoredPiece
 from hpcdist.checkpoint.format.shard import WrittenShards
-from hpcdist.checkpoint.format.shard_layout import (
-    BlockSource,
-    IncomingBlocks,
-    blocks_of,
-    first_holders,
-    send_blocks,
-)
+from hpcdist.checkpoint.format.shard_layout import BlockSource, IncomingBlocks, blocks_of, first_holders, send_blocks
 from hpcdist.checkpoint.lock import lost
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError

@@ -34,11 +34,7 @@ LAUNCH_LIMIT_S: Final = 120.0
 @click.option("--job", is_flag=True, help="Examine a batch job as one of its ranks, before the training starts.")
 @click.option("--out", type=PATH, help="With --job: the run directory.  [default: this one]")
 @click.option("--device", type=click.Choice(["cpu", "gpu"]), help="With --job: run.device of the recipe.")
-@click.option(
-    "--recipe",
-    type=FILE,
-    help="With --job: the recipe, whose optional packages are looked for.",
-)
+@click.option("--recipe", type=FILE, help="With --job: the recipe, whose optional packages are looked for.")
 def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: str | None, recipe: Path | None) -> int:
     """Check MPI, launcher, GPU, HDF5 and this machine: OK, WARN or FAIL, each with the cure.
 

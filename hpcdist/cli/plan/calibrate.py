@@ -29,13 +29,7 @@ _DTYPES: Final = ("float32", "float64", "float16")
 
 
 @click.command("calibrate")
-@click.option(
-    "-o",
-    "--output",
-    type=FILE,
-    required=True,
-    help="TOML file to write; must not exist.",
-)
+@click.option("-o", "--output", type=FILE, required=True, help="TOML file to write; must not exist.")
 @click.option(
     "--from",
     "base",

@@ -1,9 +1,6 @@
 """`hpcdist schedule`: verify, simulate and draw pipeline schedules; needs no rank."""
 
-import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,12 +40,7 @@ def _costs(text: str) -> tuple[float, float, float]:
 )
 @click.option("--message-s", type=click.FloatRange(min=0.0), default=0.0, help="Seconds that a message takes.")
 @click.option("--recompute", is_flag=True, help="Keep inputs only, and compute activations again.")
-@click.option(
-    "--file",
-    "source",
-    type=EXISTING_FILE,
-    help="A schedule that was written out, or by hand.",
-)
+@click.option("--file", "source", type=EXISTING_FILE, help="A schedule that was written out, or by hand.")
 @click.option(
     "--recipe",
     type=EXISTING_FILE,
@@ -81,6 +73,7 @@ def command(
     deadlock first. Nothing is trained and no MPI is needed.
     """
     from hpcdist.bench.pipeline import schedules
+    from hpcdist.bench.timing import without_collection
     from hpcdist.reporting.atomic import check_folder
 
     if recipe is not None or overrides:
@@ -91,7 +84,7 @@ def command(
     check_plot(plot)
     if trace is not None:
         check_folder(trace)
-    with _without_collection():
+    with without_collection():  # a million tuples would be looked through again and again
         known = _from_file(names, request, chunks, source)
         if dump is not None:
             _dump(known, dump)
@@ -111,18 +104,6 @@ def _show_stages(recipe: Path | None, overrides: tuple[str, ...], *, to_stderr: 
 
     for line in pipeline.plan_without_mpi(recipes.load(recipe, overrides).recipe).table():
         click.echo(line, err=to_stderr)
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Collect no garbage meanwhile: a million tuples would be looked through again and again."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _from_file(

@@ -66,9 +66,7 @@ def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bo
 @click.argument("source", metavar="IN", type=PATH)
 @click.argument("run_dir", metavar="DIR", type=DIRECTORY)
 @click.option(
-    "--recipe",
-    type=FILE,
-    help="Recipe of the model: the tensors are held against it, and it is kept in DIR.",
+    "--recipe", type=FILE, help="Recipe of the model: the tensors are held against it, and it is kept in DIR."
 )
 @set_option
 @click.option("--step", type=click.IntRange(min=0), help="Step that it is of.  [default: what an export knows, else 0]")
