@@ -1,6 +1,5 @@
 """`hpcdist doctor`: check MPI, launcher, GPU, HDF5 and this machine, with the cure for what fails."""
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -20,6 +19,7 @@ from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
 from hpcdist.comm.launch import environment
 from hpcdist.errors import FAILURE, HpcdistError, MissingCapabilityError, UsageError
 from hpcdist.reporting.hostlist import format_ranges
+from hpcdist.reporting.machine import package_version
 from hpcdist.reporting.units import format_bytes
 
 REQUIRED: Final = ("click", "h5py", "jinja2", "ml_dtypes", "mpi4py", "msgspec", "numba", "numpy", "tqdm", "xxhash")
@@ -130,21 +130,14 @@ def _placement(rows: list[tuple[str, int, tuple[int, ...], int]]) -> Check:
 
 
 def _versions() -> Check:
-    installed = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
-    missing = [name for name in REQUIRED if installed[name] is None]
+    installed = {name: package_version(name) for name in (*REQUIRED, *OPTIONAL)}
+    missing = [name for name in REQUIRED if not installed[name]]
     text = f"hpcdist {__version__}, Python {platform.python_version()}, " + ", ".join(
-        f"{name} {version}" for name, version in installed.items() if version is not None
+        f"{name} {version}" for name, version in installed.items() if version
     )
     if missing:
         return Check("versions", FAIL, text, f"not installed: {', '.join(missing)}; pip install hpcdist again")
     return Check("versions", OK, text)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _gpu() -> Check:

@@ -81,7 +81,8 @@ def command(
     from hpcdist.comm import start
     from hpcdist.hdf5 import files
     from hpcdist.planner.cluster import toml_file
-    from hpcdist.telemetry.provenance import processor, provenance
+    from hpcdist.reporting.machine import processor
+    from hpcdist.telemetry.provenance import provenance
 
     if "float16" in wanted["dtypes"] and device == "cpu":
         raise UsageError(
