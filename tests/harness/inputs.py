@@ -1,8 +1,9 @@
-"""Files that small trainings read, a recipe of every kind of model on them, and states of made-up layouts."""
+"""Files that small trainings read, recipes of all kinds of models on them, states of made-up layouts, and wheels."""
 
 import errno
 import itertools
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,20 @@ def fail_write(monkeypatch, number):
         return true(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", full)
+
+
+def make_wheel(folder, name, version, *metadata, tag="py3-none-any", module="", entry=""):
+    """Write a wheel of one ``module`` with the given lines of metadata, and return its path."""
+    info = f"{name}-{version}.dist-info"
+    files = {
+        f"{name}.py": module or f"version = {version!r}\n",
+        f"{info}/METADATA": "\n".join(["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *metadata, ""]),
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: {tag}\n",
+    }
+    files |= {f"{info}/entry_points.txt": entry} if entry else {}
+    files[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in (*files, f"{info}/RECORD"))
+    path = folder / f"{name}-{version}-{tag}.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in files.items():
+            archive.writestr(file, text)
+    return path
