@@ -1,4 +1,4 @@
-"""What runs here: the model of the CPU, and the versions of packages."""
+"""Model of the CPU, and the versions of packages."""
 
 import importlib.metadata
 import platform
