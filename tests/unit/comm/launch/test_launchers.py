@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from harness.jobs import called
 from harness.marks import cases
-from hpcdist.cli import main
 from hpcdist.comm.launch import environment as launch_environment
 from hpcdist.comm.launch import launchers, mpirun
 from hpcdist.comm.launch.launchers import KINDS, LaunchRequest, Starter
@@ -108,11 +108,9 @@ def test_auto_is_what_the_site_says():
 
 
 def refused(capsys, *words):
-    with pytest.raises(SystemExit) as leaving:
-        main.main(["run", "-n", "4", *words])
-    said = capsys.readouterr()
-    assert said.out == "" and "Traceback" not in said.err
-    return leaving.value.code, said.err
+    code, out, err = called(capsys, "run", "-n", "4", *words)
+    assert out == "" and "Traceback" not in err
+    return code, err
 
 
 @cases(
@@ -157,10 +155,9 @@ def test_the_mpiexec_of_an_mpi_is_not_that_of_the_site(capsys, monkeypatch, tmp_
 
 
 def printed(capsys, *words):
-    with pytest.raises(SystemExit) as leaving:
-        main.main(["run", "-n", "4", "--launcher", "srun", *words, "--dry-run", "train", "a b.toml"])
-    assert not leaving.value.code
-    return shlex.split(capsys.readouterr().out)
+    code, out, _ = called(capsys, "run", "-n", "4", "--launcher", "srun", *words, "--dry-run", "train", "a b.toml")
+    assert code == 0
+    return shlex.split(out)
 
 
 def test_a_dry_run_needs_no_launcher(capsys, monkeypatch, tmp_path):
