@@ -125,11 +125,6 @@ def replace(path: Path, text: str) -> None:
     atomic.write(path, text, durable=True)
 
 
-def discard(temporary: Path) -> None:
-    """Remove an unfinished checkpoint, so that a full disk has its space back; errors are ignored."""
-    shutil.rmtree(temporary, ignore_errors=True)
-
-
 def _prune(directory: Path, step: int, keep: Retention) -> None:
     """Remove what ``keep`` does not keep up to ``step``; set aside what lies beyond. Failures go to stderr."""
     directories = candidates(directory)

@@ -6,7 +6,7 @@ the run are kept out meanwhile (`exclude_jobs`). The automatic removal after eac
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -173,9 +173,3 @@ def remove(prune_plan: PrunePlan) -> tuple[list[Path], dict[Path, str]]:
         except OSError as error:
             failed[checkpoint.path] = error.strerror or str(error)
     return gone, failed
-
-
-def check_removed(failed: Mapping[Path, str]) -> None:
-    """Raise StorageError when something could not be removed."""
-    if failed:
-        raise StorageError("; ".join(f"{path} could not be removed: {why}" for path, why in failed.items()))

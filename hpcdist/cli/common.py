@@ -42,17 +42,29 @@ def stacked(*options: Decorator) -> Decorator:
     return add
 
 
-class ByteSize(click.ParamType):
-    """Click type of a number of bytes: 4096, 16K, 1M, 2G."""
+class Parsed(click.ParamType):
+    """Click type of what ``parse`` makes of a text; it raises ValueError for another. What is no text passes."""
 
-    name = "size"
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name, self._parse = name, parse
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the number; refuse another text."""
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the value; refuse another text."""
         try:
-            return parse_bytes(str(value))
+            return self._parse(value) if isinstance(value, str) else value
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+BYTE_SIZE: Final = Parsed("size", parse_bytes)  # 4096, 16K, 1M, 2G
+
+
+def check_plot(file: Path | None) -> None:
+    """Raise where ``file`` cannot be drawn, before anything else is done."""
+    if file is not None:
+        from hpcdist.reporting import plotting
+
+        plotting.check_plot(file)
 
 
 class LazyGroup(click.Group):

@@ -41,7 +41,7 @@ COMMANDS: Final = {
     "checkpoint": ("hpcdist.cli.runs.checkpoint:command", "List, verify, export and import what runs have saved."),
     "trace": ("hpcdist.cli.runs.trace:command", "Write the timeline of a run for Perfetto; who waited for whom."),
     "hang": ("hpcdist.cli.runs.hang:command", "Name the rank and the line at which a run came apart."),
-    "config": ("hpcdist.cli.config:command", "Show a recipe as it will run, and where each value comes from."),
+    "config": ("hpcdist.cli.train:config", "Show a recipe as it will run, and where each value comes from."),
     "energy": ("hpcdist.cli.energy.group:command", "Show what energy can be measured, and what runs used."),
     "site": ("hpcdist.cli.site:command", "Show profiles of sites; make modulefiles, wheelhouses."),
     "doctor": ("hpcdist.cli.doctor.command:command", "Check MPI, launcher, GPU, HDF5 and this machine."),

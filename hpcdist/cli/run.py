@@ -76,11 +76,7 @@ _OUR_PYTHON = ("python", "python3")  # ours: that of PATH need not have hpcdist
     help="Let `train` outlive dead ranks: with fewer, or with new ones in their place (Open MPI 5).",
 )
 @click.option("--spares", type=COUNT, help="Ranks more that wait to replace a dead one, with --survive replace.")
-@click.option(
-    "--out",
-    type=DIRECTORY,
-    help="Run directory of the Training in a script, whatever the script says.",
-)
+@click.option("--out", type=DIRECTORY, help="Run directory of the Training in a script, whatever the script says.")
 @click.option(
     "--resume",
     type=click.Choice(["auto", "never"]),
@@ -212,7 +208,7 @@ class _Launch:
             words = self._words(command, settings, where or ())
             own = self.starter.session(Path(folder), self.options)
             inherited = os.environ if where is None else launchers.restart_environment(os.environ)
-            outcome = supervisor.watch(
+            outcome = supervisor.Supervision(
                 words,
                 {**inherited, **settings, **own},
                 Path(folder),
@@ -222,7 +218,7 @@ class _Launch:
                 not self.script and command[0] == "train",
                 self.starter.kind,
                 self.script,
-            )
+            ).run()
             run_dir, stopped = exit_file.read_announcements(Path(folder))
             # What single ranks said before the others went on without them, and ended well, is no failure of the job.
             if outcome.code not in ((OK, REQUEUE, INTERRUPTED) if outcome.agreed else (OK,)):

@@ -1,4 +1,4 @@
-"""Commands of one training: `hpcdist train`, `grow`, `evaluate` and `sample`.
+"""Commands of one training: `hpcdist train`, `grow`, `evaluate` and `sample`, and `hpcdist config show` of its recipe.
 
 `train`: every rank of a job runs it; `hpcdist run -n N train` starts them on a workstation. `grow`: a training that
 was started with --survive takes in more ranks. `evaluate` prints the validation loss of a run's newest checkpoint,
@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpcdist.cli.common import COUNT, PATH, existing_run_argument, recipe_argument, run_dir_argument, set_option
+from hpcdist.cli.common import (
+    COUNT,
+    PATH,
+    existing_run_argument,
+    json_option,
+    recipe_argument,
+    run_dir_argument,
+    set_option,
+)
 from hpcdist.errors import ConfigurationError
 from hpcdist.reporting import atomic
 
@@ -159,3 +167,34 @@ def sample(run_dir: Path, prompt: str, tokens: int, temperature: float, top_k: i
     except BrokenPipeError:
         # Whoever reads has seen enough; the interpreter must not complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@click.group("config")
+def config() -> None:
+    """Recipes: their keys, values and origins."""
+
+
+@config.command()
+@recipe_argument
+@set_option
+@click.option("--origin", is_flag=True, help="Say where each value comes from.")
+@json_option
+def show(recipe: Path | None, overrides: tuple[str, ...], origin: bool, as_json: bool) -> None:
+    """Print RECIPE (TOML), or the default recipe, as a run resolves it: valid TOML with every key."""
+    from hpcdist.training.recipe import recipe as recipes
+
+    resolved = recipes.load(recipe, overrides)
+    if as_json:
+        click.echo(json.dumps({"recipe": recipes.flat(resolved.recipe), "origin": dict(resolved.origin)}))
+    elif not origin:
+        click.echo(recipes.dump(resolved.recipe), nl=False)
+    else:
+        click.echo(_with_origins(recipes.dump(resolved.recipe), list(resolved.origin.values())), nl=False)
+
+
+def _with_origins(text: str, origins: list[str]) -> str:
+    """Return ``text`` with the origin of each key as a comment behind it."""
+    width = max(len(line) for line in text.splitlines())
+    places = iter(origins)
+    lines = [f"{line:<{width}}  # {next(places)}" if " = " in line else line for line in text.splitlines()]
+    return "\n".join(lines) + "\n"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hpcdist.cli.common import COUNT, DIRECTORY, ByteSize, json_option
+from hpcdist.cli.common import BYTE_SIZE, COUNT, DIRECTORY, json_option
 from hpcdist.reporting.units import counted
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
@@ -30,7 +30,7 @@ KERNEL_PACKAGES: Final = ("arrays", "collectives", "models", "optim", "strategie
 @click.command()
 @click.option(
     "--max-bytes",
-    type=ByteSize(),
+    type=BYTE_SIZE,
     default="4M",
     help="The largest buffer. The result serves trainings whose gradients, or communication.bucket_bytes, are no more; "
     "with --sharded those whose gradients of a layer, rounded up to a power of two, are as much.",

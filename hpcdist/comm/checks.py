@@ -94,12 +94,12 @@ class CollectiveCall:
 
 
 def describe_call(
-    operation: str, algorithm: str, buffer: Array, reduction: str = "", extra: str = "", refused: str = ""
+    operation: str, algorithm: str, buffer: Array, reduction: str = "", extra: str = ""
 ) -> CollectiveCall:
     """Return the description of a call on ``buffer``, which may be any object that a caller has passed (local)."""
     count, dtype = getattr(buffer, "size", "?"), getattr(buffer, "dtype", None)
     name = type(buffer).__name__ if dtype is None else name_of(dtype)
-    return CollectiveCall(operation, algorithm, name, str(count), reduction, extra, refused)
+    return CollectiveCall(operation, algorithm, name, str(count), reduction, extra)
 
 
 def compare_native(comm: Communicator, operation: str, buffer: Array, reduction: str = "", extra: str = "") -> None:
@@ -111,20 +111,13 @@ def compare_native(comm: Communicator, operation: str, buffer: Array, reduction:
         compare_calls(comm, describe_call(operation, NATIVE_ALGORITHM, buffer, reduction, extra))
 
 
-def compare_calls(comm: Communicator, call: CollectiveCall) -> None:
-    """Raise CommunicationError on every rank unless all are about to make the same ``call``. Collective."""
-    _check_alike(comm, _exchange_calls(comm, call))
+def compare_calls(comm: Communicator, call: CollectiveCall, move: Move | None = None) -> None:
+    """Raise CommunicationError on every rank unless all are about to make the same ``call``. Collective.
 
-
-def compare_while_moving(comm: Communicator, call: CollectiveCall, move: Move) -> None:
-    """Compare as `compare_calls` does, and call ``move`` for other operations until all have come. Collective.
-
-    A rank that still waits for an operation before this one would otherwise never come.
+    ``move`` is called for other operations until all have come: a rank that still waits for one of these would
+    otherwise never come.
     """
-    _check_alike(comm, _exchange_calls(comm, call, move))
-
-
-def _check_alike(comm: Communicator, everybody: Sequence[tuple[CollectiveCall, str]]) -> None:
+    everybody = _exchange_calls(comm, call, move)
     if any(other != everybody[0][0] for other, _ in everybody):
         raise CommunicationError(_difference(comm.name, everybody))
 
@@ -132,8 +125,8 @@ def _check_alike(comm: Communicator, everybody: Sequence[tuple[CollectiveCall, s
 def announce_refusal(comm: Communicator, call: CollectiveCall, error: HpcdistError, move: Move | None = None) -> None:
     """Tell the other ranks, in checked mode, that this one raises ``error`` instead of joining in ``call``.
 
-    Collective over ``comm`` in checked mode: the others compare their own calls meanwhile, by `compare_while_moving`
-    where there is a ``move``.
+    Collective over ``comm`` in checked mode: the others compare their own calls meanwhile, with
+    the same ``move``.
     """
     if comm.checked and comm.size > 1:
         _exchange_calls(

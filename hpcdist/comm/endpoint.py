@@ -18,7 +18,7 @@ from hpcdist.comm.communicator import ANY, REDUCTIONS, Communicator, Message, No
 from hpcdist.comm.events import UNKNOWN_BYTES, EventSink
 from hpcdist.comm.failure.rank_failures import FaultTolerant
 from hpcdist.comm.handover import Handover
-from hpcdist.comm.window import DeferredWindow, ObservedWindow, Transfers, Window
+from hpcdist.comm.window import DeferredWindow, ObservedWindow, Window
 from hpcdist.errors import UsageError
 
 
@@ -210,29 +210,19 @@ class Endpoint(FaultTolerant):
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Gather small objects."""
-        token = self.events.begin(self.name, "allgather_object", "uint8", 0, UNKNOWN_BYTES, -1, 0)
-        values = self._allgather_object(value)
-        self.events.end(token)
-        return values
+        return self._recorded("allgather_object", self._allgather_object, value)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Broadcast a small object."""
-        token = self.events.begin(self.name, "broadcast_object", "uint8", 0, UNKNOWN_BYTES, root, 0)
-        result = self._broadcast_object(value, root)
-        self.events.end(token)
-        return result
+        return self._recorded("broadcast_object", self._broadcast_object, value, root, peer=root)
 
     def split(self, color: int | None, key: int = 0, label: str = "split") -> Communicator | None:
         """Split by color."""
-        token = self.events.begin(self.name, "split", "uint8", 0, UNKNOWN_BYTES, -1, 0)
         self._children += 1
         suffix = "" if color is None else f"/{label}{self._children}.{color}"
-        child = self._split(color, key, self.name + suffix)
-        self.events.end(token)
+        child = self._recorded("split", self._split, color, key, self.name + suffix)
         if child is not None:
-            self._adopt(child)
-            child._sink_cell = self._sink_cell
-            child.checked = self.checked
+            self._adopt(self._passed_on(child))
         return child
 
     def dup(self, label: str = "dup") -> Communicator:
@@ -268,20 +258,15 @@ class Endpoint(FaultTolerant):
 
     def shared(self, nbytes: int) -> SharedBlock:
         """Allocate memory of the node."""
-        token = self.events.begin(self.name, "shared", "uint8", nbytes, UNKNOWN_BYTES, -1, 0)
-        block = self._shared(nbytes)
-        self.events.end(token)
-        return block
+        return self._recorded("shared", self._shared, nbytes, count=nbytes)
 
     def window(self, nbytes: int) -> Window:
         """Allocate memory for one-sided access."""
         sizes = self.allgather_object(nbytes)
-        token = self.events.begin(self.name, "window", "uint8", nbytes, UNKNOWN_BYTES, -1, 0)
-        transfers = self._window(nbytes)
-        self.events.end(token)
+        transfers = self._recorded("window", self._window, nbytes, count=nbytes)
         return ObservedWindow(transfers, self.name, sizes, lambda: self.events)
 
-    def _window(self, nbytes: int) -> Transfers:
+    def _window(self, nbytes: int) -> Window:
         return DeferredWindow(self._shared(nbytes).views, self.rank)
 
     @abstractmethod

@@ -3,13 +3,13 @@
 The flight recorder, the timing of operations and the counting of traffic are sinks (see `comm.record`).
 """
 
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 UNKNOWN_BYTES: Final = -1  # the MPI library chose the algorithm, so the volume is not known
 
 
-class EventSink(Protocol):
-    """Observer of a communicator: called when an operation begins and when it ends.
+class EventSink:
+    """Observer of a communicator, called when an operation begins and when it ends; this one observes nothing.
 
     An operation that raises never ends, so that the last open event shows where the failure happened.
     """
@@ -20,22 +20,13 @@ class EventSink(Protocol):
         ``sent_bytes`` is what this rank puts on the wire as messages, or `UNKNOWN_BYTES`; ``peer`` is -1 where
         there is none.
         """
-        ...
-
-    def end(self, token: int) -> None:
-        """Note that the operation behind ``token`` is complete."""
-        ...
-
-
-class _NullSink:
-    def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
         return 0
 
     def end(self, token: int) -> None:
-        return None
+        """Note that the operation behind ``token`` is complete."""
 
 
-NULL_SINK: Final[EventSink] = _NullSink()
+NULL_SINK: Final = EventSink()
 
 
 class Observable:

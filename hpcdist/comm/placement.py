@@ -21,7 +21,6 @@ class Placement:
     node: int
     nodes: int
     local_rank: int
-    local_size: int
     host: str
     cores: tuple[int, ...]
 
@@ -65,7 +64,6 @@ def locate(comm: Communicator, announced: LaunchEnvironment | None) -> Placement
         node=nodes.index,
         nodes=nodes.count,
         local_rank=local_rank,
-        local_size=nodes.intra.size,
         host=socket.gethostname(),
         cores=tuple(sorted(os.sched_getaffinity(0))),
     )
@@ -83,4 +81,4 @@ def shown(local_ranks: Sequence[int]) -> str:
 
 def alone() -> Placement:
     """Return the placement of a process on its own (local)."""
-    return Placement(0, 1, 0, 1, socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))))
+    return Placement(0, 1, 0, socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))))

@@ -178,7 +178,7 @@ def start(
     mpi = import_mpi()
     faulthandler.cancel_dump_traceback_later()
     world = mpi.COMM_WORLD
-    failfast.install(world.Abort, None, world.Get_rank(), world.Set_name)
+    failfast.install(world.Abort, world.Get_rank(), world.Set_name)
     exit_file.announce_segments()
     library_version = library(mpi)
     check_world(launch, world.Get_size(), library_version)
@@ -205,7 +205,7 @@ def fail_alike() -> None:
     """
     if not failfast.is_installed():
         launch = environment.launch_environment()
-        failfast.install(_exit_process, None, 0 if launch is None else launch.rank or 0)
+        failfast.install(_exit_process, 0 if launch is None else launch.rank or 0)
 
 
 def start_joined() -> Session:
@@ -224,7 +224,7 @@ def start_joined() -> Session:
     except Exception as error:  # noqa: BLE001 - whatever it was
         end_alone(error)
     signal.alarm(0)
-    failfast.install(mpi.COMM_WORLD.Abort, None, comm.rank)
+    failfast.install(mpi.COMM_WORLD.Abort, comm.rank)
     announce_pid(uuid.uuid4().hex)
     exit_file.announce_segments()
     session = Session(comm, placement.alone(), library(mpi), mpi.COMM_WORLD.Abort, outlives=True)
@@ -265,7 +265,7 @@ def _wants_checks(checked: bool) -> bool:
 
 def start_alone() -> Session:
     """Start a world of this process alone, whatever launched it: no MPI."""
-    failfast.install(_exit_process, None, 0)
+    failfast.install(_exit_process, 0)
     comm = solo()
     return Session(comm, placement.locate(comm, None), "none", _exit_process)
 

@@ -31,55 +31,24 @@ class Window(Protocol):
 
     def put(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
         """Begin to write ``buffer`` into the memory of ``peer``, from byte ``at_bytes`` on."""
-        ...
 
     def get(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
         """Begin to read the memory of ``peer``, from byte ``at_bytes`` on, into ``buffer``."""
-        ...
 
     def flush(self, peer: int) -> None:
         """Return when all transfers of this rank with ``peer`` are complete on both sides."""
-        ...
 
     def sync(self) -> None:
         """Order own accesses to ``memory`` with those of others: after a notice is received, before one is sent."""
-        ...
 
     def close(self) -> None:
         """Free the memory; nothing may be under way. Collective."""
-        ...
-
-
-class Transfers(Protocol):
-    """The bare transport of a window, in bytes."""
-
-    memory: np.ndarray
-
-    def put(self, octets: np.ndarray, peer: int, at_bytes: int) -> None:
-        """Begin to write."""
-        ...
-
-    def get(self, octets: np.ndarray, peer: int, at_bytes: int) -> None:
-        """Begin to read."""
-        ...
-
-    def flush(self, peer: int) -> None:
-        """Complete the transfers with ``peer``."""
-        ...
-
-    def sync(self) -> None:
-        """Order reads and writes."""
-        ...
-
-    def close(self) -> None:
-        """Free the memory. Collective."""
-        ...
 
 
 class ObservedWindow:
-    """A window whose operations are checked and recorded; put and got bytes count as sent by the calling rank."""
+    """Window over the bare ``transfers`` of bytes: it checks and records each. Put and got bytes count as sent here."""
 
-    def __init__(self, transfers: Transfers, name: str, sizes: list[int], events: Callable[[], EventSink]) -> None:
+    def __init__(self, transfers: Window, name: str, sizes: list[int], events: Callable[[], EventSink]) -> None:
         self._transfers, self._name, self._sizes, self._events = transfers, name, sizes, events
         self.memory = transfers.memory
 
@@ -140,13 +109,13 @@ class MpiTransfers:
         self.memory[...] = 0
         self.sync()
 
-    def put(self, octets: np.ndarray, peer: int, at_bytes: int) -> None:
+    def put(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
         """Begin to write."""
-        self._window.Put([octets, self._mpi.BYTE], peer, (at_bytes, octets.size, self._mpi.BYTE))
+        self._window.Put([buffer, self._mpi.BYTE], peer, (at_bytes, buffer.size, self._mpi.BYTE))
 
-    def get(self, octets: np.ndarray, peer: int, at_bytes: int) -> None:
+    def get(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
         """Begin to read."""
-        self._window.Get([octets, self._mpi.BYTE], peer, (at_bytes, octets.size, self._mpi.BYTE))
+        self._window.Get([buffer, self._mpi.BYTE], peer, (at_bytes, buffer.size, self._mpi.BYTE))
 
     def flush(self, peer: int) -> None:
         """Complete the transfers with ``peer``."""
@@ -172,15 +141,15 @@ class DeferredWindow:
         self.memory = views[rank]
         self._begun: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}  # peer -> (target, source)
 
-    def put(self, octets: np.ndarray, peer: int, at_bytes: int) -> None:
+    def put(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
         """Begin to write."""
-        there = self._views[peer][at_bytes : at_bytes + octets.size]
-        self._begun.setdefault(peer, []).append((there, octets))
+        there = self._views[peer][at_bytes : at_bytes + buffer.size]
+        self._begun.setdefault(peer, []).append((there, buffer))
 
-    def get(self, octets: np.ndarray, peer: int, at_bytes: int) -> None:
+    def get(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
         """Begin to read."""
-        there = self._views[peer][at_bytes : at_bytes + octets.size]
-        self._begun.setdefault(peer, []).append((octets, there))
+        there = self._views[peer][at_bytes : at_bytes + buffer.size]
+        self._begun.setdefault(peer, []).append((buffer, there))
 
     def flush(self, peer: int) -> None:
         """Carry out the transfers that were begun with ``peer``."""

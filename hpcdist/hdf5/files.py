@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 
 import h5py
 import numpy as np
+import xxhash
 
 from hpcdist.arrays.dtypes import BFLOAT16, name_of
 from hpcdist.arrays.ranges import Range, cut, gaps
@@ -47,13 +48,6 @@ def attributes_of(file: h5py.File) -> dict[str, float | str]:
         if isinstance(value, int | float) or (isinstance(value, str) and len(value) <= MOST_TEXT):
             attributes[str(name)] = value
     return attributes
-
-
-class Digest(Protocol):
-    """Hash object of `xxhash` or `hashlib`."""
-
-    def update(self, data: memoryview, /) -> None:
-        """Append ``data`` to the hashed bytes."""
 
 
 class Blocks(Protocol):
@@ -313,7 +307,7 @@ def write_contiguous(
     schema: str,
     version: int,
     opens: Callable[[Path], Overlay] = Overlay.created,
-    outside: Digest | None = None,
+    outside: xxhash.xxh3_128 | None = None,
 ) -> dict[str, int]:
     """Write a new file of contiguous datasets to the disk (fsync included) and return the byte offset of each.
 
@@ -357,7 +351,7 @@ def _range_in_file(array: np.ndarray | Blocks, offset: int) -> Range:
     return Range(offset, offset + math.prod(array.shape) * array.dtype.itemsize)
 
 
-def _digest_outside(overlay: Overlay, places: Sequence[Range], digest: Digest) -> None:
+def _digest_outside(overlay: Overlay, places: Sequence[Range], digest: xxhash.xxh3_128) -> None:
     """Digest the bytes of the file outside ``places`` from the overlay in memory, before any disk can alter them."""
     memory = bytearray(OUTSIDE_BYTES)
     for gap in gaps(Range(0, overlay.seek(0, os.SEEK_END)), places):

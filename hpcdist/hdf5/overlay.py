@@ -133,26 +133,10 @@ class Overlay(io.RawIOBase):
         if not read_only:
             journal_of(self._path).unlink(missing_ok=True)
 
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def writable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Set and return the position."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         self._position = base + offset
-        return self._position
-
-    def tell(self) -> int:
-        """Return the position."""
         return self._position
 
     def _page(self, number: int) -> bytearray:

@@ -12,11 +12,11 @@ import pwd
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Final
 
 from hpcdist import __version__
+from hpcdist.reporting.machine import package_version, processor
 
 PACKAGES: Final = ("numpy", "mpi4py", "h5py", "numba")
 JOB_VARIABLES: Final = ("SLURM_JOB_ID", "SLURM_JOB_PARTITION", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT")
@@ -35,7 +35,7 @@ def provenance(
     published. Keys are stable: ``created_utc``, ``git_commit``, ``numpy_version``, ...
     """
     values = {"created_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-    values |= {f"{name}_version": version for name in PACKAGES if (version := _version(name))}
+    values |= {f"{name}_version": version for name in PACKAGES if (version := package_version(name))}
     values["hpcdist_version"] = __version__  # of a checkout, too, which is installed nowhere
     values["python_version"] = platform.python_version()
     values["git_commit"] = git_commit(Path(__file__).resolve().parents[1])
@@ -48,13 +48,6 @@ def provenance(
         values["hosts"] = ",".join(hosts if hosts is not None else [socket.gethostname()])
     values |= {name.lower(): environment[name] for name in JOB_VARIABLES if name in environment}
     return values
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def git_commit(package: Path) -> str:
@@ -76,16 +69,6 @@ def git_commit(package: Path) -> str:
         return "unknown: git is not installed"
     except subprocess.SubprocessError:
         return "unknown: not a clone with a commit"
-
-
-def processor() -> str:
-    """Return the model of the CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []  # not Linux
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 JOB_ID_VARIABLES: Final = ("SLURM_JOB_ID", "PBS_JOBID")

@@ -1,5 +1,9 @@
-"""Files that small trainings read, a recipe of every kind of model on them, and states of made-up layouts."""
+"""Files that small trainings read, recipes of all kinds of models on them, states of made-up layouts, and wheels."""
 
+import errno
+import itertools
+import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +14,13 @@ from harness.trainings import recipe_keys
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
-from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.format.shard import BlockReader
+from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete
+from hpcdist.checkpoint.saving.two_phase import save
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.models.config import ModelConfig
 
 SIZES = ("context", "height", "width", "channels", "features", "classes")  # of inputs
@@ -86,3 +95,65 @@ def model_case(**keys: Any) -> tuple[ModelConfig, dict[str, int]]:
     """Return the config of a model that has ``keys``, without those that are sizes of its inputs; and these."""
     sizes = {key: keys.pop(key) for key in SIZES if key in keys}
     return ModelConfig(**keys), sizes
+
+
+def newest(run_dir, comm=None):
+    """Return the checkpoint that a start goes on from, all of whose blocks are as they were written; None for none."""
+    comm = comm or solo()
+
+    def verified(path):
+        entries = () if path is None else manifest.load(path).pieces
+        with BlockReader(path) as reader:
+            for entry in entries:
+                for block in range(len(entry.digests)):
+                    reader.read(entry, block)
+        return path
+
+    return from_newest_intact(run_dir, comm, newest_complete(run_dir, comm), verified)
+
+
+def save_on(ranks, directory, step, stores, **options):
+    """Save ``stores``, by kind, on so many ranks as the checkpoint of ``step`` of a run, and return it."""
+
+    def body(comm):
+        kept = [(kind, store, split(store.layout.size, comm.size, 4)[comm.rank]) for kind, store in stores.items()]
+        pieces = [piece for kind, store, part in kept for piece in pieces_of(store, part, kind)]
+        return save(directory / "checkpoints", step, pieces, {"step": step, "seed": 2**70}, comm, **options)
+
+    return run_threads(ranks, body)[0]
+
+
+def flip(path, position):
+    """Flip a bit of a byte of the file ``path``."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def fail_write(monkeypatch, number):
+    """Let the disk be full when bytes are written for the ``number``-th time."""
+    true, seen = os.pwrite, itertools.count(1)
+
+    def full(fd, data, offset):
+        if next(seen) == number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return true(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+
+
+def make_wheel(folder, name, version, *metadata, tag="py3-none-any", module="", entry=""):
+    """Write a wheel of one ``module`` with the given lines of metadata, and return its path."""
+    info = f"{name}-{version}.dist-info"
+    files = {
+        f"{name}.py": module or f"version = {version!r}\n",
+        f"{info}/METADATA": "\n".join(["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *metadata, ""]),
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: {tag}\n",
+    }
+    files |= {f"{info}/entry_points.txt": entry} if entry else {}
+    files[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in (*files, f"{info}/RECORD"))
+    path = folder / f"{name}-{version}-{tag}.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in files.items():
+            archive.writestr(file, text)
+    return path

@@ -1,15 +1,20 @@
 """Scripts of jobs under test: golden copies, and what bash and shellcheck say of them."""
 
+import dataclasses
 import difflib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from harness import jobs
+from hpcdist.batch import submission
 from hpcdist.batch.job import BatchJob
+from hpcdist.batch.sites.profile import SiteProfile
 
 GOLDEN = Path(__file__).parents[1] / "unit" / "golden"
 RECIPE = '[data]\npath = "/scratch/text"\n\n[run]\nsteps = 5\n'
@@ -45,6 +50,51 @@ if [[ -n ${{CODE:-}} ]]; then exit "$CODE"; fi
 touch ready
 for ((i = 0; i < 600; i++)); do sleep 0.05; done
 """
+
+
+def play(folder: Path, **commands: str) -> None:
+    """Put ``commands`` into ``folder``, by name: texts of scripts that are played for them."""
+    folder.mkdir(exist_ok=True)
+    for name, text in commands.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+
+
+def played_on_path(folder: Path, monkeypatch: pytest.MonkeyPatch, **commands: str) -> Path:
+    """Put played ``commands`` first on PATH, and return ``folder``, in which they leave what they were asked."""
+    play(folder / "bin", **commands)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("FOLDER", str(folder))
+    return folder
+
+
+def start_script(folder: Path, job: BatchJob, site: SiteProfile, variables: dict[str, str], cwd: Path | None = None):
+    """Start the script of ``job`` at ``site``, with the commands that are played in ``folder``."""
+    run_dir = folder / "run" if job.run_dir == PLAIN.run_dir else job.run_dir
+    job = dataclasses.replace(job, python=str(folder / "python"), run_dir=run_dir)
+    text = submission.render(job, site, job.template or submission.TEMPLATES[site.scheduler.kind])
+    (folder / "job.sh").write_text(submission.script_with_input(job, text))
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"} | variables
+    return subprocess.Popen(
+        ["bash", folder / "job.sh"], cwd=cwd or folder, env=environment, stderr=subprocess.PIPE, text=True
+    )
+
+
+def words(path: Path) -> list[str]:
+    """Return the arguments that a played command has kept in ``path``."""
+    return path.read_text().split("\0")[:-1]
+
+
+def ended(process) -> tuple[int, str]:
+    """Return the exit code of a script, and what it said."""
+    errors = process.communicate(timeout=60)[1]
+    return process.returncode, errors
+
+
+def signal_when_ready(process, folder: Path, number: signal.Signals) -> None:
+    """Signal a script once its training is under way."""
+    jobs.until((folder / "ready").exists, "the training", process)
+    process.send_signal(number)
 
 
 def check_golden(text: str, name: str) -> None:

@@ -94,6 +94,24 @@ def called(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str
     return code, streams.out, streams.err
 
 
+def light(heavy: Sequence[str], *commands: Sequence[str], cwd: Path | str | None = None) -> list[str]:
+    """Run ``commands`` of hpcdist one after another in a new process, and return the lines that they print.
+
+    Asserts that each ends well, and that they load none of the modules ``heavy``.
+    """
+    code = (
+        "import sys\nfrom hpcdist.cli.main import main\n"
+        f"for words in {[list(words) for words in commands]!r}:\n    try:\n        main(words)\n"
+        "    except SystemExit as leaving:\n        assert not leaving.code, (words, leaving.code)\n"
+        f"print('loaded:', *[name for name in {tuple(heavy)!r} if name in sys.modules])"
+    )
+    done = python(code, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    *said, loaded = done.stdout.splitlines()
+    assert loaded.strip() == "loaded:", loaded
+    return said
+
+
 def until(
     condition: Callable[[], Any],
     what: str = "answer",

@@ -101,6 +101,20 @@ def started(**options: Any) -> Iterator[Cluster]:
             found.stop()
 
 
+def crashing(count: int) -> Any:
+    """Start a cluster whose nodes can crash, or skip."""
+    if refused := isolation_refused():
+        pytest.skip(refused)
+    return started(count=count, isolated=True, timeout_s=NOTICED_S, requeue_s=REQUEUED_S)
+
+
+@pytest.fixture
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing leaves the machine."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(scope="session")
 def cluster(mpi: mpirun.Launcher) -> Iterator[Cluster]:
     with started() as found:
@@ -117,20 +131,14 @@ def roomy(mpi: mpirun.Launcher) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def fragile(mpi: mpirun.Launcher) -> Iterator[Cluster]:
     """A cluster whose nodes can crash, which it notices after a few seconds instead of five minutes."""
-    refused = isolation_refused()
-    if refused:
-        pytest.skip(refused)
-    with started(count=4, isolated=True, timeout_s=NOTICED_S, requeue_s=REQUEUED_S) as found:
+    with crashing(4) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def spared(mpi: mpirun.Launcher) -> Iterator[Cluster]:
     """A cluster of five nodes that can crash, for jobs with spare ones."""
-    refused = isolation_refused()
-    if refused:
-        pytest.skip(refused)
-    with started(count=5, isolated=True, timeout_s=NOTICED_S, requeue_s=REQUEUED_S) as found:
+    with crashing(5) as found:
         yield found
 
 

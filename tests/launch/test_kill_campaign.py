@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from harness import jobs
-from hpcdist.checkpoint.restoring.restore import newest
+from harness.inputs import newest
 from hpcdist.checkpoint.verify import verify
 
 KILLS = int(os.environ.get("HPCDIST_TEST_JOB_KILLS", "3"))

@@ -22,16 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hpcdist.telemetry.sinks.prometheus import PrometheusSink
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_proxy")]
 
 LIMIT_S = 60
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    """Nothing here leaves the machine."""
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @contextmanager

@@ -27,14 +27,7 @@ SETTINGS = (
     "checkpoint.every_steps=50",
 )  # fmt: skip
 
-pytestmark = [pytest.mark.timeout(3 * LIMIT_S), pytest.mark.full]
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    """Nothing here leaves the machine."""
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = [pytest.mark.timeout(3 * LIMIT_S), pytest.mark.full, pytest.mark.usefixtures("no_proxy")]
 
 
 def line(text, out, *settings, steps):

@@ -41,7 +41,7 @@ options = mpirun.ulfm_options(found) if behaviour.startswith("mortal") else []
 line = mpirun.command(found, 2, [sys.executable, str(Path(folder) / "rank.py"), behaviour], settings, options)
 environment = {**os.environ, **settings, **mpirun.session(found, Path(folder))}
 with supervisor.signals_held() as mask:
-    outcome = supervisor.watch(line, environment, Path(folder), float(grace), mask, survives, tells)
+    outcome = supervisor.Supervision(line, environment, Path(folder), float(grace), mask, survives, tells).run()
 sys.exit(outcome.code)
 """
 
@@ -216,8 +216,8 @@ def test_a_signal_waits_for_a_rank_that_is_still_starting(start, number):
 
 def test_a_rank_is_known_by_its_environment_wherever_it_was_started(tmp_path):
     """Under Slurm it may be no descendant, and a process id that another host announced may be a stranger here."""
-    supervision = object.__new__(supervisor._Supervision)
-    supervision._launch_dir = tmp_path
+    supervision = object.__new__(supervisor.Supervision)
+    supervision.launch_dir = tmp_path
     rank = subprocess.Popen(["sleep", "60"], env={supervisor.LAUNCH_DIR: str(tmp_path)})
     stranger = subprocess.Popen(["sleep", "60"], env={supervisor.LAUNCH_DIR: f"{tmp_path}-other"})
     try:
@@ -232,8 +232,8 @@ def test_a_rank_is_known_by_its_environment_wherever_it_was_started(tmp_path):
 
 def test_ranks_that_left_at_once_have_not_begun(tmp_path, monkeypatch):
     """They keep their marks; only a running rank without one may have something to save."""
-    supervision = object.__new__(supervisor._Supervision)
-    supervision._launch_dir = tmp_path
+    supervision = object.__new__(supervisor.Supervision)
+    supervision.launch_dir = tmp_path
     running = {10, 11}
     monkeypatch.setattr(supervision, "_is_ours", running.__contains__)
     for pid in running:
@@ -258,7 +258,7 @@ def test_segments_that_are_gone_do_not_keep_others(tmp_path):
 
 
 def test_output_that_a_process_in_the_kernel_keeps_open_is_not_waited_for(monkeypatch):
-    supervision = object.__new__(supervisor._Supervision)
+    supervision = object.__new__(supervisor.Supervision)
     supervision._watched, supervision._relay = {signal.SIGTERM}, type("Open", (), {"ended": False})()
     monkeypatch.setattr(supervisor, "TEARDOWN_S", 0.2)
     monkeypatch.setattr(supervisor, "descendants", lambda pid: [1])
@@ -288,7 +288,7 @@ for setting in sys.argv[4:]:
     name, _, value = setting.partition("=")
     setattr(supervisor, name, float(value))
 with supervisor.signals_held() as mask:
-    sys.exit(supervisor.watch(["sh", "-c", commands], os.environ, folder, 60.0, mask, kind=kind).code)
+    sys.exit(supervisor.Supervision(["sh", "-c", commands], os.environ, folder, 60.0, mask, kind=kind).run().code)
 """
 
 
@@ -385,8 +385,8 @@ def test_when_all_ranks_were_killed_the_job_failed(start, ulfm):
 
 
 def test_a_replacement_announces_itself_as_it_likes(tmp_path):
-    supervision = object.__new__(supervisor._Supervision)
-    supervision._launch_dir = tmp_path
+    supervision = object.__new__(supervisor.Supervision)
+    supervision.launch_dir = tmp_path
     for name, pid in {"pid-0": 10, "pid-host.domain-7": 11, "pid-1.tmp": 12, ".pid-2.0123456789abcdef.new": 13}.items():
         (tmp_path / name).write_text(str(pid))
     assert sorted(supervision._announced_pids()) == [10, 11]

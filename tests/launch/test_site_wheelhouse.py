@@ -10,6 +10,7 @@ import pytest
 
 import hpcdist
 from harness import jobs
+from harness.inputs import make_wheel
 from hpcdist.batch.packaging import wheelhouse
 
 CLONE = Path(hpcdist.__file__).resolve().parents[1]
@@ -19,22 +20,6 @@ MODULE = "def main():\n    print('a stand-in of hpcdist')\n"
 pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
 
 
-def make_wheel(folder, name, version, module="", entry="", metadata=""):
-    info = f"{name}-{version}.dist-info"
-    files = {
-        f"{name}.py": module,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": entry,
-    }
-    files[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in (*files, f"{info}/RECORD"))
-    path = folder / f"{name}-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for file, text in files.items():
-            archive.writestr(file, text)
-    return path
-
-
 @pytest.fixture
 def house(tmp_path, monkeypatch):
     """A wheelhouse of two small wheels."""
@@ -42,7 +27,7 @@ def house(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     make_wheel(tmp_path, "mpi4py", "4.1.9")
-    own = make_wheel(tmp_path, "hpcdist", "0.1.0", MODULE, ENTRY, "Requires-Dist: mpi4py >= 4.1\n")
+    own = make_wheel(tmp_path, "hpcdist", "0.1.0", "Requires-Dist: mpi4py >= 4.1", module=MODULE, entry=ENTRY)
     return wheelhouse.collect(wheelhouse.WheelhouseOrder(output=tmp_path / "house", wheel=own)).folder
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from harness.inputs import LARGE as LAYOUT
-from harness.inputs import pieces_of
+from harness.inputs import newest, pieces_of
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.format import manifest
-from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
 from hpcdist.checkpoint.saving.two_phase import SavePlan, save
 from hpcdist.errors import StorageError

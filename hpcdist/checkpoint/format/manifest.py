@@ -195,7 +195,7 @@ def _entry_problem(entry: StoredPiece, files: dict[str, int], block_bytes: int) 
     if (
         len(entry.shape) > MAX_DIMS
         or min(entry.shape, default=0) < 0
-        or math.prod(map(_at_least_one, entry.shape)) > MAX_SIZE
+        or math.prod(max(1, size) for size in entry.shape) > MAX_SIZE  # a dim without elements must not hide others
     ):
         return f"the shape {_short(entry.shape)}"
     if len(entry.box) != len(entry.shape) or not all(
@@ -223,11 +223,6 @@ def _overlap(manifest: Manifest) -> str:
         if file == other_file and start + size > other:
             return f"is not valid: {_short(name)} and {_short(other_name)} overlap in {file}"
     return ""
-
-
-def _at_least_one(size: int) -> int:
-    """Return at least 1: a dim without elements must not hide the size of the others from a product."""
-    return max(1, size)
 
 
 def _short(value: object) -> str:

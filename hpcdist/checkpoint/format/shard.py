@@ -18,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import numpy as np
@@ -52,16 +51,6 @@ def file_name(writer: int, writers: int) -> str:
     return f"{spread[writer % len(spread)]}/{name}" if spread else name
 
 
-def linked_name(name: str, step: str) -> str:
-    """Return the name in later checkpoints of the shard ``name`` of the checkpoint of ``step``."""
-    return name.removesuffix(".h5") + f"-of-{step}.h5"
-
-
-def is_linked(name: str) -> bool:
-    """Whether ``name`` is that of a shard of an earlier checkpoint."""
-    return "-of-" in name
-
-
 def directories(writers: int) -> list[str]:
     """Return the directories over which so many shards are spread; none where one is enough."""
     if writers <= PER_DIRECTORY:
@@ -89,9 +78,7 @@ class BlockReader:
     def __enter__(self) -> "BlockReader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for fd in self._open.values():
             os.close(fd)
         self._open.clear()
@@ -174,23 +161,6 @@ def size_mismatch(directory: Path, manifest: Manifest) -> str:
             return f"{name} cannot be read: {error.strerror}"
         if actual != size:
             return f"{name} has {actual} bytes, the manifest says {size}"
-    return ""
-
-
-def first_damage(directory: Path, manifest: Manifest, share: int = 0, of: int = 1) -> str:
-    """Return which bytes of the shards are damaged, or "" when none are.
-
-    Every ``of``-th block from ``share`` on is read, so that ranks can divide the reading.
-    """
-    with BlockReader(directory) as reader:
-        blocks = ((entry, block) for entry in manifest.pieces for block in range(-(-entry.nbytes // BLOCK_BYTES)))
-        for number, (entry, block) in enumerate(blocks):
-            if number % of != share:
-                continue
-            try:
-                reader.read(entry, block)
-            except StorageError as error:
-                return str(error)
     return ""
 
 

@@ -11,7 +11,7 @@ A rank that can read the memory of one that has died, or is sent it, needs nothi
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
@@ -61,11 +61,6 @@ class CopyLayout:
     def memory_bytes(self) -> int:
         """Bytes of a copy."""
         return memory_bytes(*self.sizes)
-
-
-def encode_scalars(scalars: Mapping[str, Any]) -> bytes:
-    """Return the scalars as they lie in a copy (local)."""
-    return json.dumps(scalars).encode()
 
 
 class MemoryCopy:

@@ -14,6 +14,7 @@ the pieces have changed. After Zheng, Shi and Kale, "FTC-Charm++: an in-memory c
 runtime", Cluster 2004.
 """
 
+import json
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -25,14 +26,7 @@ import numpy as np
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, cut
-from hpcdist.checkpoint.partner.memory_copy import (
-    INCOMPLETE,
-    CopyLayout,
-    MemoryCopy,
-    encode_scalars,
-    memory_bytes,
-    signature,
-)
+from hpcdist.checkpoint.partner.memory_copy import INCOMPLETE, CopyLayout, MemoryCopy, memory_bytes, signature
 from hpcdist.comm.communicator import Communicator
 
 TAG: Final = 7102
@@ -123,7 +117,7 @@ class PartnerStore:
 
         Collective. The pieces may change when this returns. Whatever it raises, the copies before are whole.
         """
-        encoded = encode_scalars(scalars)
+        encoded = json.dumps(scalars).encode()
         target = min(self.copies.generations, key=lambda generation: generation.step(self._comm.rank))
         changed = np.array([0.0 if target.takes(pieces, encoded) else 1.0])
         # Also the barrier of the protocol: a rank that comes here has completed the newer generation. When the sum has

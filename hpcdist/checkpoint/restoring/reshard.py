@@ -199,27 +199,15 @@ def reshard(comm: Communicator, held: Sequence[Piece], wanted: Sequence[Piece], 
     return moves.exchange(comm, outgoing, incoming)
 
 
-def why_unavailable(
-    comm: Communicator, held: Sequence[Piece], wanted: Sequence[Piece], optional: Collection[str] = ()
-) -> str:
-    """Return the error that `reshard` would raise, the same on all ranks; "" where it would not. Collective."""
-    _, problem = _choose_offers(comm, _gather_offers(comm, held), wanted, optional)
-    return _first(comm.allgather_object(problem))
-
-
-def _first(problems: Sequence[str]) -> str:
-    return next((f"{problem} (wanted by rank {rank})" for rank, problem in enumerate(problems) if problem), "")
-
-
 def _agree_on_counts(comm: Communicator, problem: str, counts: list[int]) -> list[list[int]]:
     """Return the length of the request of each rank to each. Raises StorageError on all ranks where one has a problem.
 
     Collective.
     """
     rows = comm.allgather_object((problem, counts))
-    problem = _first([text for text, _ in rows])
-    if problem:
-        raise StorageError(problem)
+    for rank, (text, _) in enumerate(rows):
+        if text:
+            raise StorageError(f"{text} (wanted by rank {rank})")
     return [row for _, row in rows]
 
 

@@ -22,7 +22,7 @@ from hpcdist.arrays.piece import Piece, first_gap, grouped_alike, intersect_runs
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint import listing
-from hpcdist.checkpoint.format import manifest, shard
+from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.format.manifest import BLOCK_BYTES, Manifest, StoredPiece
 from hpcdist.checkpoint.format.shard import BlockConsumer, BlockReader, DamagedError
 from hpcdist.comm.communicator import Communicator
@@ -153,23 +153,23 @@ def _runs(out: np.ndarray, to: np.ndarray, at: np.ndarray, size: np.ndarray) -> 
 Result = TypeVar("Result")
 
 
-def newest(run_dir: str | Path, comm: Communicator | None = None) -> Path | None:
-    """Return the newest valid checkpoint under ``run_dir/checkpoints``; None when there is none.
-
-    Every block of it has been verified. To restore it, `newest_complete` and `from_newest_intact` read it once, not
-    twice. Those that were skipped are reported on stderr with the reason. Collective over ``comm``, whose ranks divide
-    the reading; without one, this process reads all of it.
-    """
-    return _newest(run_dir, comm or solo(), verified=True)
-
-
 def newest_complete(run_dir: str | Path, comm: Communicator | None = None, but: Collection[Path] = ()) -> Path | None:
-    """Return the newest checkpoint whose manifest is valid and whose files have their sizes, apart from ``but``.
+    """Return the newest of ``run_dir/checkpoints`` whose manifest is valid and whose files have their sizes, or None.
 
-    No shard is read. Collective, and reports on stderr, as `newest`. Raises StorageError where a later version of
-    hpcdist wrote one: a run that went on from an earlier one would replace it.
+    Those in ``but`` do not count, and no shard is read. What is skipped is reported on stderr with the reason.
+    Collective over ``comm`` (None: this process alone). Raises StorageError where a later version of hpcdist wrote one:
+    a run that went on from an earlier one would replace it.
     """
-    return _newest(run_dir, comm or solo(), verified=False, but=but)
+    comm = comm or solo()
+    candidates = comm.broadcast_object(names.candidates(Path(run_dir) / "checkpoints") if comm.rank == 0 else None)
+    for _, path in candidates:
+        if path in but:
+            continue
+        reason = _unusable_reason(path, comm)
+        if not reason:
+            return Path(path)
+        _report_unusable(path, reason, comm)
+    return None
 
 
 def from_newest_intact(
@@ -193,36 +193,18 @@ def from_newest_intact(
         path = newest_complete(run_dir, comm, damaged)
 
 
-def _newest(run_dir: str | Path, comm: Communicator, verified: bool, but: Collection[Path] = ()) -> Path | None:
-    candidates = comm.broadcast_object(names.candidates(Path(run_dir) / "checkpoints") if comm.rank == 0 else None)
-    for _, path in candidates:
-        if path in but:
-            continue
-        reason = _unusable_reason(path, comm, verified)
-        if not reason:
-            return Path(path)
-        _report_unusable(path, reason, comm)
-    return None
-
-
 def _report_unusable(path: Path, reason: str, comm: Communicator) -> None:
     if comm.rank == 0:
         print(f"hpcdist: checkpoint {path} is skipped: {reason}", file=sys.stderr, flush=True)
 
 
-def _unusable_reason(path: Path, comm: Communicator, verified: bool) -> str:
+def _unusable_reason(path: Path, comm: Communicator) -> str:
     """Return why the checkpoint at ``path`` cannot be used, "" when it can; the same on all ranks."""
     listed = listing.inspect(path) if comm.rank == 0 else None
-    state, reason = comm.broadcast_object(None if listed is None else (listed.state, listed.reason))
-    if state == listing.NEWER:
-        raise manifest.NewerVersionError(reason)
-    if reason or not verified:
-        return reason
-    # Rank 0 alone has read the manifest; each rank verifies every size-th block, beginning with its own number.
-    reasons: list[str] = comm.allgather_object(
-        shard.first_damage(path, comm.broadcast_object(listed and listed.manifest), comm.rank, comm.size)
-    )
-    return next((reason for reason in reasons if reason), "")
+    told: tuple[str, str] = comm.broadcast_object(None if listed is None else (listed.state, listed.reason))
+    if told[0] == listing.NEWER:
+        raise manifest.NewerVersionError(told[1])
+    return told[1]
 
 
 def restore_together(

@@ -20,6 +20,7 @@ read once more to find that out. The first checkpoint of a start is always whole
 """
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,13 +37,7 @@ from hpcdist.checkpoint.directory import Retention
 from hpcdist.checkpoint.format import manifest, shard
 from hpcdist.checkpoint.format.manifest import Slot, StoredPiece
 from hpcdist.checkpoint.format.shard import WrittenShards
-from hpcdist.checkpoint.format.shard_layout import (
-    BlockSource,
-    IncomingBlocks,
-    blocks_of,
-    first_holders,
-    send_blocks,
-)
+from hpcdist.checkpoint.format.shard_layout import BlockSource, IncomingBlocks, blocks_of, first_holders, send_blocks
 from hpcdist.checkpoint.lock import lost
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
@@ -115,7 +110,7 @@ class IncrementalWriter:
             assert self.directory is not None
             # A link keeps the name of the checkpoint that wrote it, however often it is linked on.
             step = self.directory.name.removeprefix("step-")
-            link_name = name if shard.is_linked(name) else shard.linked_name(name, step)
+            link_name = name if "-of-" in name else f"{name.removesuffix('.h5')}-of-{step}.h5"
             used = sum(entry.nbytes for entry in same.values() if entry.file == name)
             try:
                 size = (self.directory / name).stat().st_size
@@ -386,7 +381,7 @@ def commit(plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> str:
     error = next((f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error), "")
     error = error or _commit(plan, outcomes)
     if error:
-        names.discard(plan.temporary)
+        shutil.rmtree(plan.temporary, ignore_errors=True)  # so that a full disk has its space back
     return error
 
 

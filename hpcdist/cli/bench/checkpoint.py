@@ -11,6 +11,7 @@ import click
 
 from hpcdist.cli.bench import skeleton
 from hpcdist.cli.bench.skeleton import Outputs, count_option
+from hpcdist.cli.common import DIRECTORY
 from hpcdist.errors import OK
 
 if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
@@ -43,7 +44,7 @@ def _bytes(context: click.Context, parameter: click.Parameter, values: tuple[str
 @count_option("--warmup", least=0, default=1, help="Rounds before, which are not kept.")
 @click.option(
     "--directory",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=DIRECTORY,
     default=Path("checkpoint-benchmark"),
     help="Where it is written; made, and removed when it was not there.",
 )

@@ -11,6 +11,7 @@ import click
 from hpcdist.cli.bench import skeleton
 from hpcdist.cli.bench.skeleton import Outputs, count_option, file_option
 from hpcdist.cli.bench.trials import SweepRecipes, check_alone, exit_code, run_series, trial_command
+from hpcdist.cli.common import check_plot
 from hpcdist.errors import OK, ConfigurationError, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
@@ -74,7 +75,7 @@ def command(names: tuple[str, ...], list_only: bool, **options: Any) -> int:
     trials, left_out = expand(request, SweepRecipes(sweep))
     if not trials:
         raise UsageError("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
-    outputs.check_plot()
+    check_plot(outputs.plot)
     return _measure(trials, left_out, options, outputs)
 
 

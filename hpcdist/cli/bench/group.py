@@ -20,7 +20,7 @@ from hpcdist.cli.bench.trials import (
     tally_line,
     trial_command,
 )
-from hpcdist.cli.common import PATH
+from hpcdist.cli.common import FILE, PATH
 from hpcdist.errors import FAILURE, OK, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # late at run time: --help must not load h5py
 @click.command("merge")
 @file_option("-o", "--output", required=True, help="HDF5 file that the results are put into; it keeps what it has.")
 @click.option("--mixed", is_flag=True, help="Take trials of different commits of hpcdist.")
-@click.argument("parts", metavar="FILE...", nargs=-1, required=True, type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("parts", metavar="FILE...", nargs=-1, required=True, type=FILE)
 def merge(output: Path, mixed: bool, parts: tuple[Path, ...]) -> None:
     """Put the results FILEs of one sweep into OUTPUT, as if one `hpcdist bench sweep` had measured all of it.
 
@@ -117,7 +117,7 @@ command.add_command(merge)
 
 
 @command.command()
-@click.argument("sweep_file", metavar="SWEEP.toml", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("sweep_file", metavar="SWEEP.toml", type=FILE)
 @file_option("-o", "--output", default=Path("results.h5"), help="HDF5 file that the results are appended to.")
 @click.option("--trial", "wanted", metavar="TRIAL", help="Run this one alone: its number from 0, its id or its name.")
 @skeleton.limit_option

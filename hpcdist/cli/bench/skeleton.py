@@ -9,21 +9,20 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpcdist.cli.common import FILE, check_plot, stacked
 from hpcdist.errors import UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
     from hpcdist.comm.start import Session
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-
 
 def file_option(*names: str, **attributes: Any) -> Any:
     """Return the option of a file, which need not exist."""
-    return click.option(*names, type=click.Path(dir_okay=False, path_type=Path), **attributes)
+    return click.option(*names, type=FILE, **attributes)
 
 
 def count_option(*names: str, help: str, default: int | None = None, least: int = 1) -> Any:  # noqa: A002
@@ -41,19 +40,12 @@ def output_options(file: str, plot: str = "", *, default: Path | None = None, hi
 
     ``file`` says what is written to the output, ``hides`` whose names --anonymous leaves out.
     """
-    options = [
+    return stacked(
         file_option("-o", "--output", default=default, show_default=default is not None, help=file),
         click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object."),
         *([file_option("--plot", help=f"{plot} (.png, .pdf, .svg).")] if plot else []),
         click.option("--anonymous", is_flag=True, help=f"Leave the names of {hides} out of the results."),
-    ]
-
-    def decorate(command: Decorated) -> Decorated:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
+    )
 
 
 # Of sweeps.
@@ -92,14 +84,7 @@ class Outputs:
                 from hpcdist.hdf5 import files
 
                 files.check_place(self.file)
-        self.check_plot()
-
-    def check_plot(self) -> None:
-        """Raise what is in the way of the picture."""
-        if self.plot is not None:
-            from hpcdist.reporting import plotting
-
-            plotting.check_plot(self.plot)
+        check_plot(self.plot)
 
     def show(self, values: Callable[[], Any], text: Callable[[], str], plot: Callable[[Path], object]) -> None:
         """Print the ``values`` as JSON or the ``text``, and draw (local)."""

@@ -135,44 +135,6 @@ def run_options(ranks_per_node: int | None, text: str) -> list[str]:
     return [*words, "--ranks-per-node", str(ranks_per_node)]
 
 
-def run_trials(
-    items: "list[SeriesItem]",
-    output: Path,
-    limits: "SeriesLimits",
-    anonymous: bool,
-    line: "Command",
-    attributes: Mapping[str, str] | None = None,
-    line_for: "Callable[[SweepTrial], Command] | None" = None,
-    around: "Callable[[Measure], Measure] | None" = None,
-) -> "SweepTally":
-    """Run the items by the command ``line``, each with files in a directory of its own, under signals that ask to end.
-
-    A new results file has ``attributes`` beside the provenance. ``line_for`` a trial is its own command, in place of
-    ``line``; ``around`` wraps what measures a trial in what a sweep does before and after it.
-    """
-    from hpcdist.bench.sweep import series, trial
-    from hpcdist.telemetry.provenance import provenance
-
-    environment, hosts, origin = _environment(), [socket.gethostname()], provenance(anonymous=anonymous)
-    origin |= attributes or {}
-    watched = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
-    before = {number: signal.signal(number, _stop) for number in watched}
-
-    def measure(of: "SweepTrial", limit_s: float) -> "TrialOutcome":
-        # Beside the results, where all nodes of a job can see it; /tmp may be a node's own.
-        with tempfile.TemporaryDirectory(prefix=output.name + _TRIAL_INFIX, dir=output.absolute().parent) as folder:
-            own = line if line_for is None else line_for(of)
-            outcome = trial.run(of, Path(folder), limit_s, own, environment)
-        return series.anonymous(outcome, hosts) if anonymous else outcome
-
-    try:
-        say = functools.partial(click.echo, err=True)
-        return series.run(items, output, measure if around is None else around(measure), limits, origin, say)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def run_series(
     output: Path,
     plan: "Callable[[], list[SeriesItem]]",
@@ -183,14 +145,37 @@ def run_series(
     line_for: "Callable[[SweepTrial], Command] | None" = None,
     around: "Callable[[Sequence[SeriesItem], Measure], Measure] | None" = None,
 ) -> "SweepTally":
-    """Run what ``plan`` says, as `run_trials` does, while nobody else writes ``output``."""
-    from hpcdist.bench.sweep import results
+    """Run what ``plan`` says by the command ``line``, under signals that ask to end, and lock ``output``.
+
+    Each trial has files in a directory of its own. A new results file has ``attributes`` beside the provenance.
+    ``line_for`` a trial is its own command, in place of ``line``; ``around`` wraps what measures a trial in what a
+    sweep does before and after it.
+    """
+    from hpcdist.bench.sweep import results, series, trial
+    from hpcdist.telemetry.provenance import provenance
+
+    environment, hosts, origin = _environment(), [socket.gethostname()], provenance(anonymous=anonymous)
+    origin |= attributes or {}
+
+    def measure(of: "SweepTrial", limit_s: float) -> "TrialOutcome":
+        # Beside the results, where all nodes of a job can see it; /tmp may be a node's own.
+        with tempfile.TemporaryDirectory(prefix=output.name + _TRIAL_INFIX, dir=output.absolute().parent) as folder:
+            own = line if line_for is None else line_for(of)
+            outcome = trial.run(of, Path(folder), limit_s, own, environment)
+        return series.anonymous(outcome, hosts) if anonymous else outcome
 
     with results.locked(output):
         remove_leftovers(output)
         items = plan()
-        wrapped = None if around is None else functools.partial(around, items)
-        return run_trials(items, output, limits, anonymous, line, attributes, line_for, wrapped)
+        watched = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+        before = {number: signal.signal(number, _stop) for number in watched}
+        try:
+            say = functools.partial(click.echo, err=True)
+            wrapped = measure if around is None else around(items, measure)
+            return series.run(items, output, wrapped, limits, origin, say)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def tally_line(tally: "SweepTally", where: str = "") -> str:

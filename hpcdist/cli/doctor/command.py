@@ -1,12 +1,12 @@
 """`hpcdist doctor`: check MPI, launcher, GPU, HDF5 and this machine, with the cure for what fails."""
 
-import importlib.metadata
 import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +19,7 @@ from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
 from hpcdist.comm.launch import environment
 from hpcdist.errors import FAILURE, HpcdistError, MissingCapabilityError, UsageError
 from hpcdist.reporting.hostlist import format_ranges
+from hpcdist.reporting.machine import package_version
 from hpcdist.reporting.units import format_bytes
 
 REQUIRED: Final = ("click", "h5py", "jinja2", "ml_dtypes", "mpi4py", "msgspec", "numba", "numpy", "tqdm", "xxhash")
@@ -33,11 +34,7 @@ LAUNCH_LIMIT_S: Final = 120.0
 @click.option("--job", is_flag=True, help="Examine a batch job as one of its ranks, before the training starts.")
 @click.option("--out", type=PATH, help="With --job: the run directory.  [default: this one]")
 @click.option("--device", type=click.Choice(["cpu", "gpu"]), help="With --job: run.device of the recipe.")
-@click.option(
-    "--recipe",
-    type=FILE,
-    help="With --job: the recipe, whose optional packages are looked for.",
-)
+@click.option("--recipe", type=FILE, help="With --job: the recipe, whose optional packages are looked for.")
 def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: str | None, recipe: Path | None) -> int:
     """Check MPI, launcher, GPU, HDF5 and this machine: OK, WARN or FAIL, each with the cure.
 
@@ -133,21 +130,14 @@ def _placement(rows: list[tuple[str, int, tuple[int, ...], int]]) -> Check:
 
 
 def _versions() -> Check:
-    installed = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
-    missing = [name for name in REQUIRED if installed[name] is None]
+    installed = {name: package_version(name) for name in (*REQUIRED, *OPTIONAL)}
+    missing = [name for name in REQUIRED if not installed[name]]
     text = f"hpcdist {__version__}, Python {platform.python_version()}, " + ", ".join(
-        f"{name} {version}" for name, version in installed.items() if version is not None
+        f"{name} {version}" for name, version in installed.items() if version
     )
     if missing:
         return Check("versions", FAIL, text, f"not installed: {', '.join(missing)}; pip install hpcdist again")
     return Check("versions", OK, text)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _gpu() -> Check:
@@ -168,10 +158,10 @@ def _gpu() -> Check:
 def _nccl() -> Check:
     from hpcdist.arrays.gpu import device
 
-    try:
-        if device.count() == 0:
-            return Check("NCCL", OK, "not needed: no GPU is usable here")
-    except MissingCapabilityError:
+    usable = 0
+    with suppress(MissingCapabilityError):
+        usable = device.count()
+    if not usable:
         return Check("NCCL", OK, "not needed: no GPU is usable here")
     try:
         version = int(device.nccl().get_version())

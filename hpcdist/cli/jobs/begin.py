@@ -16,13 +16,7 @@ from hpcdist.batch.requeue import STOP_FILE, NewestCheckpoint
 from hpcdist.batch.schedulers.slurm import allocation
 from hpcdist.cli.common import DIRECTORY, FILE
 from hpcdist.cli.jobs import lookup
-from hpcdist.errors import (
-    CONFIGURATION,
-    OK,
-    REQUEUE,
-    ConfigurationError,
-    StorageError,
-)
+from hpcdist.errors import CONFIGURATION, OK, REQUEUE, ConfigurationError, StorageError
 from hpcdist.reporting import atomic, regular
 
 GO: Final = "go"
@@ -51,10 +45,7 @@ def newest_checkpoint(run_dir: Path) -> NewestCheckpoint:
     help="Begin no more after so many starts in a row without a new checkpoint; 0: always begin.",
 )
 @click.option(
-    "--recipe",
-    "recipe_file",
-    type=FILE,
-    help="The recipe that this start trains.  [default: recipe.toml in RUN_DIR]",
+    "--recipe", "recipe_file", type=FILE, help="The recipe that this start trains.  [default: recipe.toml in RUN_DIR]"
 )
 @click.option("--program", help="In place of a recipe: the command that this start runs.")
 def begin(

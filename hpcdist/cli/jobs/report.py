@@ -133,11 +133,6 @@ def lost_s(trainings: Sequence["StartEntry"], within: Sequence[StartWindow], sav
     return seconds
 
 
-def has_plausible_times(training: "StartEntry") -> bool:
-    """Whether its times can be meant: the record is a file, in which anybody may have written."""
-    return 0 <= training.began < _LATEST_S and 0 <= training.seen < _LATEST_S
-
-
 def is_running(entries: Sequence[ledger.LedgerEntry]) -> bool:
     """Whether the newest start of the run has said no end."""
     last = next((entry for entry in reversed(entries) if entry.event in (ledger.BEGAN, ledger.ENDED)), None)
@@ -263,10 +258,11 @@ def _energy(
 
 
 def _trainings(run_dir: Path) -> "list[StartEntry]":
-    """Return the starts of the run by its own record, none where that cannot be read."""
+    """Return the starts of the run by its own record whose times can be meant: anybody may have written in it."""
     from hpcdist.training.run import start_record
 
-    return [start for start in start_record.known_starts(run_dir) if has_plausible_times(start)]
+    starts = start_record.known_starts(run_dir)
+    return [start for start in starts if 0 <= start.began < _LATEST_S and 0 <= start.seen < _LATEST_S]
 
 
 def _lost(

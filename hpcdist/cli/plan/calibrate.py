@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hpcdist.cli.common import FILE, ByteSize
+from hpcdist.cli.common import BYTE_SIZE, FILE
 from hpcdist.errors import OK, ConfigurationError, UsageError
 from hpcdist.reporting import atomic
 
@@ -29,13 +29,7 @@ _DTYPES: Final = ("float32", "float64", "float16")
 
 
 @click.command("calibrate")
-@click.option(
-    "-o",
-    "--output",
-    type=FILE,
-    required=True,
-    help="TOML file to write; must not exist.",
-)
+@click.option("-o", "--output", type=FILE, required=True, help="TOML file to write; must not exist.")
 @click.option(
     "--from",
     "base",
@@ -52,7 +46,7 @@ _DTYPES: Final = ("float32", "float64", "float16")
     "--seconds", type=click.FloatRange(min=0.1), default=20.0, help="For the device, and again for the links."
 )
 @click.option(
-    "--max-bytes", "most_bytes", type=ByteSize(), default="32M", help="Longest message, and buffer of a collective."
+    "--max-bytes", "most_bytes", type=BYTE_SIZE, default="32M", help="Longest message, and buffer of a collective."
 )
 @click.option(
     "--algorithm",
@@ -87,7 +81,8 @@ def command(
     from hpcdist.comm import start
     from hpcdist.hdf5 import files
     from hpcdist.planner.cluster import toml_file
-    from hpcdist.telemetry.provenance import processor, provenance
+    from hpcdist.reporting.machine import processor
+    from hpcdist.telemetry.provenance import provenance
 
     if "float16" in wanted["dtypes"] and device == "cpu":
         raise UsageError(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from hpcdist.cli.common import FILE, LazyGroup, json_option
+from hpcdist.cli.common import FILE, LazyGroup, check_plot, json_option
 from hpcdist.cli.plan.options import (
     CALIBRATE,
     COMMANDS,
@@ -212,14 +212,6 @@ def with_simulator(make: Callable[[bool], PlanResult], *, wanted: bool) -> tuple
         if not wanted:
             raise
         return make(False), (f"pipelines are planned by closed forms: the simulator cannot be loaded ({error})",)
-
-
-def check_plot(file: Path | None) -> None:
-    """Raise before anything is planned where ``file`` cannot be drawn."""
-    if file is not None:
-        from hpcdist.reporting import plotting
-
-        plotting.check_plot(file)
 
 
 def draw_plot(answer: "PlanEstimate", subject: "PlanSubject", cluster: "Cluster", file: Path) -> None:

@@ -1,15 +1,12 @@
 """`hpcdist schedule`: verify, simulate and draw pipeline schedules; needs no rank."""
 
-import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from hpcdist.cli.common import COUNT, EXISTING_FILE, FILE, json_option, set_option
+from hpcdist.cli.common import COUNT, EXISTING_FILE, FILE, Parsed, check_plot, json_option, set_option
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.reporting import regular
 
@@ -18,24 +15,13 @@ if TYPE_CHECKING:  # late at run time: --help must not load numpy
     from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
 
 
-class _Costs(click.ParamType):
-    """Click type of --costs: seconds of F, I and W."""
-
-    name = "F,I,W"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[float, float, float]:
-        """Return the three numbers."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            numbers = tuple(float(part) for part in str(value).split(","))
-        except ValueError:
-            numbers = ()
-        if len(numbers) != 3:
-            self.fail(f"{value!r} is not three numbers of seconds, as 1,1,1: forward, input, weights", param, ctx)
-        return numbers[0], numbers[1], numbers[2]
+def _costs(text: str) -> tuple[float, float, float]:
+    """Return the seconds of F, I and W."""
+    try:
+        forward, inputs, weights = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{text!r} is not three numbers of seconds, as 1,1,1: forward, input, weights") from None
+    return forward, inputs, weights
 
 
 @click.command()
@@ -46,7 +32,7 @@ class _Costs(click.ParamType):
 @click.option(
     "--costs",
     multiple=True,
-    type=_Costs(),
+    type=Parsed("F,I,W", _costs),
     default=((1.0, 1.0, 1.0),),
     show_default="1,1,1",
     help="Seconds of a stage for a micro-batch: forward, gradient of the input, gradients of the weights; once for all "
@@ -54,12 +40,7 @@ class _Costs(click.ParamType):
 )
 @click.option("--message-s", type=click.FloatRange(min=0.0), default=0.0, help="Seconds that a message takes.")
 @click.option("--recompute", is_flag=True, help="Keep inputs only, and compute activations again.")
-@click.option(
-    "--file",
-    "source",
-    type=EXISTING_FILE,
-    help="A schedule that was written out, or by hand.",
-)
+@click.option("--file", "source", type=EXISTING_FILE, help="A schedule that was written out, or by hand.")
 @click.option(
     "--recipe",
     type=EXISTING_FILE,
@@ -92,19 +73,18 @@ def command(
     deadlock first. Nothing is trained and no MPI is needed.
     """
     from hpcdist.bench.pipeline import schedules
+    from hpcdist.bench.timing import without_collection
     from hpcdist.reporting.atomic import check_folder
-    from hpcdist.reporting.plotting import check_plot
 
     if recipe is not None or overrides:
         _show_stages(recipe, overrides, to_stderr=as_json)
         if not names and source is None:
             return
     request = schedules.ScheduleRequest(stages, microbatches, tuple(costs), message_s, recompute)
-    if plot is not None:
-        check_plot(plot)
+    check_plot(plot)
     if trace is not None:
         check_folder(trace)
-    with _without_collection():
+    with without_collection():  # a million tuples would be looked through again and again
         known = _from_file(names, request, chunks, source)
         if dump is not None:
             _dump(known, dump)
@@ -124,18 +104,6 @@ def _show_stages(recipe: Path | None, overrides: tuple[str, ...], *, to_stderr: 
 
     for line in pipeline.plan_without_mpi(recipes.load(recipe, overrides).recipe).table():
         click.echo(line, err=to_stderr)
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Collect no garbage meanwhile: a million tuples would be looked through again and again."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _from_file(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hpcdist.cli.common import COUNT, json_option, recipe_argument
+from hpcdist.cli.common import COUNT, check_plot, json_option, recipe_argument
 from hpcdist.cli.plan.options import (
     LAYOUT_FIELDS,
     PARAMETER_SERVER,
@@ -84,7 +84,7 @@ def command(
     an option of the layout that is given does not. Compression changes what is trained, and is tried where
     --compression names one. --plot draws the best. Where nothing fits the exit code is 1.
     """
-    from hpcdist.cli.plan.group import check_plot, draw_plot, with_simulator
+    from hpcdist.cli.plan.group import draw_plot, with_simulator
     from hpcdist.cli.plan.subject import read_cluster, with_published_kernels
     from hpcdist.planner.report import table, text
     from hpcdist.planner.report.table import search_table

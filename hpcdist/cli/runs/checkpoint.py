@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpcdist.cli.common import COUNT, DIRECTORY, FILE, PATH, ByteSize, json_option, run_dir_argument, set_option
-from hpcdist.errors import FAILURE, OK, STORAGE, UsageError
+from hpcdist.cli.common import BYTE_SIZE, COUNT, DIRECTORY, FILE, PATH, json_option, run_dir_argument, set_option
+from hpcdist.errors import FAILURE, OK, STORAGE, StorageError, UsageError
 from hpcdist.reporting.jsonable import jsonable
 from hpcdist.reporting.table import aligned
 from hpcdist.reporting.units import counted, format_bytes
@@ -26,7 +26,7 @@ _PATH = click.argument("path", type=PATH)
 @click.argument("out", type=PATH)
 @click.option("--optimizer", is_flag=True, help="Everything that a training needs to go on, not the parameters alone.")
 @click.option(
-    "--shard-bytes", type=ByteSize(), default="5G", help="safetensors: cut into files of at most so many bytes."
+    "--shard-bytes", type=BYTE_SIZE, default="5G", help="safetensors: cut into files of at most so many bytes."
 )
 @json_option
 def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bool) -> None:
@@ -66,9 +66,7 @@ def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bo
 @click.argument("source", metavar="IN", type=PATH)
 @click.argument("run_dir", metavar="DIR", type=DIRECTORY)
 @click.option(
-    "--recipe",
-    type=FILE,
-    help="Recipe of the model: the tensors are held against it, and it is kept in DIR.",
+    "--recipe", type=FILE, help="Recipe of the model: the tensors are held against it, and it is kept in DIR."
 )
 @set_option
 @click.option("--step", type=click.IntRange(min=0), help="Step that it is of.  [default: what an export knows, else 0]")
@@ -115,7 +113,7 @@ def _warn_of_import(imported: "ImportedCheckpoint") -> None:
 
 @click.command("stripe")
 @click.argument("directory", metavar="DIR", type=DIRECTORY)
-@click.option("--bytes", "nbytes", type=ByteSize(), default="1G", help="Size of a checkpoint, e.g. 500M or 40G.")
+@click.option("--bytes", "nbytes", type=BYTE_SIZE, default="1G", help="Size of a checkpoint, e.g. 500M or 40G.")
 @click.option("--writers", type=COUNT, default=1, help="How many write at once.")
 @click.option("--set", "wish", default="auto", metavar="OPTIONS", help="As checkpoint.stripe: auto, none, or options.")
 @click.option("--plan", "plan_only", is_flag=True, help="Print what would be done, and do nothing.")
@@ -185,7 +183,6 @@ def ls(run_dir: Path, as_json: bool) -> None:
 def show(path: Path, tensors: bool, as_json: bool) -> None:
     """Tell what the checkpoint PATH (.../step-N) holds; of a run directory, its newest complete one."""
     from hpcdist.checkpoint import listing
-    from hpcdist.errors import StorageError
 
     checkpoint = listing.inspect(listing.select(path))
     loaded = checkpoint.manifest
@@ -282,4 +279,5 @@ def prune(
         for path in removed:
             click.echo(f"{'would remove' if dry_run else 'removed'} {path}")
         click.echo(f"kept {', '.join(checkpoint.path.name for checkpoint in plan.kept)}", err=True)
-    checkpoint_verify.check_removed(failed)
+    if failed:
+        raise StorageError("; ".join(f"{path} could not be removed: {why}" for path, why in failed.items()))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpcdist import __version__
-from hpcdist.cli.common import FILE, existing_run_argument, json_option
+from hpcdist.cli.common import FILE, Parsed, check_plot, existing_run_argument, json_option
 from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
 
@@ -22,41 +22,28 @@ def _range_of(text: str, sign: str, digits: int) -> range:
     return range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else range(0)
 
 
-class _Steps(click.ParamType):
-    """Click type of --steps: a range with both of its ends, or one step."""
-
-    name = "A:B"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> range:
-        """Return the steps."""
-        if isinstance(value, range):
-            return value
-        steps = _range_of(str(value), ":", 18)
-        if not steps:
-            self.fail(f"{value!r} are no steps; give the first and the last, as 100:120, or one", param, ctx)
+def _steps(text: str) -> range:
+    """Return the steps of --steps: a range with both of its ends, or one step."""
+    if steps := _range_of(text, ":", 18):
         return steps
+    raise ValueError(f"{text!r} are no steps; give the first and the last, as 100:120, or one")
 
 
-class _Ranks(click.ParamType):
-    """Click type of --ranks: numbers and ranges, with commas."""
-
-    name = "0-3,7"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Return the ranks, ascending."""
-        if isinstance(value, tuple):
-            return value
-        parts = [_range_of(part.strip(), "-", 7) for part in str(value).split(",")]
-        if not all(parts):
-            self.fail(f"{value!r} are no ranks; give numbers and ranges, as 0-3,7", param, ctx)
+def _ranks(text: str) -> tuple[int, ...]:
+    """Return the ranks of --ranks, numbers and ranges with commas, ascending."""
+    parts = [_range_of(part.strip(), "-", 7) for part in text.split(",")]
+    if all(parts):
         return tuple(sorted(set().union(*parts)))
+    raise ValueError(f"{text!r} are no ranks; give numbers and ranges, as 0-3,7")
 
 
 @click.command("trace")
 @existing_run_argument
 @click.option("-o", "--output", type=FILE, help="Write the trace (.json or .json.gz).")
-@click.option("--steps", type=_Steps(), help="Which steps; the last 20 that all ranks have, where none are given.")
-@click.option("--ranks", type=_Ranks(), help="Which ranks to show; all, where none are given.")
+@click.option(
+    "--steps", type=Parsed("A:B", _steps), help="Which steps; the last 20 that all ranks have, where none are given."
+)
+@click.option("--ranks", type=Parsed("0-3,7", _ranks), help="Which ranks to show; all, where none are given.")
 @json_option
 @click.option("--plot", type=FILE, help="Draw the step of middle length (.png, .pdf, .svg).")
 def command(
@@ -74,7 +61,7 @@ def command(
     """
     from hpcdist.telemetry.trace import chrome, summary
 
-    draw = _prepared(plot)
+    check_plot(plot)
     if output is not None:
         _check_folder(output)
     with regular.damage(run_dir, regular.FIGURES):
@@ -87,18 +74,8 @@ def command(
         click.echo(summary.format_text(figures))
         if output is not None:
             click.echo(f"trace          {output}: {written} events, for https://ui.perfetto.dev or chrome://tracing")
-    if plot is not None and draw:
+    if plot is not None:
         _draw(trace, plot, quiet=as_json)
-
-
-def _prepared(plot: Path | None) -> bool:
-    """Raise what keeps the plot from being drawn before anything else is done; whether there is one."""
-    if plot is None:
-        return False
-    from hpcdist.reporting import plotting
-
-    plotting.check_plot(plot)
-    return True
 
 
 def _check_folder(file: Path) -> None:

@@ -86,11 +86,7 @@ class SubmitCommand(click.Command):
 @click.option("--mem", metavar="SIZE", help="Memory of each node: MiB, or 200G; 0: all.  [default: the site's]")
 @click.option("--job-name", "name", default="hpcdist", help="Name in the queue.")
 @click.option("--signal-seconds", "signal_s", default=120, help="How long before the walltime the job saves and stops.")
-@click.option(
-    "--out",
-    type=DIRECTORY,
-    help="Run directory.  [default: runs/<job name>-<id of the run>]",
-)
+@click.option("--out", type=DIRECTORY, help="Run directory.  [default: runs/<job name>-<id of the run>]")
 @set_option
 @click.option("--chain", "links", default=1, type=COUNT, help="Jobs that go on with one another.")
 @click.option(
@@ -120,12 +116,7 @@ class SubmitCommand(click.Command):
 )
 @click.option("--warmup", is_flag=True, help="Compile the kernels on each node before.")
 @click.option("--container", metavar="IMAGE", help="Run the ranks in this image.  [default: the site's]")
-@click.option(
-    "--carbon",
-    type=FILE,
-    metavar="CSV",
-    help="Carbon forecast: begin when it is lowest.",
-)
+@click.option("--carbon", type=FILE, metavar="CSV", help="Carbon forecast: begin when it is lowest.")
 @click.option("--deadline", metavar="TIME", help="With --carbon: when the job must have ended.")
 @click.option("--within", metavar="DURATION", help="The same, from now on: 24h, 2d, 1-12:00:00.")
 @click.option("--power", "power_w", type=float, metavar="W", help="With --carbon: power of the whole job, for grams.")

@@ -40,10 +40,7 @@ _SUITES: Final = [name for name in SUITES if name != SWEEP]
 _KIND_OPTIONS: Final = ("array", "bench", "server_nodes")
 kind_options = stacked(
     click.option(
-        "--array",
-        type=FILE,
-        metavar="SWEEP",
-        help="Instead of a training: a sweep as a job array, one trial a task.",
+        "--array", type=FILE, metavar="SWEEP", help="Instead of a training: a sweep as a job array, one trial a task."
     ),
     click.option("--at-most", type=COUNT, help="Trials of --array at a time.  [default: all]"),
     click.option("--retry-failed", is_flag=True, help="With --array: run trials again that are recorded as failed."),

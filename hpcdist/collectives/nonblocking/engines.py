@@ -118,7 +118,7 @@ class PollEngine(ProgressEngine):
             )
         if self.own.checked:
             with self._in_step():
-                checks.compare_while_moving(self.own, call_of(task), self.wait_a_little)
+                checks.compare_calls(self.own, call_of(task), self.wait_a_little)
         # The lowest slot that no operation under way has: its scratch is free.
         slots = {operation.slot for operation in self._active}
         slot = next(number for number in range(len(slots) + 1) if number not in slots)

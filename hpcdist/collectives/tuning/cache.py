@@ -8,10 +8,8 @@ ends a job.
 """
 
 import datetime
-import importlib.metadata
 import json
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from hpcdist.collectives.tuning.cost_model import LinkParameters, MachineCosts
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
 from hpcdist.reporting import user_cache
+from hpcdist.reporting.machine import package_version, processor
 
 FORMAT: Final = 1
 TABLES: Final = "allreduce"  # the kind that chooses by size; others are for one size
@@ -93,31 +92,18 @@ def key(
         "dtype": dtype,
         "buffer": buffer,
         "max_bytes": max_bytes,
-        "software": {name: _version(name) for name in PACKAGES},
+        "software": {name: package_version(name, "not installed") for name in PACKAGES},
     }
 
 
 def _host() -> str:
     """Return processor, cores and fabric of this rank as one line (local)."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []  # not Linux
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    model = names[0] if names else platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         fabric = sorted({name.rstrip("0123456789_") for name in os.listdir("/sys/class/infiniband")})
     except OSError:
         fabric = []  # none, or a container that hides it
-    return f"{model}; {cores} cores; {','.join(fabric) or 'no InfiniBand device'}"
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+    return f"{processor()}; {cores} cores; {','.join(fabric) or 'no InfiniBand device'}"
 
 
 def path_of(wanted: Mapping[str, Any]) -> Path:

@@ -24,21 +24,19 @@ def check_local_ranks(table: RankTable) -> Check:
     """Check that launcher and Slurm number the local ranks of each node from 0 on: the GPU is chosen by them."""
     name = "local ranks"
     lints = (
-        Lint(_misannounced, FAIL, "start the job with one launcher, the one that belongs to the MPI library"),
         Lint(
-            _misnumbered, WARN, "MPI and Slurm cut the job into nodes differently: GPUs bound by Slurm may be others'"
+            lambda rows: _numbering([row.facts.announced for row in rows], rows[0].facts.launcher),
+            FAIL,
+            "start the job with one launcher, the one that belongs to the MPI library",
+        ),
+        Lint(
+            lambda rows: _numbering([row.facts.slurm_local for row in rows], "SLURM_LOCALID"),
+            WARN,
+            "MPI and Slurm cut the job into nodes differently: GPUs bound by Slurm may be others'",
         ),
     )
     wrong = apply_lints(table, name, lints)
     return wrong or Check(name, OK, "MPI and the launcher agree")
-
-
-def _misannounced(rows: list[RankRow]) -> str:
-    return _numbering([row.facts.announced for row in rows], rows[0].facts.launcher)
-
-
-def _misnumbered(rows: list[RankRow]) -> str:
-    return _numbering([row.facts.slurm_local for row in rows], "SLURM_LOCALID")
 
 
 def _numbering(numbers: Sequence[int | None], who: str) -> str:

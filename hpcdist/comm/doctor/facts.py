@@ -5,7 +5,6 @@ would leave the others waiting in the collective that follows.
 """
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -25,6 +24,7 @@ from hpcdist.comm.launch.core_binding import hardware_threads
 from hpcdist.comm.launch.environment import LaunchEnvironment, inside_srun, started_by_srun
 from hpcdist.errors import HpcdistError
 from hpcdist.reporting.hostlist import parse_ranges
+from hpcdist.reporting.machine import package_version, processor
 
 NUMA: Final = Path("/sys/devices/system/node")
 PACKAGES: Final = ("numpy", "mpi4py", "h5py", "numba", "cupy-cuda12x", "cupy-cuda13x")
@@ -154,7 +154,7 @@ def node_facts(
 ) -> NodeFacts:
     """Return the facts that the ranks of this node share; ``library`` is the version of MPI."""
     software = {"hpcdist": f"{hpcdist.__version__}, sources {source_digest()}", "Python": platform.python_version()}
-    software |= {name: version for name in PACKAGES if (version := _version(name))}
+    software |= {name: version for name in PACKAGES if (version := package_version(name))}
     settings = {
         name: _once(value) if name.endswith("_PATH") or name == "PYTHONPATH" else value
         for name, value in sorted(environment.items())
@@ -162,7 +162,7 @@ def node_facts(
     }
     cores = os.cpu_count() or 1
     return NodeFacts(
-        _processor(), cores, numa_domains(numa), software | {"MPI": library}, settings, volumes, hardware_threads()
+        processor(), cores, numa_domains(numa), software | {"MPI": library}, settings, volumes, hardware_threads()
     )
 
 
@@ -250,19 +250,3 @@ def plugin_versions(environment: Mapping[str, str] = os.environ) -> str:
 def _once(path: str) -> str:
     """Return a search path without duplicates: launchers add their folder again on each hop."""
     return os.pathsep.join(dict.fromkeys(filter(None, path.split(os.pathsep))))
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

@@ -91,7 +91,6 @@ class AgreedExit(SystemExit):
 @dataclass
 class _Installed:
     abort: Callable[[int], None]
-    recorder: "Recorder | None"
     rank: int
     hooks: tuple[Any, Any]
     failing: threading.Lock
@@ -100,24 +99,20 @@ class _Installed:
     withdraw: Callable[[], None] | None = None
     is_survivable: Callable[[BaseException], bool] | None = None
     limit: threading.Timer | None = None
+    recorder: "Recorder | None" = None
 
 
 _installed: _Installed | None = None  # one per process, as sys.excepthook is
 
 
-def install(
-    abort: Callable[[int], None],
-    recorder: "Recorder | None",
-    rank: int,
-    title: Callable[[str], None] | None = None,
-) -> None:
+def install(abort: Callable[[int], None], rank: int, title: Callable[[str], None] | None = None) -> None:
     """End the job through ``abort(code)`` when an exception of any thread of this process is not caught (local).
 
     ``title(text)`` comes before it, with at most TITLE_BYTES: what MPI is to show in its message about the abort.
     """
     global _installed
     hooks = (sys.excepthook, threading.excepthook) if _installed is None else _installed.hooks
-    _installed = _Installed(abort, recorder, rank, hooks, threading.Lock(), title)
+    _installed = _Installed(abort, rank, hooks, threading.Lock(), title)
     sys.excepthook = _on_exception
     threading.excepthook = _on_thread_exception
     if not faulthandler.is_enabled():

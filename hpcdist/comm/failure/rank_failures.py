@@ -17,8 +17,8 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from hpcdist.comm.events import UNKNOWN_BYTES, Observable
 from hpcdist.errors import DeadlineError, MissingCapabilityError, RankDiedError
 
 _descendants_lock: Final = threading.Lock()
+Result = TypeVar("Result")
+Made = TypeVar("Made", bound="FaultTolerant")
 
 
 class FaultTolerant(Observable, ABC):
@@ -42,6 +44,21 @@ class FaultTolerant(Observable, ABC):
         self._descendants: weakref.WeakSet[FaultTolerant] = weakref.WeakSet()
         self._registries = [self._descendants]  # where descendants are entered: in this set, and those of the ancestors
         self._revoked: set[FaultTolerant] = set()  # descendants to free: strong references until `abandon`
+
+    def _recorded(
+        self, op: str, function: Callable[..., Result], *arguments: Any, count: int = 0, peer: int = -1
+    ) -> Result:
+        """Return ``function(*arguments)``, recorded as the operation ``op``, of which the sent bytes are not known."""
+        token = self.events.begin(self.name, op, "uint8", count, UNKNOWN_BYTES, peer, 0)
+        result = function(*arguments)
+        self.events.end(token)
+        return result
+
+    def _passed_on(self, made: Made) -> Made:
+        """Return ``made``, a communicator made from this one, with the event sink and the checked mode of this one."""
+        made._sink_cell = self._sink_cell
+        made.checked = self.checked
+        return made
 
     def _adopt(self, child: "FaultTolerant") -> None:
         """Register ``child``, which was made from this communicator, with it and its ancestors."""
@@ -62,37 +79,20 @@ class FaultTolerant(Observable, ABC):
             descendant._revoke()
         self._revoke()
 
-    def failed(self) -> tuple[int, ...]:
-        """Return the ranks known to have failed, ascending (local)."""
-        return self._failed()
-
     def agree(self, flag: bool) -> bool:
         """Return whether all survivors passed true. Collective over the survivors."""
         self._check_survivable("agree")
-        token = self.events.begin(self.name, "agree", "uint8", 0, UNKNOWN_BYTES, -1, 0)
-        agreed = self._agree(flag)
-        self.events.end(token)
-        return agreed
+        return self._recorded("agree", self._agree, flag)
 
     def shrink(self, label: str = "world") -> Self:
         """Return a communicator of the survivors, named ``label``. Collective over the survivors."""
         self._check_survivable("shrink")
-        token = self.events.begin(self.name, "shrink", "uint8", 0, UNKNOWN_BYTES, -1, 0)
-        smaller = self._shrink(label)
-        self.events.end(token)
-        smaller._sink_cell = self._sink_cell
-        smaller.checked = self.checked
-        return smaller
+        return self._passed_on(self._recorded("shrink", self._shrink, label))
 
     def grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], label: str) -> Self:
         """Return a communicator of these ranks and ``count`` new processes; see `spawn.spawn`. Collective."""
         self._check_survivable("grow")
-        token = self.events.begin(self.name, "grow", "uint8", 0, UNKNOWN_BYTES, -1, 0)
-        larger = self._grow(count, arguments, environment, label)
-        self.events.end(token)
-        larger._sink_cell = self._sink_cell
-        larger.checked = self.checked
-        return larger
+        return self._passed_on(self._recorded("grow", self._grow, count, arguments, environment, label))
 
     def abandon(self) -> None:
         """Free a revoked communicator and those made from it, ignoring errors of the MPI library (local)."""
@@ -117,7 +117,9 @@ class FaultTolerant(Observable, ABC):
     @abstractmethod
     def _revoke(self) -> None: ...
     @abstractmethod
-    def _failed(self) -> tuple[int, ...]: ...
+    def failed(self) -> tuple[int, ...]:
+        """Return the ranks known to have failed, ascending (local)."""
+
     @abstractmethod
     def _agree(self, flag: bool) -> bool: ...
     @abstractmethod

@@ -58,11 +58,6 @@ class CoreBinding:
     reason: str = ""
 
 
-def in_slurm(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process belongs to a job of Slurm."""
-    return "SLURM_JOB_ID" in environment
-
-
 def ranks_per_node(ranks: int, requested: int | None, environment: Mapping[str, str] = os.environ) -> int | None:
     """Return the ranks on each node of the job: ``requested``, else by Slurm's tasks per node; None: unknown."""
     if requested is not None:

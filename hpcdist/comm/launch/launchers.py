@@ -10,7 +10,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from hpcdist.comm.launch import core_binding, mpirun
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
@@ -154,49 +154,79 @@ def _suggestion(name: str, known: Sequence[str]) -> str:
     return f"did you mean {near!r}?" if near else f"choose one of {', '.join(known)}"
 
 
-class Starter(Protocol):
-    """A chosen launcher with the layout to start."""
+@dataclass(frozen=True)
+class Starter:
+    """A chosen launcher of ``kind`` with the layout to start: one of the site. `MpirunStarter` is that by mpirun."""
 
-    @property
-    def kind(self) -> LauncherKind:
-        """The kind of this launcher, with its options."""
-
-    @property
-    def layout(self) -> LaunchRequest:
-        """The requested layout."""
+    kind: LauncherKind
+    layout: LaunchRequest
 
     def settings(self) -> dict[str, str]:
         """Return the variables to add for the launcher and its ranks."""
+        return mpirun.common_settings(self.layout.cpus_per_task or 1)
 
     def line(self, program: Sequence[str], settings: Mapping[str, str], options: Sequence[str]) -> list[str]:
-        """Return the command line that starts ``program`` on all ranks; ``options`` of the launcher override ours."""
+        """Return the command line that starts ``program`` on all ranks; ``options`` of the launcher override ours.
+
+        The ``settings`` are in the launcher's environment, which its ranks inherit.
+        """
+        kind, layout = self.kind, self.layout
+        # In a heterogeneous job each component has its number of ranks: -n would apply to each of them.
+        apart = kind is SRUN and any(option.startswith(HET_GROUP) for option in options)
+        words = [*(() if apart else kind.ranks), *kind.always]
+        words += kind.per_node if layout.ranks_per_node is not None else ()
+        words += kind.cpus if layout.cpus_per_task is not None else ()
+        words += kind.pmi if layout.pmi is not None else ()
+        if kind is SRUN and "SLURM_JOB_ID" in os.environ:  # outside of a job srun waits for an allocation instead
+            words.append(f"--immediate={_PATIENCE_S}")
+        return [*kind.program, *self._filled(words), *options, *program]
+
+    def _filled(self, words: Sequence[str], **values: object) -> list[str]:
+        known = {**vars(self.layout), "nodes": self.layout.nodes, **values}
+        return [word.format_map(known) for word in words]
 
     def session(self, folder: Path, options: Sequence[str]) -> dict[str, str]:
         """Return the variables for the launcher only, not its ranks; it may keep files in ``folder``."""
+        return {}
 
     def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:
         """Return the options that start on the nodes ``left``, not on those ``lost``. Raises MissingCapabilityError."""
+        if not self.kind.without:
+            raise MissingCapabilityError(
+                f"the job has lost {', '.join(lost)}, and {self.kind.name} cannot leave nodes out; submit the job again"
+            )
+        nodes = self.layout.nodes or len(left)
+        return self._filled(self.kind.without, lost=",".join(lost), nodes=nodes)
 
     def unbound(self, options: Sequence[str]) -> str:
         """Return why ranks are not bound to cores, "" where they are, or where the launcher decides."""
+        return ""
 
     def check(self) -> None:
         """Raise MissingCapabilityError when the launcher is not installed here."""
+        name = self.kind.program[0]
+        path = shutil.which(name)
+        if path is None:
+            raise MissingCapabilityError(
+                f"no {name} on PATH, which --launcher {self.kind.name} starts; run this on a node of a site that has "
+                f"it, or choose another of {', '.join(KINDS)}"
+            )
+        if self.kind is MPIEXEC:
+            launcher = mpirun.identify(Path(path))
+            if launcher.vendor != mpirun.UNKNOWN:
+                raise MissingCapabilityError(
+                    f"{path} is of {launcher.vendor}, not of PALS, which --launcher mpiexec speaks to; write "
+                    "--launcher mpirun, or load the site's PALS module"
+                )
 
 
 @dataclass(frozen=True)
-class MpirunStarter:
+class MpirunStarter(Starter):
     """Starter by the mpirun of this environment. Where ``surviving``, the job outlives rank failures (ULFM)."""
 
     launcher: mpirun.Launcher
-    layout: LaunchRequest
     surviving: bool = False
     bound: core_binding.CoreBinding | None = None
-
-    @property
-    def kind(self) -> LauncherKind:
-        """The kind `MPIRUN`; its options come from `mpirun`."""
-        return MPIRUN
 
     def settings(self) -> dict[str, str]:
         """Return the variables to add for the launcher and its ranks."""
@@ -229,72 +259,6 @@ class MpirunStarter:
         """Do nothing: `mpirun.find` has found it."""
 
 
-@dataclass(frozen=True)
-class SiteStarter:
-    """Starter by a launcher of the site: every kind but mpirun."""
-
-    kind: LauncherKind
-    layout: LaunchRequest
-
-    def settings(self) -> dict[str, str]:
-        """Return the variables to add for the launcher and its ranks."""
-        return mpirun.common_settings(self.layout.cpus_per_task or 1)
-
-    def line(self, program: Sequence[str], settings: Mapping[str, str], options: Sequence[str]) -> list[str]:
-        """Return the command line that starts ``program`` on all ranks; ``options`` of the launcher override ours.
-
-        The ``settings`` are in the launcher's environment, which its ranks inherit.
-        """
-        kind, layout = self.kind, self.layout
-        # In a heterogeneous job each component has its number of ranks: -n would apply to each of them.
-        apart = kind is SRUN and any(option.startswith(HET_GROUP) for option in options)
-        words = [*(() if apart else kind.ranks), *kind.always]
-        words += kind.per_node if layout.ranks_per_node is not None else ()
-        words += kind.cpus if layout.cpus_per_task is not None else ()
-        words += kind.pmi if layout.pmi is not None else ()
-        if kind is SRUN and "SLURM_JOB_ID" in os.environ:  # outside of a job srun waits for an allocation instead
-            words.append(f"--immediate={_PATIENCE_S}")
-        return [*kind.program, *self._filled(words), *options, *program]
-
-    def _filled(self, words: Sequence[str], **values: object) -> list[str]:
-        known = {**vars(self.layout), "nodes": self.layout.nodes, **values}
-        return [word.format_map(known) for word in words]
-
-    def session(self, folder: Path, options: Sequence[str]) -> dict[str, str]:
-        """Return no variables: the site decides where it keeps its files."""
-        return {}
-
-    def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:
-        """Return the options that start on the nodes ``left``, not on those ``lost``. Raises MissingCapabilityError."""
-        if not self.kind.without:
-            raise MissingCapabilityError(
-                f"the job has lost {', '.join(lost)}, and {self.kind.name} cannot leave nodes out; submit the job again"
-            )
-        nodes = self.layout.nodes or len(left)
-        return self._filled(self.kind.without, lost=",".join(lost), nodes=nodes)
-
-    def unbound(self, options: Sequence[str]) -> str:
-        """Return "": it binds by the allocation of the job."""
-        return ""
-
-    def check(self) -> None:
-        """Raise MissingCapabilityError when this launcher is not installed here."""
-        name = self.kind.program[0]
-        path = shutil.which(name)
-        if path is None:
-            raise MissingCapabilityError(
-                f"no {name} on PATH, which --launcher {self.kind.name} starts; run this on a node of a site that has "
-                f"it, or choose another of {', '.join(KINDS)}"
-            )
-        if self.kind is MPIEXEC:
-            launcher = mpirun.identify(Path(path))
-            if launcher.vendor != mpirun.UNKNOWN:
-                raise MissingCapabilityError(
-                    f"{path} is of {launcher.vendor}, not of PALS, which --launcher mpiexec speaks to; write "
-                    "--launcher mpirun, or load the site's PALS module"
-                )
-
-
 def choose_starter(
     kind: LauncherKind, layout: LaunchRequest, survive: str | None, environment: Mapping[str, str] = os.environ
 ) -> Starter:
@@ -308,25 +272,24 @@ def choose_starter(
     cores = environment.get("SLURM_CPUS_PER_TASK", "")  # of the job
     if kind is SRUN and layout.cpus_per_task is None and cores.isdecimal():
         layout = replace(layout, cpus_per_task=int(cores))
-    return SiteStarter(kind, layout)
+    return Starter(kind, layout)
 
 
 def _mpirun(
     launcher: mpirun.Launcher, layout: LaunchRequest, surviving: bool, environment: Mapping[str, str]
 ) -> MpirunStarter:
     """Return the starter of ``layout`` by mpirun; in a Slurm job ranks are bound to the cores of the job."""
-    if not core_binding.in_slurm(environment):
-        return MpirunStarter(launcher, layout, surviving)
+    if "SLURM_JOB_ID" not in environment:
+        return MpirunStarter(MPIRUN, layout, launcher, surviving)
     each = core_binding.ranks_per_node(layout.ranks, layout.ranks_per_node, environment)
     if layout.cpus_per_task is None:
         layout = replace(layout, cpus_per_task=core_binding.cpus_per_task(each, environment))
     if surviving:  # its options do not bind
-        return MpirunStarter(
-            launcher, layout, surviving, core_binding.CoreBinding(each, None, "ranks may come later, with --survive")
-        )
+        unbound = core_binding.CoreBinding(each, None, "ranks may come later, with --survive")
+        return MpirunStarter(MPIRUN, layout, launcher, surviving, unbound)
     apart = launcher.vendor == mpirun.OPEN_MPI
     bound = core_binding.bind_ranks(each, layout.cpus_per_task, core_binding.node_cores(), environment, apart=apart)
-    return MpirunStarter(launcher, layout, surviving, bound)
+    return MpirunStarter(MPIRUN, layout, launcher, surviving, bound)
 
 
 def _refuse(kind: LauncherKind, layout: LaunchRequest, survive: str | None) -> None:

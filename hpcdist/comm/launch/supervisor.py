@@ -74,34 +74,6 @@ class LaunchOutcome:
     agreed: bool  # the ranks wrote the code: failures of single ranks before do not count
 
 
-def watch(
-    line: Sequence[str],
-    environment: Mapping[str, str],
-    launch_dir: Path,
-    grace_s: float,
-    mask: set[signal.Signals],
-    surviving: bool = False,
-    telling: bool = False,
-    kind: LauncherKind = MPIRUN,
-    foreign: bool = False,
-) -> LaunchOutcome:
-    """Run the command ``line`` of a launcher of ``kind`` to its end, inside of `signals_held`, which yielded ``mask``.
-
-    SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed to the ranks. After the first three the ranks have
-    ``grace_s`` seconds to save and leave; then, or at a second SIGINT, everything is killed. The code is that of the
-    ranks, 130 after a SIGINT, and 128 + number after another signal that ended in killing.
-
-    ``surviving`` ranks go on after a rank failure, and the exit code that they write counts, not that of the launcher.
-    They, and those that are ``telling``, write an exit code: a launcher that returns 0 without it has lost them. (Open
-    MPI's does so when it loses a node.)
-
-    A ``foreign`` program need not be of hpcdist: where no rank has announced itself STARTING_S after the start, signals
-    go to the processes that the launcher has started here.
-    """
-    environment = {**environment, LAUNCH_DIR: str(launch_dir)}
-    return _Supervision(line, environment, launch_dir, grace_s, mask, surviving, telling, kind, foreign).run()
-
-
 def pause(seconds: float) -> signal.Signals | None:
     """Wait inside of `signals_held`; return the signal that asked for the end of the job meanwhile, if any.
 
@@ -148,21 +120,33 @@ class _PendingSignal:
     receivers: set[int] = field(default_factory=set)
 
 
-class _Supervision:
-    def __init__(
-        self,
-        line: Sequence[str],
-        environment: Mapping[str, str],
-        launch_dir: Path,
-        grace_s: float,
-        mask: set[signal.Signals],
-        surviving: bool,
-        telling: bool,
-        kind: LauncherKind,
-        foreign: bool,
-    ) -> None:
-        self._telling, self._kind, self._foreign = telling, kind, foreign
-        self._launch_dir, self._grace_s, self._surviving = launch_dir, grace_s, surviving
+@dataclass(eq=False)
+class Supervision:
+    """Run of the command ``line`` of a launcher of ``kind``, inside of `signals_held`, which yielded ``mask``.
+
+    SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed to the ranks. After the first three the ranks have
+    ``grace_s`` seconds to save and leave; then, or at a second SIGINT, everything is killed. The code is that of the
+    ranks, 130 after a SIGINT, and 128 + number after another signal that ended in killing.
+
+    ``surviving`` ranks go on after a rank failure, and the exit code that they write counts, not that of the launcher.
+    They, and those that are ``telling``, write an exit code: a launcher that returns 0 without it has lost them. (Open
+    MPI's does so when it loses a node.)
+
+    A ``foreign`` program need not be of hpcdist: where no rank has announced itself STARTING_S after the start, signals
+    go to the processes that the launcher has started here.
+    """
+
+    line: Sequence[str]
+    environment: Mapping[str, str]
+    launch_dir: Path
+    grace_s: float
+    mask: set[signal.Signals]
+    surviving: bool = False
+    telling: bool = False
+    kind: LauncherKind = MPIRUN
+    foreign: bool = False
+
+    def __post_init__(self) -> None:
         self._stop_signal: signal.Signals | None = None  # the signal that began the grace period
         self._first_signal: signal.Signals | None = None  # the first that asked for the end of the job
         self._ending = False  # the ranks have written an exit code, and leave
@@ -174,19 +158,19 @@ class _Supervision:
         self._blocked_s = 0.0  # seconds in which these kept the whole job from going on
         self._began = self._looked = time.monotonic()
         self._watched = _watched()
-        self._trains_in_script = foreign and RUN_DIR in environment
+        self._trains_in_script = self.foreign and RUN_DIR in self.environment
         libc = ctypes.CDLL(None)
 
         def in_child() -> None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
             libc.prctl(
                 _PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0
             )  # if this process is killed, the launcher ends its ranks
 
         self._relay = Relay()
         self._process = subprocess.Popen(
-            line,
-            env=dict(environment),
+            self.line,
+            env={**self.environment, LAUNCH_DIR: str(self.launch_dir)},
             stdin=subprocess.DEVNULL,
             stdout=self._relay.stdout,  # a launcher whose output cannot be written may end, or kill its ranks
             stderr=self._relay.stderr,
@@ -196,6 +180,7 @@ class _Supervision:
         self._relay.begin()
 
     def run(self) -> LaunchOutcome:
+        """Wait for the end of the launcher, and return the outcome."""
         while self._process.returncode is None:
             tick = SOON_S if self._pending else TICK_S
             wait_s = min(tick, max(0.0, self._deadline - time.monotonic()))
@@ -211,7 +196,7 @@ class _Supervision:
             self._look_for_stopped()
         self._end_leftovers()
         self._end_output()
-        remove_segments(self._launch_dir)
+        remove_segments(self.launch_dir)
         return self._outcome()
 
     def _on_deadline(self) -> None:
@@ -221,28 +206,26 @@ class _Supervision:
             self._give_grace(number)
             return
         if not self._ending and self._discard_signal is None:
-            self._say(f"the ranks did not stop within {self._grace_s:g} s, killing them")
+            self._say(f"the ranks did not stop within {self.grace_s:g} s, killing them")
         self._kill()
 
     def _look_for_the_end(self) -> None:
         # A command that a foreign program runs may write an exit code as well, while that program goes on.
-        believed = self._surviving or not (self._kind.keeps_codes or self._foreign)
-        code = exit_file.read_exit_code(self._launch_dir) if believed and not self._ending else None
-        if code is not None and (self._surviving or code not in _TOGETHER):
+        believed = self.surviving or not (self.kind.keeps_codes or self.foreign)
+        code = exit_file.read_exit_code(self.launch_dir) if believed and not self._ending else None
+        if code is not None and (self.surviving or code not in _TOGETHER):
             self._ending, self._pending = True, []
             self._deadline = min(self._deadline, time.monotonic() + TEARDOWN_S)
 
     def _outcome(self) -> LaunchOutcome:
-        code, announced = self._process.returncode, exit_file.read_exit_code(self._launch_dir)
-        failed = any(
-            self._launch_dir.glob("rank-*.txt")
-        )  # a rank that could not save: code 130 would claim that it had
+        code, announced = self._process.returncode, exit_file.read_exit_code(self.launch_dir)
+        failed = any(self.launch_dir.glob("rank-*.txt"))  # a rank that could not save: code 130 would claim that it had
         # A launcher that kills the last ranks because the first has left with 75 returns 137.
-        agreed = announced is not None and (self._surviving or not self._kind.keeps_codes or code == OK)
-        if self._foreign:  # a command that the program ran may have written it: it can explain a failure, not cause one
-            agreed = announced not in (None, OK) and not self._kind.keeps_codes and code != OK
+        agreed = announced is not None and (self.surviving or not self.kind.keeps_codes or code == OK)
+        if self.foreign:  # a command that the program ran may have written it: it can explain a failure, not cause one
+            agreed = announced not in (None, OK) and not self.kind.keeps_codes and code != OK
         # Ranks on other hosts can neither write it nor announce themselves.
-        lost = announced is None and (self._surviving or (self._telling and bool(self._announced_pids())))
+        lost = announced is None and (self.surviving or (self.telling and bool(self._announced_pids())))
         if agreed and announced is not None:
             code = announced
         elif self._discard_signal is not None and code != OK:
@@ -280,7 +263,7 @@ class _Supervision:
             return
         now, is_announced = time.monotonic(), bool(self._announced_pids())
         until = now + STARTING_S if is_announced else self._began + STARTING_S
-        if self._foreign and not is_announced and number is signal.SIGINT:
+        if self.foreign and not is_announced and number is signal.SIGINT:
             until = now  # Ctrl-C is meant for the program that runs, whatever it is
         self._pending.append(_PendingSignal(_PASSED[number], until))
         if self._discard_signal is None and number in _ENDING and self._nothing_to_save():
@@ -295,22 +278,22 @@ class _Supervision:
         # USR1: the scheduler knows how long saving may take; USR2: the ranks dump their stacks and go on.
         if number not in (signal.SIGUSR1, signal.SIGUSR2) and self._stop_signal is None:
             self._stop_signal = number
-            self._deadline = time.monotonic() + self._grace_s
+            self._deadline = time.monotonic() + self.grace_s
             again = "; Ctrl-C again kills them" if number is signal.SIGINT else ""
             self._say(f"{number.name}: the ranks save and stop at the next step{again}")
 
     def _nothing_to_save(self) -> bool:
         """Whether a rank here has the mark for it, or none has started so far; ranks elsewhere have no mark."""
-        marks = [int(path.name.removeprefix(NOTHING_TO_SAVE)) for path in self._launch_dir.glob(f"{NOTHING_TO_SAVE}*")]
+        marks = [int(path.name.removeprefix(NOTHING_TO_SAVE)) for path in self.launch_dir.glob(f"{NOTHING_TO_SAVE}*")]
         if any(self._is_ours(pid) for pid in marks):
             return True
         starting = not self._announced_pids() and time.monotonic() - self._began < STARTING_S
-        return starting and not self._foreign  # a foreign program may have something to save
+        return starting and not self.foreign  # a foreign program may have something to save
 
     def _has_begun(self) -> bool:
         """Whether a rank that runs here may have something to save; one that has left keeps its mark."""
         running = [pid for pid in self._announced_pids() if self._is_ours(pid)]
-        return any(not (self._launch_dir / f"{NOTHING_TO_SAVE}{pid}").exists() for pid in running)
+        return any(not (self.launch_dir / f"{NOTHING_TO_SAVE}{pid}").exists() for pid in running)
 
     def _look_for_stopped(self) -> None:
         """Report stopped processes. Where no rank can go on, end the job after STOPPED_S.
@@ -353,14 +336,14 @@ class _Supervision:
         expired = [pending for pending in self._pending if time.monotonic() >= pending.until]
         self._pending = [pending for pending in self._pending if pending not in expired]
         for pending in expired:
-            if self._foreign and not pending.receivers:
+            if self.foreign and not pending.receivers:
                 pending.receivers = self._started_here()
                 for pid in pending.receivers:
                     send_signal(pid, pending.number)
             if not pending.receivers:
-                passed = self._kind.forwards.get(pending.number)
+                passed = self.kind.forwards.get(pending.number)
                 send_signal(self._process.pid, passed or signal.SIGTERM)
-                self._deadline = self._deadline if passed else time.monotonic() + self._kind.teardown_s
+                self._deadline = self._deadline if passed else time.monotonic() + self.kind.teardown_s
 
     def _let_go_on(self, pid: int) -> None:
         """Continue ``pid``, so that it can save, if it is stopped."""
@@ -368,7 +351,7 @@ class _Supervision:
             send_signal(pid, signal.SIGCONT)
 
     def _announced_pids(self) -> list[int]:
-        return [int(path.read_text()) for path in self._launch_dir.glob("pid-*") if path.suffix != ".tmp"]
+        return [int(path.read_text()) for path in self.launch_dir.glob("pid-*") if path.suffix != ".tmp"]
 
     def _started_here(self) -> set[int]:
         """Return the processes of this host that the launcher has started as ranks, whatever they are."""
@@ -383,14 +366,14 @@ class _Supervision:
 
         Told by a variable: a rank need not be a descendant, since the launcher may start it through srun.
         """
-        return environment_of(pid).get(LAUNCH_DIR) == str(self._launch_dir)
+        return environment_of(pid).get(LAUNCH_DIR) == str(self.launch_dir)
 
     def _kill(self) -> None:
         """End the launcher, by SIGTERM first so that it can end ranks on other hosts, then all that is left here."""
         self._killed, self._deadline = True, float("inf")
         send_signal(self._process.pid, signal.SIGTERM)
         self._let_go_on(self._process.pid)
-        self._wait_for(lambda: self._process.returncode is not None, self._kind.teardown_s)
+        self._wait_for(lambda: self._process.returncode is not None, self.kind.teardown_s)
         self._kill_descendants()
 
     def _end_leftovers(self) -> None:

@@ -166,7 +166,7 @@ class MpiCommunicator(Endpoint):
     def _shared(self, nbytes: int) -> SharedBlock:
         return shared_memory.allocate(self._mpi, self._comm, nbytes)
 
-    def _window(self, nbytes: int) -> window.Transfers:
+    def _window(self, nbytes: int) -> window.Window:
         return window.allocate(self._mpi, self._comm, nbytes)
 
     def supports(self, feature: str) -> bool:
@@ -181,7 +181,8 @@ class MpiCommunicator(Endpoint):
         if self._comm:  # false after it was freed
             self._comm.Revoke()
 
-    def _failed(self) -> tuple[int, ...]:
+    def failed(self) -> tuple[int, ...]:
+        """Return the ranks known to have failed, ascending (local)."""
         return ulfm.failed(self._mpi, self._comm) if self.supports("ulfm") else ()
 
     def _agree(self, flag: bool) -> bool:

@@ -22,7 +22,6 @@ job. `hpcdist doctor` always probes again, and caches the answer.
 
 import contextlib
 import datetime
-import importlib.metadata
 import json
 import os
 import signal
@@ -41,6 +40,7 @@ from hpcdist.comm.launch import mpirun
 from hpcdist.comm.launch.environment import LaunchEnvironment
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.reporting import user_cache
+from hpcdist.reporting.machine import package_version
 
 CACHE_FORMAT: Final = 1
 CACHE_KIND: Final = "device_pointers"
@@ -71,15 +71,8 @@ def cache_key(library: str, launcher: str, environment: Mapping[str, str] = os.e
         "driver": driver,
         "cupy": str(module.__version__),
         "settings": {name: value for name, value in sorted(environment.items()) if name.startswith(CACHE_SETTINGS)},
-        "software": {name: _package_version(name) for name in CACHE_PACKAGES},
+        "software": {name: package_version(name, "not installed") for name in CACHE_PACKAGES},
     }
-
-
-def _package_version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def cache_path(key: Mapping[str, Any]) -> Path:

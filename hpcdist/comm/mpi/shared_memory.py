@@ -82,14 +82,11 @@ class Members:
         return f"rank {', '.join(map(str, dead))} of {name} (process {processes}) has died"
 
 
-class MappedBlock:
-    """One anonymous mapping of the node, with a part for each rank."""
+class MemoryBlock:
+    """Memory without a window: a mapping of the node, or where none can be shared, private memory of this rank."""
 
-    is_shared = True
-
-    def __init__(self, mapping: mmap.mmap, sizes: list[int], members: Members) -> None:
-        whole = np.frombuffer(mapping, np.uint8)
-        self.views = [whole[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=False)]
+    def __init__(self, views: list[np.ndarray], members: Members, *, is_shared: bool) -> None:
+        self.views, self.is_shared = views, is_shared
         self.check_alive, self.progress = members.check_alive, members.progress
 
     def close(self) -> None:
@@ -122,21 +119,7 @@ class WindowBlock:
             self._window.Free()
 
 
-class PrivateBlock:
-    """Private memory, where none can be shared: the views of the other ranks are empty."""
-
-    is_shared = False
-
-    def __init__(self, rank: int, sizes: list[int], members: Members) -> None:
-        self.views = [np.zeros(size if member == rank else 0, np.uint8) for member, size in enumerate(sizes)]
-        self.check_alive, self.progress = members.check_alive, members.progress
-
-    def close(self) -> None:
-        """Drop the views."""
-        self.views = []
-
-
-def allocate(mpi: Any, comm: Any, nbytes: int) -> MappedBlock | WindowBlock | PrivateBlock:
+def allocate(mpi: Any, comm: Any, nbytes: int) -> MemoryBlock | WindowBlock:
     """Return zeroed shared memory, ``nbytes`` for each rank of ``comm``. Collective.
 
     ``comm`` is an mpi4py communicator of one node.
@@ -146,12 +129,20 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MappedBlock | WindowBlock | Pr
     mapping = _map(comm, sizes) if members.see_each_other else None
     if all(ulfm.allgather_objects(mpi, comm, mapping is not None)):
         assert mapping is not None
-        return MappedBlock(mapping, sizes, members)
+        whole = np.frombuffer(mapping, np.uint8)
+        views = [whole[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=False)]
+        return MemoryBlock(views, members, is_shared=True)
     # An MPI library with too little space in /dev/shm may get a SIGBUS at the first touch: check before.
     if all(ulfm.allgather_objects(mpi, comm, room_in(_SHM) >= sum(sizes))):
         with contextlib.suppress(mpi.Exception):
             return WindowBlock(mpi, comm, sizes, members)
-    return PrivateBlock(comm.rank, sizes, members)
+    return private_block(comm.rank, sizes, members)
+
+
+def private_block(rank: int, sizes: list[int], members: Members) -> MemoryBlock:
+    """Return memory of this ``rank`` alone: the views of the others are empty (local)."""
+    views = [np.zeros(size if member == rank else 0, np.uint8) for member, size in enumerate(sizes)]
+    return MemoryBlock(views, members, is_shared=False)
 
 
 def _starts(sizes: list[int]) -> list[int]:

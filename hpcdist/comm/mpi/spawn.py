@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hpcdist.comm.communicator import ANY, Communicator, Message
+from hpcdist.comm.communicator import Communicator, Message
 from hpcdist.comm.endpoint import Endpoint
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.handover import Handover
@@ -90,12 +90,12 @@ def declared_nodes(members: Sequence[SpawnMember]) -> list[int | None]:
     return nodes
 
 
-def sleep_until_message(comm: Communicator, every_s: float = 0.05, peer: int = ANY, tag: int = ANY) -> Message:
+def sleep_until_message(comm: Communicator, every_s: float) -> Message:
     """Return the first message, polled for every ``every_s`` seconds: a waiting spare costs little (local).
 
     Raises an error for which `rank_failures.is_rank_failure` is true when a rank dies or the communicator is revoked.
     """
     failfast.set_recovery_limit(None)
-    while (message := comm.poll(peer, tag)) is None:
+    while (message := comm.poll()) is None:
         time.sleep(every_s)
     return message

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Final
 
+from hpcdist.comm.events import EventSink
 from hpcdist.comm.launch.environment import process_fields
 from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
@@ -290,7 +291,7 @@ def _sources(folder: str) -> frozenset[str]:
     )
 
 
-class Recorder:
+class Recorder(EventSink):
     """Event sink that keeps the last ``capacity`` operations of this rank in the file ``path``.
 
     Any thread may report. An operation under way keeps its record: the ring skips it. Raises StorageError

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -132,27 +132,19 @@ _MOST: Final = 0x7FFF  # micro-batches and units beyond have no number in the fi
 _UNNAMED: Final = 0xFFFFFFFF
 
 
-class SpanSink(Protocol):
-    """Observer of a rank's work: gets each named interval when it has ended."""
+class SpanSink:
+    """Observer of a rank's work: gets each named interval when it has ended. This one keeps none."""
 
     def add(
         self, phase: str, name: str, step: int, begin_ns: int, end_ns: int, microbatch: int = -1, unit: int = -1
     ) -> None:
         """Add the interval from ``begin_ns`` to ``end_ns`` (of `now_ns`); ``phase`` is one of `PHASES`."""
-        ...
 
 
-class _NullSpans:
-    def add(
-        self, phase: str, name: str, step: int, begin_ns: int, end_ns: int, microbatch: int = -1, unit: int = -1
-    ) -> None:
-        return None
+NULL_SPANS: Final = SpanSink()
 
 
-NULL_SPANS: Final[SpanSink] = _NullSpans()
-
-
-class Spans:
+class Spans(SpanSink):
     """Writer of the last ``capacity`` spans of this rank to the file ``path``; also keeps them for the next `drain`.
 
     Raises StorageError when the file cannot be made.

@@ -19,7 +19,7 @@ from hpcdist.comm.events import NULL_SINK, UNKNOWN_BYTES, EventSink
 from hpcdist.reporting.units import format_bytes
 
 
-class MessageTraffic:
+class MessageTraffic(EventSink):
     """Event sink that counts calls by operation and bytes sent as messages; forwards every event to ``inner``."""
 
     def __init__(self, inner: EventSink = NULL_SINK) -> None:
@@ -128,7 +128,7 @@ class _ThreadTotals:
         self.began = 0
 
 
-class OperationTiming:
+class OperationTiming(EventSink):
     """Event sink that adds up calls, seconds and bytes by operation; forwards every event to ``inner``.
 
     Only outermost operations count: the messages of which a ring allreduce is made are part of it. So an operation that

@@ -36,7 +36,7 @@ from hpcdist.comm.threads.group import (
 )
 from hpcdist.errors import CommunicationError, DeadlineError, MissingCapabilityError
 
-__all__ = ["DEADLINE_S", "RankDeath", "ThreadCommunicator", "run_threads", "single_rank"]
+__all__ = ["DEADLINE_S", "RankDeath", "ThreadCommunicator", "run_threads", "solo"]
 
 DEADLINE_S = 60.0
 Result = TypeVar("Result")
@@ -215,7 +215,8 @@ class ThreadCommunicator(Endpoint):
         self._group.revoked = True
         self._group.stop()
 
-    def _failed(self) -> tuple[int, ...]:
+    def failed(self) -> tuple[int, ...]:
+        """Return the ranks that are dead (local)."""
         return tuple(self._group.dead_ranks())
 
     def _agree(self, flag: bool) -> bool:
@@ -281,11 +282,6 @@ def run_threads(
     return results
 
 
-def single_rank() -> ThreadCommunicator:
-    """Return the communicator of one rank that needs no other thread."""
+def solo() -> ThreadCommunicator:
+    """Return a communicator whose only rank is this process; it needs no other thread."""
     return ThreadCommunicator(ThreadGroup((0,), DEADLINE_S), "world", 0, None)
-
-
-def solo() -> Communicator:
-    """Return a communicator whose only rank is this process."""
-    return single_rank()

@@ -9,6 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
+from harness.inputs import flip
 from harness.jobs import called
 from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import Range
@@ -46,12 +47,6 @@ def run(tmp_path, rng):
 
     run_threads(2, body)
     return tmp_path / "run"
-
-
-def flip(path, position):
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
 
 
 def damage(path):

@@ -11,12 +11,12 @@ import time
 import numpy as np
 import pytest
 
+from harness.inputs import newest
+from harness.jobs import called
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import lock
 from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
-from hpcdist.checkpoint.restoring.restore import newest
 from hpcdist.checkpoint.saving.two_phase import SavePlan, commit, save
-from hpcdist.cli import main
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import StorageError
 from hpcdist.training import run_directory
@@ -210,9 +210,8 @@ def test_nothing_is_thinned_out_beneath_a_running_job(tmp_path, capsys):
     job.take(tmp_path)
 
     def prune(*arguments):
-        with pytest.raises(SystemExit) as leaving:
-            main.main(["checkpoint", "prune", "--keep", "1", *map(str, arguments)])
-        return leaving.value.code or 0, capsys.readouterr().err
+        code, _, err = called(capsys, "checkpoint", "prune", "--keep", "1", *arguments)
+        return code, err
 
     for place in tmp_path, tmp_path / "checkpoints":
         code, told = prune(place)

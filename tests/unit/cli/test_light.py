@@ -6,16 +6,12 @@ import click
 import pytest
 
 from harness import jobs
-from harness.jobs import called
+from harness.jobs import called, hpcdist
 from harness.marks import cases
 from hpcdist import __version__, errors
 from hpcdist.cli import main
 
 HEAVY = ("mpi4py", "numba", "llvmlite", "h5py", "cupy", "matplotlib", "numpy", "msgspec", "torch")
-
-
-def hpcdist(*arguments):
-    return jobs.hpcdist(*arguments)
 
 
 @cases(
@@ -36,14 +32,7 @@ def hpcdist(*arguments):
 )
 @pytest.mark.full_except("arguments12")
 def test_help_loads_nothing_heavy(arguments):
-    code = (
-        "import sys\nfrom hpcdist.cli.main import main\n"
-        f"try:\n    main({arguments!r})\nexcept SystemExit as leaving:\n    assert not leaving.code, leaving.code\n"
-        f"print('loaded:', *[name for name in {HEAVY!r} if name in sys.modules])"
-    )
-    done = jobs.python(code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].strip() == "loaded:"
+    assert jobs.light(HEAVY, arguments)
 
 
 def test_version():
@@ -86,30 +75,24 @@ def test_our_errors_are_one_message_and_their_exit_code(error, monkeypatch, caps
         raise error("got this, expected that")
 
     monkeypatch.setattr(main.group, "main", fail)
-    with pytest.raises(SystemExit) as leaving:
-        main.main([])
-    assert leaving.value.code == error.exit_code != 0
-    assert capsys.readouterr().err == "Error: got this, expected that\n"
+    code, _, err = called(capsys)
+    assert code == error.exit_code != 0 and err == "Error: got this, expected that\n"
 
 
 @pytest.mark.parametrize(
     ("raised", "code"), [(click.Abort(), 130), (KeyboardInterrupt(), 130), (click.UsageError("no"), 2)]
 )
-def test_other_ways_to_end(raised, code, monkeypatch):
+def test_other_ways_to_end(raised, code, monkeypatch, capsys):
     def fail(**_):
         raise raised
 
     monkeypatch.setattr(main.group, "main", fail)
-    with pytest.raises(SystemExit) as leaving:
-        main.main([])
-    assert leaving.value.code == code
+    assert called(capsys)[0] == code
 
 
-def test_a_command_that_returns_a_number_leaves_with_it(monkeypatch):
+def test_a_command_that_returns_a_number_leaves_with_it(monkeypatch, capsys):
     monkeypatch.setattr(main.group, "main", lambda **_: 7)
-    with pytest.raises(SystemExit) as leaving:
-        main.main([])
-    assert leaving.value.code == 7
+    assert called(capsys)[0] == 7
 
 
 def test_run_refuses_to_nest(monkeypatch, capsys):
@@ -130,7 +113,7 @@ def test_run_shows_what_it_would_start():
 @pytest.mark.matrix
 @pytest.mark.timeout(900)
 def test_warmup_fills_the_named_cache(tmp_path):
-    done = jobs.hpcdist("warmup", "--cache", str(tmp_path / "cache"), timeout=800)  # compiles all kernels
+    done = hpcdist("warmup", "--cache", str(tmp_path / "cache"), timeout=800)  # compiles all kernels
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "cache").rglob("*.nbc"))
     assert f"export NUMBA_CACHE_DIR={tmp_path / 'cache'}" in done.stdout

@@ -28,7 +28,7 @@ rank = "trap 'exit 5' TERM; : >$HPCDIST_LAUNCH_DIR/ready; while :; do sleep 0.05
 launcher = f'OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 bash -c "{rank}" & wait $!'.replace("$HPC", "\\\\$HPC")
 with supervisor.signals_held() as mask:
     line, folder = ["bash", "-c", launcher], Path(sys.argv[1])
-    outcome = supervisor.watch(line, dict(os.environ), folder, 60.0, mask, foreign=sys.argv[2] == "foreign")
+    outcome = supervisor.Supervision(line, dict(os.environ), folder, 60.0, mask, foreign=sys.argv[2] == "foreign").run()
 sys.exit(outcome.code)
 """
 
@@ -96,14 +96,10 @@ def test_an_error_before_the_start_is_left_for_the_launcher_to_show_last(argumen
     for name, value in (("SIZE", "2"), ("RANK", "0")):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     monkeypatch.setenv("HPCDIST_FAILURE_DIR", str(tmp_path))
-    with pytest.raises(SystemExit):
-        main.main(arguments)
+    assert called(capsys, *arguments)[2] == ""
     assert "Error: " in (tmp_path / "rank-0.txt").read_text()
-    assert capsys.readouterr().err == ""
     monkeypatch.setenv("HPCDIST_FAILURE_DIR", str(tmp_path / "on-another-host"))
-    with pytest.raises(SystemExit):
-        main.main(arguments)
-    assert "Error: " in capsys.readouterr().err
+    assert "Error: " in called(capsys, *arguments)[2]
     assert os.listdir(tmp_path) == ["rank-0.txt"]
 
 
@@ -117,10 +113,8 @@ def test_an_error_before_the_start_is_left_for_the_launcher_to_show_last(argumen
     (["--out", "/tmp/it", "--resume", "auto", "--", "env"], ["HPCDIST_RUN_DIR=/tmp/it", "HPCDIST_RESUME=auto"]),
 )
 def test_a_program_is_started_as_it_is(arguments, words, capsys):
-    with pytest.raises(SystemExit) as leaving:
-        main.main(["run", "-n", "3", "--dry-run", *arguments])
-    assert leaving.value.code == 0
-    line = capsys.readouterr().out
+    code, line, _ = called(capsys, "run", "-n", "3", "--dry-run", *arguments)
+    assert code == 0
     assert (words if isinstance(words, str) else " ".join(words)) in line
     assert "-m hpcdist" not in line
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from harness.jobs import called
 from hpcdist.batch.sites import search
-from hpcdist.cli import main
 from hpcdist.cli.submit import command
 from hpcdist.planner.cluster import toml_file
 
@@ -34,11 +34,9 @@ def submit(tmp_path, monkeypatch, capsys):
 
     def run(*arguments, site="slurm-openmpi"):
         words = ["recipe.toml", "--nodes", "2", "--ranks-per-node", "4", "--site", site, "--dry-run"]
-        with pytest.raises(SystemExit) as leaving:
-            main.main(["submit", *words, *arguments])
-        said = capsys.readouterr()
-        assert not leaving.value.code, said.err
-        return said.out, [line for line in said.err.splitlines() if "estimate" in line]
+        code, out, err = called(capsys, "submit", *words, *arguments)
+        assert code == 0, err
+        return out, [line for line in err.splitlines() if "estimate" in line]
 
     return run
 
@@ -75,9 +73,7 @@ def test_the_cluster_may_be_that_of_the_site(submit, profile):
 
 def test_a_profile_shows_its_cluster(submit, profile, capsys):
     profile("h100-hgx")
-    with pytest.raises(SystemExit):
-        main.main(["site", "show", "mine"])
-    assert 'cluster = "h100-hgx"\n' in capsys.readouterr().out
+    assert 'cluster = "h100-hgx"\n' in called(capsys, "site", "show", "mine")[1]
 
 
 def test_a_file_lies_beside_the_profile(submit, profile):

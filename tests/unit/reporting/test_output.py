@@ -18,7 +18,7 @@ from pathlib import Path
 from hpcdist.comm.launch import supervisor
 with supervisor.signals_held() as mask:
     line = ["bash", "-c", "set -e; for i in {1..2000}; do echo line $i; echo error $i >&2; done"]
-    outcome = supervisor.watch(line, dict(os.environ), Path(sys.argv[1]), 5.0, mask)
+    outcome = supervisor.Supervision(line, dict(os.environ), Path(sys.argv[1]), 5.0, mask).run()
 sys.exit(outcome.code)
 """
 

@@ -142,12 +142,7 @@ def _output_of(line: list[str], environment: Mapping[str, str], limit_s: float =
     """Return what a command of Slurm prints; where it fails or takes too long: "", or what it has, unless ``whole``."""
     try:
         result = subprocess.run(
-            line,
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            env=dict(environment),
-            timeout=limit_s,
-            check=False,
+            line, capture_output=True, stdin=subprocess.DEVNULL, env=dict(environment), timeout=limit_s, check=False
         )
     except subprocess.TimeoutExpired as error:
         return "" if whole else (error.stdout or b"").decode(errors="replace")

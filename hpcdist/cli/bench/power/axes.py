@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -161,11 +160,6 @@ class PowerRecipes:
         except ConfigurationError as error:
             words = " ".join(f"{key}={value}" for key, value in settings.items())
             raise ConfigurationError(f"a trial on {ranks} ranks{words and ' with '}{words}: {error}") from error
-
-
-def utc_now() -> str:
-    """Return the time as results files have it."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 class LimitedDevices:

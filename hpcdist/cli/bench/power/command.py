@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +22,7 @@ from hpcdist.cli.bench.power import axes as power_axes
 from hpcdist.cli.bench.power.axes import CPU, GPU, LimitedDevices, check_energy_is_measured
 from hpcdist.cli.bench.skeleton import Outputs, count_option
 from hpcdist.cli.bench.trials import check_alone, exit_code, item_line, run_options, run_series, tally_line
+from hpcdist.cli.common import FILE, check_plot
 from hpcdist.errors import MISSING_CAPABILITY, OK, MissingCapabilityError, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
@@ -32,7 +34,7 @@ OBJECTIVES: Final = ("energy", "edp", "ed2p", "time")
 
 
 @click.command("power")
-@click.argument("recipe", metavar="[RECIPE]", type=click.Path(dir_okay=False, path_type=Path), required=False)
+@click.argument("recipe", metavar="[RECIPE]", type=FILE, required=False)
 @count_option("-n", "--ranks", help="Ranks of each trial.  [default: 1]")
 @click.option("--limits", metavar="W,W,...", help="Power limits of each device, in watts.")
 @click.option("--clocks", metavar="MHZ,...", help="Frequencies at which the clocks of GPUs are locked.")
@@ -91,7 +93,7 @@ def command(**options: Any) -> int:
 
     outputs = Outputs.of(options)
     pareto.recommend([], options["objective"], options["max_slowdown"])  # refuses, before anything is measured
-    outputs.check_plot()
+    check_plot(outputs.plot)
     if options["show"]:
         _report(outputs, options)
         return OK
@@ -203,7 +205,8 @@ def _with_limits(devices: LimitedDevices, warmup: bool, items: "Sequence[SeriesI
             try:
                 in_force = stack.enter_context(devices.limited(limit_w, clock_mhz))
             except MissingCapabilityError as error:
-                return TrialOutcome(FAILED, power_axes.utc_now(), 0.0, 0, f"its limits could not be set: {error}")
+                now = datetime.now(UTC).isoformat(timespec="seconds")
+                return TrialOutcome(FAILED, now, 0.0, 0, f"its limits could not be set: {error}")
             outcome = measure(of, limit_s)
             after = devices.in_force()
         if outcome.status != OK:

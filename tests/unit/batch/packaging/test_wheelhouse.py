@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import tarfile
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import jobs
+from harness.inputs import make_wheel
 from harness.marks import cases
 from hpcdist.batch.packaging import wheelhouse
 from hpcdist.cli.site import wheelhouse as site_wheelhouse
@@ -30,22 +30,6 @@ def prepare_metadata_for_build_wheel(folder, config_settings=None):
 def build_wheel(folder, config_settings=None, metadata_directory=None):
     raise SystemExit("nothing is built when it is downloaded")
 """
-
-
-def make_wheel(folder, name, version, *metadata, tag="py3-none-any"):
-    """Write a wheel with one module and the given lines of metadata."""
-    info = f"{name}-{version}.dist-info"
-    files = {
-        f"{name}.py": f"version = {version!r}\n",
-        f"{info}/METADATA": "\n".join(["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *metadata, ""]),
-        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: {tag}\n",
-    }
-    files[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in (*files, f"{info}/RECORD"))
-    path = folder / f"{name}-{version}-{tag}.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for file, text in files.items():
-            archive.writestr(file, text)
-    return path
 
 
 def make_source(folder):

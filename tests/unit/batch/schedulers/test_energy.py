@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.jobs import called
 from harness.marks import cases
 from hpcdist.batch.schedulers import dispatch
 from hpcdist.batch.schedulers.slurm import energy
-from hpcdist.cli import main
 from hpcdist.errors import OK
 from stubs import slurm_double
 
@@ -44,10 +44,9 @@ def report(accounted, capsys):
         accounted(rows)
         said = []
         for options in (["--json"], []):
-            with pytest.raises(SystemExit) as leaving:
-                main.main(["jobs", "report", JOB, *options])
-            assert leaving.value.code == OK
-            said.append(capsys.readouterr().out)
+            code, out, err = called(capsys, "jobs", "report", JOB, *options)
+            assert code == OK, err
+            said.append(out)
         return json.loads(said[0]), said[1]
 
     return call

@@ -189,11 +189,11 @@ def test_the_next_start_is_without_them(job, monkeypatch, capsys):
 
     allocation = slurm_allocation.SlurmAllocation(2, environment=job.environment)
     allocation.died()
-    starter = launchers.MpirunStarter(found, launchers.LaunchRequest(4, 2))
+    starter = launchers.MpirunStarter(launchers.MPIRUN, launchers.LaunchRequest(4, 2), found)
     assert start_again(starter) == []
     job.say(answers="n1\nn3")
     allocation.died()
     assert start_again(starter) == ["--host", "n1:2,n3:2"]
     assert "without n2" in capsys.readouterr().err
     with pytest.raises(MissingCapabilityError, match="cannot leave nodes out"):
-        start_again(launchers.SiteStarter(launchers.FLUX, launchers.LaunchRequest(4, 2)))
+        start_again(launchers.Starter(launchers.FLUX, launchers.LaunchRequest(4, 2)))

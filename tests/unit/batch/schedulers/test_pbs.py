@@ -1,11 +1,11 @@
 """qsub, qdel and qstat, played by small scripts: what is asked of them, and how their answers are read."""
 
 import json
-import os
 import time
 
 import pytest
 
+from harness.job_scripts import played_on_path
 from harness.marks import cases
 from hpcdist.batch.schedulers import pbs
 from hpcdist.batch.schedulers.base import SchedulerState
@@ -25,13 +25,7 @@ exit 170
 @pytest.fixture
 def played(tmp_path, monkeypatch):
     """The folder in which played commands leave what they were asked."""
-    (tmp_path / "bin").mkdir()
-    for name in ("qsub", "qdel", "qstat"):
-        (tmp_path / "bin" / name).write_text(PLAYED)
-        (tmp_path / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("FOLDER", str(tmp_path))
-    return tmp_path
+    return played_on_path(tmp_path, monkeypatch, qsub=PLAYED, qdel=PLAYED, qstat=PLAYED)
 
 
 def calls(folder):

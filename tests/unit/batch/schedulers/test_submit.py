@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from harness import jobs
+from harness.job_scripts import played_on_path
 from harness.marks import cases
 from hpcdist.batch import job, ledger
 from hpcdist.batch.schedulers.slurm import submit as slurm_submit
-from hpcdist.cli import main
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.planner.cluster import toml_file
 from hpcdist.training.recipe import recipe
@@ -38,13 +38,7 @@ if [[ $1 == --parsable ]]; then echo "${NUMBER:-4711}"; else echo "sbatch: Job 1
 @pytest.fixture
 def sbatch(tmp_path, monkeypatch):
     """The folder in which a played sbatch leaves what it was asked."""
-    (tmp_path / "bin").mkdir()
-    for name, text in (("sbatch", SBATCH), ("scontrol", SCONTROL), ("squeue", SQUEUE)):
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("FOLDER", str(tmp_path))
-    return tmp_path
+    return played_on_path(tmp_path, monkeypatch, sbatch=SBATCH, scontrol=SCONTROL, squeue=SQUEUE)
 
 
 def submit(*arguments, folder, **environment):
@@ -112,18 +106,16 @@ def test_the_recipe_of_the_script_is_the_one_that_was_resolved(sbatch, monkeypat
 def test_a_job_saves_now_and_then_unless_told_when(arguments, key, value, told, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as leaving:
-        main.main(["submit", "--nodes=2", "--site=slurm-openmpi", "--dry-run", *arguments])
-    said = capsys.readouterr()
-    assert not leaving.value.code, said.err
-    written = said.out[said.out.index("#: [model]") : said.out.index("#: [survival]")].replace("#: ", "")
+    code, out, err = jobs.called(capsys, "submit", "--nodes=2", "--site=slurm-openmpi", "--dry-run", *arguments)
+    assert code == 0, err
+    written = out[out.index("#: [model]") : out.index("#: [survival]")].replace("#: ", "")
     checkpoint = tomllib.loads(written)["checkpoint"]
     if value is None:
         value = float(round(toml_file.read("h100-hgx").failures.node_mtbf_s / 2))
     assert checkpoint[key] == value
     assert bool(checkpoint["every_steps"]) + bool(checkpoint["mtbf_s"]) == (value != 0)
-    lines = [line for line in said.err.splitlines() if line.startswith("when to save is not set")]
-    assert len(lines) == bool(told) and all(re.search(told, line) for line in lines), said.err
+    lines = [line for line in err.splitlines() if line.startswith("when to save is not set")]
+    assert len(lines) == bool(told) and all(re.search(told, line) for line in lines), err
 
 
 def test_options_reach_the_script(sbatch):
@@ -491,13 +483,7 @@ def test_submit_loads_nothing_heavy(tmp_path):
         "hpcdist.batch.array",
         "hpcdist.batch.carbon",
     )
-    code = (
-        "import sys\nfrom hpcdist.cli.main import main\n"
-        "try:\n    main(['submit', '--nodes=2', '--dry-run'])\nexcept SystemExit as leaving:\n"
-        f"    print('loaded:', leaving.code, [name for name in {watched} if name in sys.modules])"
-    )
-    done = jobs.python(code, cwd=tmp_path)
-    assert done.stdout.splitlines()[-1] == "loaded: 0 []", done.stderr
+    jobs.light(watched, ["submit", "--nodes=2", "--dry-run"], cwd=tmp_path)
 
 
 def test_a_lost_template_is_a_damaged_installation(tmp_path, monkeypatch):

@@ -1,18 +1,26 @@
 """Sweeps as job arrays, benchmarks, servers on nodes of their own: scripts, what they do, and what is refused."""
 
 import dataclasses
-import os
 import re
 import shlex
 import signal
-import subprocess
-import time
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from harness.job_scripts import EVIL, PLAIN, check_by_bash, check_golden, played_python
+from harness.job_scripts import (
+    EVIL,
+    PLAIN,
+    check_by_bash,
+    check_golden,
+    ended,
+    play,
+    played_python,
+    signal_when_ready,
+    start_script,
+    words,
+)
 from harness.jobs import called
 from harness.marks import cases
 from hpcdist.batch import submission
@@ -117,30 +125,9 @@ RECORDED = "[1/2] 12ab a on 2 ranks, repeat 1 (recorded: ok): \n[2/2] 12ab a on 
 @pytest.fixture
 def stage(tmp_path):
     """A folder with a played python and scontrol, and a function that starts a job in it."""
-    for name, text in (("python", PYTHON), ("scontrol", SCONTROL)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-
-    def start(job, **environment):
-        run_dir = tmp_path / "run" if job.run_dir == PLAIN.run_dir else job.run_dir
-        job = dataclasses.replace(job, python=str(tmp_path / "python"), run_dir=run_dir)
-        (tmp_path / "job.sh").write_text(submission.script_with_input(job, submission.render(job, MPICH, job.template)))
-        slurm = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
-        slurm |= {"SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        return subprocess.Popen(
-            ["bash", "job.sh"], cwd=tmp_path, env=os.environ | slurm | environment, stderr=subprocess.PIPE, text=True
-        )
-
-    return start
-
-
-def words(path):
-    return path.read_text().split("\0")[:-1]
-
-
-def ended(process):
-    errors = process.communicate(timeout=60)[1]
-    return process.returncode, errors
+    play(tmp_path, python=PYTHON, scontrol=SCONTROL)
+    slurm = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
+    return lambda job, **environment: start_script(tmp_path, job, MPICH, slurm | environment)
 
 
 def test_a_task_runs_its_trial_into_a_file_of_its_own(stage, tmp_path):
@@ -190,11 +177,7 @@ def test_failed_trials_are_run_again_by_the_first_start_alone(stage, tmp_path):
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
 def test_signals_reach_the_trial_and_only_the_walltime_requeues(stage, tmp_path, number, requeued):
     process = stage(ARRAY, RECORDS=RECORDED)
-    limit = time.monotonic() + 60
-    while not (tmp_path / "ready").exists():
-        assert process.poll() is None and time.monotonic() < limit
-        time.sleep(0.02)
-    process.send_signal(number)
+    signal_when_ready(process, tmp_path, number)
     code, errors = ended(process)
     assert (code, (tmp_path / "told").read_text().strip()) == (75, number.name.removeprefix("SIG")), errors
     assert (tmp_path / "requeued").exists() == requeued
@@ -258,10 +241,10 @@ def test_servers_and_workers_are_one_world_of_srun(stage, tmp_path):
     options = shlex.split(said[said.index("--mpi-args") + 1])
     assert options == ["--het-group=0,1", "--label"]
     layout = launchers.LaunchRequest(10, cpus_per_task=8, pmi="pmi2")
-    line = launchers.SiteStarter(launchers.SRUN, layout).line(["true"], {}, options)
+    line = launchers.Starter(launchers.SRUN, layout).line(["true"], {}, options)
     assert not [word for word in line if word.startswith(("--ntasks", "--nodes"))], "each component has its own number"
     assert line[-3:] == ["--het-group=0,1", "--label", "true"] and "--mpi=pmi2" in line
-    assert "--ntasks=10" in launchers.SiteStarter(launchers.SRUN, layout).line(["true"], {}, ["--label"])
+    assert "--ntasks=10" in launchers.Starter(launchers.SRUN, layout).line(["true"], {}, ["--label"])
 
 
 def test_the_components_come_in_the_order_of_the_ranks():

@@ -9,14 +9,25 @@ import re
 import shlex
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import jinja2
 import pytest
 
 from harness import jobs
-from harness.job_scripts import EVIL, PLAIN, RECIPE, check_by_bash, check_golden, played_python
+from harness.job_scripts import (
+    EVIL,
+    PLAIN,
+    RECIPE,
+    check_by_bash,
+    check_golden,
+    ended,
+    play,
+    played_python,
+    signal_when_ready,
+    start_script,
+    words,
+)
 from harness.marks import cases
 from hpcdist.batch import job as batch_job
 from hpcdist.batch import submission
@@ -180,30 +191,9 @@ exit "${REFUSE:-0}"
 @pytest.fixture
 def stage(tmp_path):
     """A folder with a played python and scontrol, and a function that starts a job in it."""
-    for name, text in (("python", PYTHON), ("scontrol", SCONTROL)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-
-    def start(job=PLAIN, site=GENERIC, **environment):
-        own = job.run_dir if job is not PLAIN and job.run_dir != PLAIN.run_dir else tmp_path / "run"
-        job = dataclasses.replace(job, python=str(tmp_path / "python"), run_dir=own)
-        text = submission.render(job, site, job.template or submission.TEMPLATE)
-        (tmp_path / "job.sh").write_text(submission.script_with_input(job, text))
-        slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        return subprocess.Popen(
-            ["bash", "job.sh"], cwd=tmp_path, env=os.environ | slurm | environment, stderr=subprocess.PIPE, text=True
-        )
-
-    return start
-
-
-def words(path):
-    return path.read_text().split("\0")[:-1]
-
-
-def ended(process):
-    errors = process.communicate(timeout=60)[1]
-    return process.returncode, errors
+    play(tmp_path, python=PYTHON, scontrol=SCONTROL)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    return lambda job=PLAIN, site=GENERIC, **environment: start_script(tmp_path, job, site, slurm | environment)
 
 
 def test_shell_metacharacters_arrive_as_they_are(stage, tmp_path):
@@ -370,11 +360,7 @@ def test_a_link_leaves_the_rest_to_the_next_one(stage, tmp_path, link, code, sai
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
 def test_signals_reach_the_launcher_and_only_the_walltime_requeues(stage, tmp_path, number, requeued):
     process = stage(END="again")
-    limit = time.monotonic() + 60
-    while not (tmp_path / "ready").exists():
-        assert process.poll() is None and time.monotonic() < limit
-        time.sleep(0.02)
-    process.send_signal(number)
+    signal_when_ready(process, tmp_path, number)
     code, errors = ended(process)
     assert (code, (tmp_path / "told").read_text().strip()) == (75, number.name.removeprefix("SIG")), errors
     assert (tmp_path / "requeued").exists() == requeued

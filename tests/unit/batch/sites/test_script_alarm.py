@@ -1,18 +1,28 @@
 """Scripts of PBS and of a machine without a scheduler: golden, refused, and run by bash with all else played."""
 
 import dataclasses
-import os
 import re
 import shlex
 import signal
-import subprocess
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from harness.job_scripts import EVIL, PLAIN, RECIPE, check_by_bash, check_golden, played_python
+from harness import job_scripts, jobs
+from harness.job_scripts import (
+    EVIL,
+    PLAIN,
+    RECIPE,
+    check_by_bash,
+    check_golden,
+    play,
+    played_python,
+    signal_when_ready,
+    start_script,
+    words,
+)
 from hpcdist.batch import submission
 from hpcdist.batch.sites import search
 from hpcdist.errors import UsageError
@@ -133,39 +143,23 @@ exec flock "$0" "$@"
 @pytest.fixture
 def stage(tmp_path):
     """A folder with played commands, and a function that starts a job in it."""
-    played = {"python": PYTHON, "qstat": QSTAT, "qsub": QSUB, "pbs_tmrsh": TMRSH}
-    for name, text in played.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    play(tmp_path, python=PYTHON, qstat=QSTAT, qsub=QSUB, pbs_tmrsh=TMRSH)
     (tmp_path / "nodefile").write_text("n1\nn1\nn2\nn2\n")
+    pbs = {"PBS_JOBID": "7.pbs", "PBS_O_WORKDIR": str(tmp_path), "PBS_NODEFILE": str(tmp_path / "nodefile")}
 
     def start(site, job=PLAIN, **environment):
-        own = job.run_dir if job.run_dir != PLAIN.run_dir else tmp_path / "run"
-        job = dataclasses.replace(job, python=str(tmp_path / "python"), run_dir=own)
+        given, cwd = (environment, None) if site is ALONE else (pbs | environment, "/")
         site = dataclasses.replace(site, environment=dataclasses.replace(site.environment, modules=()))
-        (tmp_path / "job.sh").write_text(submission.script_with_input(job, render(site, job)))
-        pbs = {"PBS_JOBID": "7.pbs", "PBS_O_WORKDIR": str(tmp_path), "PBS_NODEFILE": str(tmp_path / "nodefile")}
-        played = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | (pbs if site is not ALONE else {})
-        return subprocess.Popen(
-            ["bash", tmp_path / "job.sh"],
-            cwd="/" if site.scheduler.kind == "pbs" else tmp_path,
-            env=os.environ | played | environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        return start_script(tmp_path, job, site, given, cwd)
 
     return start
 
 
-def words(path):
-    return path.read_text().split("\0")[:-1]
-
-
 def ended(process, folder):
-    """Return the exit code, and what was said."""
-    errors = process.communicate(timeout=60)[1]
+    """Return the exit code, and what was said, in the log of PBS, too."""
+    code, errors = job_scripts.ended(process)
     log = folder / "hpcdist-7.pbs.out"
-    return process.returncode, errors + (log.read_text() if log.exists() else "")
+    return code, errors + (log.read_text() if log.exists() else "")
 
 
 @pytest.mark.parametrize("site", [PBS, ALONE])
@@ -207,11 +201,7 @@ def test_nobody_else_signals_so_the_script_does(stage, tmp_path, site):
 @pytest.mark.parametrize("site", [PBS, ALONE])
 def test_sigterm_saves_and_ends(stage, tmp_path, site):
     process = stage(site, END="again")
-    limit = time.monotonic() + 60
-    while not (tmp_path / "ready").exists():
-        assert process.poll() is None and time.monotonic() < limit
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
+    signal_when_ready(process, tmp_path, signal.SIGTERM)
     code, said = ended(process, tmp_path)
     assert (code, (tmp_path / "told").read_text()) == (75, "TERM\n") and "not started again after SIGTERM" in said
     assert not (tmp_path / "submitted").exists()
@@ -260,10 +250,7 @@ def test_each_node_has_copies_of_its_own(stage, tmp_path, site):
     (tmp_path / "source" / "text").write_text("data")
     job = dataclasses.replace(PLAIN, data=tmp_path / "source", local=tmp_path / "own")
     process = stage(site, job, END="again")
-    limit = time.monotonic() + 60
-    while not (tmp_path / "ready").exists():
-        assert process.poll() is None and time.monotonic() < limit
-        time.sleep(0.02)
+    jobs.until((tmp_path / "ready").exists, "the training")
     assert (tmp_path / "own" / "data" / "source" / "text").read_text() == "data"
     process.send_signal(signal.SIGTERM)
     ended(process, tmp_path)

@@ -17,11 +17,10 @@ from harness import jobs
 from harness.marks import cases
 from hpcdist.bench.power import pareto, plot, report
 from hpcdist.bench.power.pareto import BEHIND, FRONT, NEAR, EstimateInterval, ParetoCandidate
-from hpcdist.bench.sweep import results
+from hpcdist.bench.sweep import results, trial
 from hpcdist.bench.sweep.definition import SweepTrial
 from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat
 from hpcdist.bench.sweep.trial import FAILED, OK, TrialOutcome, TrialSample
-from hpcdist.cli.bench import trials
 from hpcdist.cli.bench.power import axes as power_axes
 from hpcdist.cli.bench.power import command
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError, UsageError
@@ -502,7 +501,7 @@ def call(*arguments, **environment):
 
 
 def test_nothing_is_changed_without_the_flag(recipe, package, tmp_path, monkeypatch):
-    monkeypatch.setattr(trials, "run_trials", lambda *arguments: pytest.fail("a trial was started"))
+    monkeypatch.setattr(trial, "run", lambda *arguments: pytest.fail("a trial was started"))
     output = tmp_path / "power.h5"
     done = call(recipe, "--limits", "90,100", "-o", output)
     assert isinstance(done.exception, UsageError)
@@ -534,21 +533,16 @@ def test_a_job_of_several_nodes_is_no_place_for_limits(recipe, package, tmp_path
 def fake_sweep(monkeypatch, package, seen, end=None):
     """Trials that take their seconds and joules from the limit that they see in force."""
 
-    def measure(trial, limit_s):
+    def run(of, folder, limit_s, line, environment):
         watts = int(package.read_text()) / 1e6
-        seen.append((trial.name, watts))
+        seen.append((of.name, watts))
         if end is not None:
             end(len(seen))
         return outcome(
             energy_j_by_phase={"training": 2 * watts}, seconds_by_phase={"training": 4.0 if watts > 90 else 4.2}
         )
 
-    real = trials.run_trials
-
-    def run(items, output, limits, anonymous, line, told, line_for, around):
-        return real(items, output, limits, anonymous, line, told, line_for, lambda inner: around(measure))
-
-    monkeypatch.setattr(trials, "run_trials", run)
+    monkeypatch.setattr(trial, "run", run)
 
 
 def test_a_sweep_over_limits_of_a_processor(recipe, package, tmp_path, monkeypatch):

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import jobs
-from harness.jobs import called
+from harness.jobs import called, light
 from harness.marks import cases
 from hpcdist.bench.sweep import definition, results, series
 from hpcdist.bench.sweep.definition import SweepTrial
@@ -70,19 +69,8 @@ def sweep_file(tmp_path, monkeypatch):
     return path
 
 
-def hpcdist(capsys, *arguments):
-    return called(capsys, *arguments)
-
-
 def test_the_list_loads_neither_mpi_nor_hdf5(sweep_file):
-    code = (
-        "import sys\nfrom hpcdist.cli.main import main\n"
-        f"try:\n    main(['bench', 'sweep', {str(sweep_file)!r}, '--list', '--json'])\n"
-        "except SystemExit as leaving:\n    assert leaving.code == 0\n"
-        f"print('loaded:', *[name for name in {NOT_FOR_A_LIST!r} if name in sys.modules])"
-    )
-    said, loaded = jobs.python(code, check=True).stdout.splitlines()
-    assert loaded.strip() == "loaded:"
+    (said,) = light(NOT_FOR_A_LIST, ["bench", "sweep", str(sweep_file), "--list", "--json"])
     listed = json.loads(said)
     assert listed["sweep"] == str(sweep_file)
     assert [(row["index"], row["name"], row["ranks"], row["repeats"]) for row in listed["trials"]] == [
@@ -95,25 +83,18 @@ def test_the_list_loads_neither_mpi_nor_hdf5(sweep_file):
 
 @pytest.mark.parametrize("benchmark", ["data", "pipeline", "step"])
 def test_the_list_of_a_benchmark_loads_no_numpy(benchmark):
-    code = (
-        "import sys\nfrom hpcdist.cli.main import main\n"
-        f"try:\n    main(['bench', {benchmark!r}, '--list'])\n"
-        "except SystemExit as leaving:\n    assert leaving.code == 0\n"
-        f"print('loaded:', *[name for name in {('numpy', *NOT_FOR_A_LIST)!r} if name in sys.modules])"
-    )
-    *listed, loaded = jobs.python(code, check=True).stdout.splitlines()
-    assert len(listed) > 5 and loaded.strip() == "loaded:"
+    assert len(light(("numpy", *NOT_FOR_A_LIST), ["bench", benchmark, "--list"])) > 5
 
 
 def test_the_list_as_text_and_of_one(sweep_file, capsys):
-    code, out, _ = hpcdist(capsys, "bench", "sweep", sweep_file, "--list")
+    code, out, _ = called(capsys, "bench", "sweep", sweep_file, "--list")
     head, *rows = (line.split() for line in out.splitlines())
     assert (code, head) == (OK, ["index", "id", "ranks", "repeats", "name"]) and len(rows) == 3
-    code, out, _ = hpcdist(capsys, "bench", "sweep", sweep_file, "--list", "--trial", "two")
+    code, out, _ = called(capsys, "bench", "sweep", sweep_file, "--list", "--trial", "two")
     assert code == OK and [line.split() for line in out.splitlines()] == [head, rows[2]]
-    code, out, _ = hpcdist(capsys, "bench", "sweep", sweep_file, "--list", "--trial", rows[1][1])
+    code, out, _ = called(capsys, "bench", "sweep", sweep_file, "--list", "--trial", rows[1][1])
     assert code == OK and out.splitlines()[1].split() == rows[1]
-    code, _, said = hpcdist(capsys, "bench", "sweep", sweep_file, "--json")
+    code, _, said = called(capsys, "bench", "sweep", sweep_file, "--json")
     assert code == USAGE and "--list" in said
 
 
@@ -127,7 +108,7 @@ def test_one_trial_is_run_with_all_its_repeats_and_keeps_its_place(sweep_file, c
     monkeypatch.setattr("hpcdist.bench.sweep.trial.run", failing)
     options = ("--ranks-per-node", "4", "--run-args", "--mpi-args '-x NAME'")
     own = tmp_path / "1.h5"
-    code, _, said = hpcdist(capsys, "bench", "sweep", sweep_file, "-o", own, "--trial", "1", *options)
+    code, _, said = called(capsys, "bench", "sweep", sweep_file, "-o", own, "--trial", "1", *options)
     assert code == FAILURE and "0 ok, 2 failed, 0 left" in said, said
     assert [(name, ranks) for name, ranks, _ in ran] == [("ring", 2)] * 2
     line = ran[0][2]
@@ -135,17 +116,17 @@ def test_one_trial_is_run_with_all_its_repeats_and_keeps_its_place(sweep_file, c
         *("run", "-n", "2", "--grace", "5", "--mpi-args", "-x NAME", "--ranks-per-node", "4"),
         *("train", "R", "--out", "O", "--json"),
     ]
-    code, _, said = hpcdist(capsys, "bench", "sweep", sweep_file, "-o", own, "--trial", "1", *options)
+    code, _, said = called(capsys, "bench", "sweep", sweep_file, "-o", own, "--trial", "1", *options)
     assert (code, len(ran)) == (FAILURE, 2), "what is recorded is not run again, and still failed"
-    assert hpcdist(capsys, "bench", "sweep", sweep_file, "-o", own, "--trial", "1", "--retry-failed")[0] == FAILURE
+    assert called(capsys, "bench", "sweep", sweep_file, "-o", own, "--trial", "1", "--retry-failed")[0] == FAILURE
     assert len(ran) == 4 and "--ranks-per-node" not in ran[-1][2]
     whole = tmp_path / "whole.h5"
-    hpcdist(capsys, "bench", "sweep", sweep_file, "-o", whole)
+    called(capsys, "bench", "sweep", sweep_file, "-o", whole)
     alone, all_of_them = results.read(own).configurations, results.read(whole).configurations
     assert [each.id for each in alone] == [all_of_them[1].id]
-    code, out, _ = hpcdist(capsys, "bench", "sweep", sweep_file, "-o", own, "--trial", "1", "--dry-run", *options)
+    code, out, _ = called(capsys, "bench", "sweep", sweep_file, "-o", own, "--trial", "1", "--dry-run", *options)
     assert code == OK and out.startswith("[1/2] ") and "recorded: failed" in out and "--ranks-per-node 4 train" in out
-    assert hpcdist(capsys, "bench", "sweep", sweep_file, "-o", own, "--trial", "3")[0] == USAGE
+    assert called(capsys, "bench", "sweep", sweep_file, "-o", own, "--trial", "3")[0] == USAGE
 
 
 def test_a_plan_of_one_trial_has_its_position_in_every_repeat(tmp_path):

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from harness.inputs import newest
 from harness.jobs import called
 from harness.trainings import recipe_of
 from hpcdist import models
@@ -22,7 +23,7 @@ from hpcdist.arrays.ranges import split
 from hpcdist.checkpoint.convert import safetensors
 from hpcdist.checkpoint.convert.importing import ForeignFile, import_checkpoint
 from hpcdist.checkpoint.format import manifest
-from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import xxhash
 
+from harness.inputs import flip, newest
+from harness.jobs import called
 from harness.marks import cases
 from harness.trainings import recipe_of, trainer_of
 from hpcdist.arrays.piece import Piece
@@ -19,9 +21,8 @@ from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.directory import LATEST
 from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.lock import RunLock
-from hpcdist.checkpoint.restoring.restore import newest, newest_complete, on_first_rank
+from hpcdist.checkpoint.restoring.restore import newest_complete, on_first_rank
 from hpcdist.checkpoint.saving.two_phase import save
-from hpcdist.cli import main
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityError, StorageError
 from hpcdist.training import inference, run_directory
@@ -70,9 +71,7 @@ def truncated_shard(path):
 
 def flipped(path):
     entry = manifest.load(path).pieces[0]
-    data = bytearray((path / entry.file).read_bytes())
-    data[entry.offset] ^= 1
-    (path / entry.file).write_bytes(data)
+    flip(path / entry.file, entry.offset)
 
 
 DAMAGE = {
@@ -115,12 +114,9 @@ def test_what_a_later_version_has_saved_is_not_replaced(run, keys, capsys):
             newest_complete(run, comm)
 
     run_threads(3, body)
-    with pytest.raises(SystemExit) as left:
-        main.main(["checkpoint", "prune", str(run), "--damaged", "--keep", "1"])
-    assert not left.value.code and (run / "checkpoints" / "step-4").is_dir()
-    with pytest.raises(SystemExit):
-        main.main(["checkpoint", "ls", str(run)])
-    assert re.search(r"step-4 .* newer: .*update hpcdist", capsys.readouterr().out)
+    assert called(capsys, "checkpoint", "prune", run, "--damaged", "--keep", "1")[0] == 0
+    assert (run / "checkpoints" / "step-4").is_dir()
+    assert re.search(r"step-4 .* newer: .*update hpcdist", called(capsys, "checkpoint", "ls", run)[1])
 
 
 NESTED = "[" + "[]," * 300_000 + "[]]"
@@ -159,9 +155,7 @@ def test_a_manifest_takes_no_more_memory_than_a_checkpoint_can_need(place, run, 
     else:
         told = r"expected (a value of )?at most \d+( bytes)?|is not as this version writes it"
         assert found.manifest is None and re.search(told, found.reason)
-    with pytest.raises(SystemExit) as leaving:
-        main.main(["checkpoint", "show", str(path)])
-    assert (leaving.value.code or 0) == (0 if place in ("another", "pieces") else 74)
+    assert called(capsys, "checkpoint", "show", path)[0] == (0 if place in ("another", "pieces") else 74)
 
 
 def test_manifests_of_many_small_pieces_are_within_their_bounds(tmp_path, monkeypatch):
@@ -261,10 +255,9 @@ def test_commands_on_what_is_no_run(command, place, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "foreign" / "checkpoints").mkdir(parents=True)
     (tmp_path / "foreign" / "checkpoints" / "model.pt").write_bytes(b"PK")
-    with pytest.raises(SystemExit) as leaving:
-        main.main(["checkpoint", command, str(tmp_path / place)])
+    code, _, err = called(capsys, "checkpoint", command, tmp_path / place)
     listed = command in ("ls", "verify") and place == "foreign"  # there are none: that is no error of a look
-    assert (leaving.value.code or 0) == (0 if listed else 74), capsys.readouterr()
+    assert code == (0 if listed else 74), err
     assert [path.name for path in (tmp_path / "foreign" / "checkpoints").iterdir()] == ["model.pt"]
 
 

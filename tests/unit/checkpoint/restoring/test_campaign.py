@@ -15,9 +15,8 @@ import time
 import numpy as np
 import pytest
 
-from harness.inputs import write_text
+from harness.inputs import newest, write_text
 from harness.trainings import SETTINGS
-from hpcdist.checkpoint.restoring.restore import newest
 from hpcdist.checkpoint.verify import verify
 from hpcdist.cli.main import main
 from hpcdist.hdf5 import files

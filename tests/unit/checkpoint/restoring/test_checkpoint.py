@@ -1,6 +1,5 @@
 """Checkpoints: saved on P ranks, restored on any other number, and never lost by a crash."""
 
-import errno
 import itertools
 import json
 import os
@@ -11,13 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from harness.inputs import filled, pieces_of
+from harness.inputs import fail_write, filled, flip, newest, pieces_of, save_on
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece, first_gap, intersect_runs, runs, whole_box
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.format import manifest
-from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import StorageError
@@ -32,15 +31,6 @@ LAYOUT = Layout.of(
     ]
 )
 WHOLE = Range(0, LAYOUT.size)
-
-
-def save_on(ranks, directory, step, stores, **options):
-    def body(comm):
-        part = split(LAYOUT.size, comm.size, 4)[comm.rank]
-        pieces = [piece for kind, store in stores.items() for piece in pieces_of(store, part, kind)]
-        return save(directory / "checkpoints", step, pieces, {"step": step, "seed": 2**70}, comm, **options)
-
-    return run_threads(ranks, body)[0]
 
 
 def test_runs_and_their_intersection_against_index_arrays(rng):
@@ -142,12 +132,6 @@ def test_restore_does_not_use_libhdf5(tmp_path, rng, monkeypatch):
     assert newest(tmp_path) == path
     restore(path, pieces_of(into, WHOLE))
     assert (into.array == store.array).all()
-
-
-def flip(path, position):
-    data = bytearray(path.read_bytes())
-    data[position] ^= 0x10
-    path.write_bytes(data)
 
 
 def damage_data(path):
@@ -315,14 +299,7 @@ def test_a_crash_at_any_operation_loses_nothing(tmp_path, rng, step):
 def test_full_disk_is_told_on_all_ranks_and_harms_nothing(tmp_path, rng, monkeypatch, failing):
     store = filled(LAYOUT, rng)
     before = save_on(2, tmp_path, 1, {"parameters": store})
-    true, seen = os.pwrite, itertools.count(1)
-
-    def full(fd, data, offset):
-        if next(seen) == failing:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return true(fd, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", full)
+    fail_write(monkeypatch, failing)
 
     def body(comm):
         part = split(LAYOUT.size, comm.size, 4)[comm.rank]

@@ -5,6 +5,7 @@ import weakref
 import numpy as np
 import pytest
 
+from harness.inputs import flip
 from harness.marks import on_threads
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
@@ -38,9 +39,7 @@ def run(tmp_path):
 def damage(run, step, rank=0):
     path = run / f"checkpoints/step-{step}"
     entry = manifest.load(path).pieces[rank]
-    data = bytearray((path / entry.file).read_bytes())
-    data[entry.offset + entry.nbytes // 2] ^= 1
-    (path / entry.file).write_bytes(data)
+    flip(path / entry.file, entry.offset + entry.nbytes // 2)
 
 
 def resumed(run, ranks):

@@ -19,7 +19,8 @@ import h5py
 import numpy as np
 import pytest
 
-from harness.inputs import pieces_of
+from harness.inputs import newest, pieces_of
+from harness.jobs import called
 from harness.trainings import trainer_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range, split
@@ -27,9 +28,8 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.directory import loss_of
 from hpcdist.checkpoint.format import manifest
-from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.checkpoint.saving.two_phase import save
-from hpcdist.cli import main
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import HpcdistError, StorageError
 from hpcdist.optim.rates import SmoothedNoise
@@ -250,10 +250,9 @@ def small_run(tmp_path, rng):
 
 
 def checkpoint_command(capsys, *arguments):
-    with pytest.raises(SystemExit) as leaving:
-        main.main(["checkpoint", *map(str, arguments)])
-    assert "Traceback" not in capsys.readouterr().err
-    return leaving.value.code or 0
+    code, _, err = called(capsys, "checkpoint", *arguments)
+    assert "Traceback" not in err
+    return code
 
 
 def refused_or_done(work):

@@ -15,8 +15,9 @@ import time
 import numpy as np
 import pytest
 
+from harness.inputs import newest
 from hpcdist.arrays.piece import Piece
-from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.restoring.restore import restore
 
 KILLS = int(os.environ.get("HPCDIST_TEST_KILLS", "2"))
 LONGEST_S = 0.4  # from the first checkpoint of a process to its death
@@ -36,7 +37,7 @@ import numpy as np
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
-from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, restore_together
 from hpcdist.checkpoint.saving.two_phase import SavePlan, save_planned
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
@@ -70,10 +71,10 @@ def body(comm):
     part = split(elements, comm.size, 8)[comm.rank]
     state = np.zeros(part.size)
     piece = Piece("parameters", "w", (elements,), ((0, elements),), part, state)
-    found, step = newest(run, comm), 0
-    if found is not None:
-        step = restore(found, [piece])["step"]
-        assert (state == step).all(), (step, state)
+    step = from_newest_intact(
+        run, comm, newest_complete(run, comm), lambda path: path and restore_together(comm, path, [piece])["step"]
+    ) or 0
+    assert (state == step).all(), (step, state)
     beside, begun = BackgroundCheckpoints(comm), 0
     while True:
         step += 1

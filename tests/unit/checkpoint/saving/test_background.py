@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from harness.inputs import FLOAT, LAYOUT, pieces_of
+from harness.inputs import FLOAT, LAYOUT, newest, pieces_of
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.checkpoint.saving import background, two_phase
 from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
 from hpcdist.checkpoint.saving.two_phase import SavePlan

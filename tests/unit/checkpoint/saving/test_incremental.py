@@ -7,11 +7,12 @@ import h5py
 import numpy as np
 import pytest
 
+from harness.inputs import newest
 from harness.marks import on_threads
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import split
 from hpcdist.checkpoint.format import manifest
-from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
 from hpcdist.checkpoint.saving.two_phase import IncrementalWriter, SavePlan, save_planned
 from hpcdist.checkpoint.verify import verify

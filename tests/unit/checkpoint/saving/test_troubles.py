@@ -10,10 +10,11 @@ import sys
 import numpy as np
 import pytest
 
+from harness.inputs import newest
 from harness.marks import cases
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint.format import manifest
-from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
 from hpcdist.checkpoint.saving.two_phase import SavePlan, save
 from hpcdist.comm.threads.communicator import run_threads, solo

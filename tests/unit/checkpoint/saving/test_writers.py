@@ -1,7 +1,5 @@
 """Who writes a checkpoint: groups of ranks, hashed directories, and the index that shows whole tensors."""
 
-import errno
-import itertools
 import os
 import shutil
 
@@ -11,14 +9,14 @@ import numpy as np
 import pytest
 
 from harness import jobs
-from harness.inputs import filled, pieces_of
+from harness.inputs import fail_write, filled, newest, pieces_of, save_on
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.config import CheckpointConfig
 from hpcdist.checkpoint.format import manifest, shard
-from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, StorageError
@@ -42,15 +40,6 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(shard, "PART_BYTES", 128)
 
 
-def save_on(ranks, directory, stores, step=7, **options):
-    def body(comm):
-        part = split(LAYOUT.size, comm.size, 4)[comm.rank]
-        pieces = [piece for kind, store in stores.items() for piece in pieces_of(store, part, kind)]
-        return save(directory / "checkpoints", step, pieces, {"step": step}, comm, **options)
-
-    return run_threads(ranks, body)[0]
-
-
 def check(path, stores):
     for kind, store in stores.items():
         into = FlatStore(LAYOUT, store.dtype)
@@ -68,7 +57,7 @@ def test_any_writers_bit_equal(tmp_path, rng, ranks, writers, files):
         "optimizer.m": filled(LAYOUT, rng, "float64"),
         "half": filled(LAYOUT, rng, "bfloat16"),
     }
-    path = save_on(ranks, tmp_path, stores, writers=writers, about={"recipe": {"run.steps": 3}})
+    path = save_on(ranks, tmp_path, 7, stores, writers=writers, about={"recipe": {"run.steps": 3}})
     loaded = manifest.load(path)
     assert sorted(loaded.files) == [f"shard-{index:05d}.h5" for index in range(files)]
     assert (loaded.world, loaded.about) == (ranks, {"recipe": {"run.steps": 3}})
@@ -94,7 +83,7 @@ def test_shards_are_spread_over_directories(tmp_path, rng, monkeypatch):
     assert len(set(names)) == 5000 and max(sum(n.startswith(d) for n in names) for d in shard.directories(5000)) <= 1000
     monkeypatch.setattr(shard, "PER_DIRECTORY", 2)
     stores = {"parameters": filled(LAYOUT, rng)}
-    path = save_on(5, tmp_path, stores)
+    path = save_on(5, tmp_path, 7, stores)
     assert sorted(manifest.load(path).files) == [
         *("00/shard-00000.h5", "00/shard-00004.h5", "01/shard-00001.h5", "02/shard-00002.h5", "03/shard-00003.h5")
     ]
@@ -117,7 +106,7 @@ def test_rectangles_against_index_arrays(rng):
 @pytest.mark.parametrize(("ranks", "writers"), [(1, "rank"), (4, "rank"), (5, "2")])
 def test_the_index_shows_whole_tensors(tmp_path, rng, ranks, writers):
     stores = {"parameters": filled(LAYOUT, rng), "half": filled(LAYOUT, rng, "bfloat16")}
-    path = save_on(ranks, tmp_path, stores, writers=writers)
+    path = save_on(ranks, tmp_path, 7, stores, writers=writers)
     index = manifest.load(path).index
     assert (index.file, index.nbytes) == ("index.h5", (path / "index.h5").stat().st_size)
     with h5py.File(path / "index.h5") as file:
@@ -153,15 +142,8 @@ def test_the_index_of_columns_shows_them_in_place(tmp_path, rng):
 
 def test_a_writer_whose_disk_is_full_holds_nobody_up(tmp_path, rng, monkeypatch):
     stores = {"parameters": filled(LAYOUT, rng), "optimizer.m": filled(LAYOUT, rng)}
-    before = save_on(4, tmp_path, stores, step=1, writers="2")
-    true, seen = os.pwrite, itertools.count(1)
-
-    def full(fd, data, offset):
-        if next(seen) == 9:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return true(fd, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", full)
+    before = save_on(4, tmp_path, 1, stores, writers="2")
+    fail_write(monkeypatch, 9)
 
     def body(comm):
         pieces = pieces_of(stores["parameters"], split(LAYOUT.size, comm.size, 4)[comm.rank])

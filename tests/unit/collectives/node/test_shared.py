@@ -10,7 +10,7 @@ from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import node_shared_allreduce
 from hpcdist.collectives.node import protocol, shared_memory
-from hpcdist.comm.mpi.shared_memory import PrivateBlock
+from hpcdist.comm.mpi.shared_memory import private_block
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, CommunicationError, MissingCapabilityError, UsageError
@@ -279,7 +279,7 @@ def test_where_nothing_can_be_shared_memory_is_private_and_the_algorithm_refused
             raise AssertionError
 
     def body(comm):
-        comm._shared = lambda nbytes: PrivateBlock(comm.rank, [nbytes] * comm.size, Alone())
+        comm._shared = lambda nbytes: private_block(comm.rank, [nbytes] * comm.size, Alone())
         assert not shared_memory.is_available(comm)
         buffer = shared_memory.allocate(comm, 100, FLOAT32)
         assert buffer.size == 100 and not buffer.any()

@@ -20,7 +20,7 @@ from hpcdist.collectives.nonblocking import progress as nonblocking_progress
 from hpcdist.collectives.nonblocking.engines import PollEngine, _Operation
 from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.comm.record.timing import count_traffic
-from hpcdist.comm.threads.communicator import run_threads, single_rank
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import BufferHandoverError, CommunicationError, MissingCapabilityError, UsageError
 from hpcdist.telemetry import hang
 
@@ -333,7 +333,7 @@ def test_nothing_is_waited_for_beside_a_lane_that_can_go_on(monkeypatch):
         yield [request]
         went_on.append(request)
 
-    progress = PollEngine(single_rank())
+    progress = PollEngine(solo())
     waited = []
     monkeypatch.setattr(progress.own, "wait_any", waited.append)
     found, missing = Late(3), Late(float("inf"))  # complete when it is looked at after the lanes have been moved
@@ -462,7 +462,7 @@ def test_after_close(kind):
 
 
 def test_a_thread_ends_with_the_last_reference_to_its_progress():
-    progress = engines.begin(single_rank(), "thread")
+    progress = engines.begin(solo(), "thread")
     (thread,) = running()
     assert thread.is_alive()
     del progress
@@ -502,7 +502,7 @@ def test_scratch_is_kept_and_counted(kind):
 
 def test_what_cannot_be_had_is_refused(gpu, monkeypatch):
     refusals = []
-    comm = single_rank()
+    comm = solo()
     poll, thread = engines.begin(comm, "poll"), engines.begin(comm, "thread")
     refusals += [
         (UsageError, "choose one of thread, poll", lambda: engines.begin(comm, "magic")),

@@ -61,7 +61,7 @@ def main():
     raise {error}
 
 rank, agree = int(sys.argv[1]), sys.argv[2] == "yes"
-failfast.install(abort, None, rank)
+failfast.install(abort, rank)
 failfast.set_agreement(lambda text: print("asked", text) or agree, lambda: print("withdrawn", flush=True))
 failfast.guarded(main)
 """

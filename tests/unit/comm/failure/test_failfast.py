@@ -27,7 +27,7 @@ def abort(code):
     print("abort", code, flush=True)
     os._exit(code)
 
-failfast.install(abort, None, 2)
+failfast.install(abort, 2)
 """
 
 
@@ -137,7 +137,7 @@ def test_without_install_exceptions_are_pythons_own():
 @pytest.mark.parametrize("how", ["raise OSError('no')", "return", "time.sleep(600)"])
 @pytest.mark.full_except("return")
 def test_an_abort_that_does_not_end_the_process_is_helped(how):
-    ended = run(f"def broken(code):\n    {how}\nfailfast.install(broken, None, 2)\nraise ConfigurationError('bad')")
+    ended = run(f"def broken(code):\n    {how}\nfailfast.install(broken, 2)\nraise ConfigurationError('bad')")
     assert ended.returncode == 78 and "ConfigurationError: bad" in ended.stderr
 
 
@@ -181,7 +181,7 @@ def abort(code):
     unread = fcntl.ioctl(2, termios.FIONREAD, b"0000")
     print("unread", struct.unpack("i", unread)[0], flush=True)
     os._exit(code)
-failfast.install(abort, None, 2)
+failfast.install(abort, 2)
 failfast.READ_S = 60.0
 1 / 0
 """
@@ -210,7 +210,7 @@ def test_where_stderr_takes_nothing_a_file_has_the_failure_and_the_abort_names_i
     os.set_blocking(writer, True)
     source = """
 failfast.READ_S = 0.1
-failfast.install(abort, None, 2, lambda text: print(text, flush=True))
+failfast.install(abort, 2, lambda text: print(text, flush=True))
 raise FileNotFoundError(os.fsdecode(b"data-\\xff"))
 """
     environment = {**os.environ, **LAUNCHED, "TMPDIR": str(tmp_path)}

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
+from harness.jobs import called
 from harness.marks import cases
-from hpcdist.cli import main
 from hpcdist.comm.launch import core_binding, launchers, mpirun
 from hpcdist.comm.launch.core_binding import CoreBinding, NodeCores
 from hpcdist.comm.launch.launchers import KINDS, LaunchRequest
@@ -295,9 +295,7 @@ def test_the_reason_is_said_in_one_line(tmp_path, monkeypatch, capfd):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(core_binding, "node_cores", lambda: cores(8))
     true = shutil.which("true")
-    with pytest.raises(SystemExit) as leaving:
-        main.main(["run", "-n", "1", "--", true])
-    said = capfd.readouterr().err
-    assert not leaving.value.code
+    code, _, said = called(capfd, "run", "-n", "1", "--", true)
+    assert code == 0
     expected = "hpcdist run: ranks are not bound to cores: the job has 4 of the 8 CPUs that it sees on this node"
     assert said.count("\n") == 1 and said.startswith(expected)

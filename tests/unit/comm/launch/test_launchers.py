@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
+from harness.jobs import called
 from harness.marks import cases
-from hpcdist.cli import main
 from hpcdist.comm.launch import environment as launch_environment
 from hpcdist.comm.launch import launchers, mpirun
-from hpcdist.comm.launch.launchers import KINDS, LaunchRequest, SiteStarter
+from hpcdist.comm.launch.launchers import KINDS, LaunchRequest, Starter
 from hpcdist.errors import CONFIGURATION, MISSING_CAPABILITY, USAGE, ConfigurationError, MissingCapabilityError
 
 PROGRAM = ["python", "-m", "hpcdist"]
@@ -71,10 +71,10 @@ def test_a_step_waits_for_its_cores_but_not_for_ever(monkeypatch):
 def test_one_thread_for_each_core(monkeypatch):
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    assert set(SiteStarter(KINDS["srun"], LaunchRequest(4, cpus_per_task=3)).settings().values()) == {"3"}
-    assert set(SiteStarter(KINDS["srun"], LaunchRequest(4)).settings().values()) == {"1"}
+    assert set(Starter(KINDS["srun"], LaunchRequest(4, cpus_per_task=3)).settings().values()) == {"3"}
+    assert set(Starter(KINDS["srun"], LaunchRequest(4)).settings().values()) == {"1"}
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert "OMP_NUM_THREADS" not in SiteStarter(KINDS["srun"], LaunchRequest(4, cpus_per_task=3)).settings(), (
+    assert "OMP_NUM_THREADS" not in Starter(KINDS["srun"], LaunchRequest(4, cpus_per_task=3)).settings(), (
         "the user's own stays"
     )
 
@@ -87,16 +87,16 @@ def test_a_restart_shares_the_cores_and_the_memory_of_a_step_that_does_not_end()
 
 
 def test_lost_nodes_are_left_out():
-    assert SiteStarter(KINDS["srun"], LaunchRequest(4, 2)).without(["n2"], ["n1", "n3", "n4"]) == [
+    assert Starter(KINDS["srun"], LaunchRequest(4, 2)).without(["n2"], ["n1", "n3", "n4"]) == [
         "--exclude=n2",
         "--nodes=2",
     ]
-    assert SiteStarter(KINDS["srun"], LaunchRequest(4)).without(["n2", "n4"], ["n1", "n3"]) == [
+    assert Starter(KINDS["srun"], LaunchRequest(4)).without(["n2", "n4"], ["n1", "n3"]) == [
         "--exclude=n2,n4",
         "--nodes=2",
     ]
     with pytest.raises(MissingCapabilityError, match="lost n2, and ibrun cannot"):
-        SiteStarter(KINDS["ibrun"], LaunchRequest(4)).without(["n2"], ["n1"])
+        Starter(KINDS["ibrun"], LaunchRequest(4)).without(["n2"], ["n1"])
 
 
 def test_auto_is_what_the_site_says():
@@ -108,11 +108,9 @@ def test_auto_is_what_the_site_says():
 
 
 def refused(capsys, *words):
-    with pytest.raises(SystemExit) as leaving:
-        main.main(["run", "-n", "4", *words])
-    said = capsys.readouterr()
-    assert said.out == "" and "Traceback" not in said.err
-    return leaving.value.code, said.err
+    code, out, err = called(capsys, "run", "-n", "4", *words)
+    assert out == "" and "Traceback" not in err
+    return code, err
 
 
 @cases(
@@ -153,14 +151,13 @@ def test_the_mpiexec_of_an_mpi_is_not_that_of_the_site(capsys, monkeypatch, tmp_
     code, error = refused(capsys, "--launcher", "mpiexec", "train")
     assert code == MISSING_CAPABILITY and "--launcher mpirun" in error
     path.write_text("#!/bin/sh\necho 'mpiexec version 1.2.12 revision a3b1c2d'\n")
-    SiteStarter(KINDS["mpiexec"], LaunchRequest(4)).check()
+    Starter(KINDS["mpiexec"], LaunchRequest(4)).check()
 
 
 def printed(capsys, *words):
-    with pytest.raises(SystemExit) as leaving:
-        main.main(["run", "-n", "4", "--launcher", "srun", *words, "--dry-run", "train", "a b.toml"])
-    assert not leaving.value.code
-    return shlex.split(capsys.readouterr().out)
+    code, out, _ = called(capsys, "run", "-n", "4", "--launcher", "srun", *words, "--dry-run", "train", "a b.toml")
+    assert code == 0
+    return shlex.split(out)
 
 
 def test_a_dry_run_needs_no_launcher(capsys, monkeypatch, tmp_path):

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from harness import trainings
+from harness.inputs import newest
 from harness.marks import cases, on_threads
 from harness.trainings import assembled
 from hpcdist.arrays import backend
-from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, DivergenceError, StorageError
 from hpcdist.strategies.core.replica_check import check_replicas

@@ -1,0 +1,23 @@
+"""Model of the CPU, and the versions of packages."""
+
+import importlib.metadata
+import platform
+from pathlib import Path
+
+
+def processor() -> str:
+    """Return the model of the CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []  # not Linux
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def package_version(package: str, absent: str = "") -> str:
+    """Return the version of ``package``; ``absent`` where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return absent
