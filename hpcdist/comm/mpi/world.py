@@ -47,7 +47,7 @@ class World:
     @property
     def local_size(self) -> int:
         """The number of ranks on this node."""
-        return self._session.place.local_size
+        return self.comm.nodes().intra.size
 
     @property
     def node(self) -> int:
