@@ -24,7 +24,7 @@ def test_a_stalled_rank_is_named(tmp_path, rng):
         command += ["--set", key]
     done = jobs.run(command)
     assert done.returncode not in (0, 75), done.stderr
-    assert "chaos: rank 1 sleeps 600 s in step 6" in done.stderr and "rank 0 waited past its deadline" in done.stderr
+    assert "rank 1 sleeps 600 s in step 6" in done.stderr and "rank 0 waited past its deadline" in done.stderr
     found = analyse(load(out)).findings[0]
     assert (found.kind, found.ranks) == ("absent", (1,)), found
     assert "in _meet" in (out / "recorder" / "rank-00001.stacks").read_text(), "the line that it sleeps in"

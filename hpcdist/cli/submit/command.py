@@ -135,7 +135,7 @@ def command(
 ) -> None:
     """Submit the training of RECIPE (TOML), or of the default recipe, or a PROGRAM, and print the number of the job.
 
-    The profile of the site says how: see slurm/README.md. Before the walltime ends the job saves, stops and is
+    The profile of the site says how: see `hpcdist help cluster`. Before the walltime ends the job saves, stops and is
     requeued, until all steps are done; with --chain the next job goes on instead. It runs in this directory, with this
     environment and this Python. Every start trains the recipe as it is now: a copy with all of its values is written
     into the run directory, where the script finds it, and the file may change. A script that --dry-run prints has that
@@ -152,7 +152,7 @@ def command(
     next start goes on from. The same command in the same directory is the same run; with --tasks N it is N of them.
 
     With --array the job is a sweep, one trial a task, and a second job merges what they found; with --bench it is a
-    benchmark, and with --server-nodes a training with nodes of a second kind. See slurm/README.md for each.
+    benchmark, and with --server-nodes a training with nodes of a second kind. See `hpcdist help cluster` for each.
     """
     from hpcdist.batch import submission
     from hpcdist.training.use_cases import batch_job as plan

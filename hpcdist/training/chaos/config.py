@@ -216,7 +216,8 @@ class ChaosConfig:
             plural = "s" if len(self.slow_ranks) > 1 else ""
             often = "" if self.slow_probability == 1 else f" with probability {self.slow_probability:g} a step"
             parts.append(f"rank{plural} {ranks} {self.slow_factor:g} times slower{often}")
-        return "; ".join([*parts, *(fault.described() for fault in self.faults)])
+        faults = "; ".join(fault.described() for fault in self.faults)
+        return "; ".join([*parts, *([f"once in this run directory: {faults}"] if faults else [])])
 
 
 RULES: Final = (
