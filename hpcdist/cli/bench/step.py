@@ -40,7 +40,8 @@ def command(
 ) -> int:
     """Measure training steps of a gpt beside PyTorch, with the same parameters on the same batches.
 
-    The built-in model, the PyTorch model wrapped, and PyTorch itself (eager, and compiled where that runs) take turns.
+    The built-in model, the same wrapped in PyTorch and in JAX, and PyTorch itself (eager, and compiled where that runs)
+    take turns; --list names them, and those that are not installed are left out.
     Told are the time of each phase and of each kind of operation, the model's operations a second and their share of
     the fastest matrix product of the same run (MFU), how far losses are apart, and the memory of activations beside its
     closed form. Called as one process it starts the ranks; under mpirun, srun or `hpcdist run` each rank takes part.

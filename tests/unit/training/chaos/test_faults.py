@@ -281,7 +281,8 @@ def test_people_are_told_and_a_recipe_keeps_them(tmp_path):
         kill=("0@9:save", "2@3"), stall=("1@4:2.5",), corrupt=("1@1",), overflow=(6,), disk=("0@7:full",)
     )
     assert config.on and config.described() == (
-        "one bit of the gradients of rank 1 flips in step 1; rank 2 is killed at the begin of step 3; "
+        "once in this run directory: one bit of the gradients of rank 1 flips in step 1; "
+        "rank 2 is killed at the begin of step 3; "
         "rank 1 sleeps 2.5 s in step 4; the gradient overflows in step 6; "
         "rank 0 finds its disk full in the save after step 7; rank 0 is killed in the save after step 9"
     )
