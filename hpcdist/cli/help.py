@@ -12,7 +12,7 @@ from typing import Final
 import click
 
 import hpcdist
-from hpcdist.cli.common import FILE
+from hpcdist.cli.common import DIRECTORY, FILE
 from hpcdist.errors import MissingCapabilityError, UsageError
 from hpcdist.reporting.nearest import nearest
 
@@ -48,25 +48,44 @@ _COMMENT: Final = re.compile(r"[ ]?<!--.*?-->", re.DOTALL)
 @click.command("help")
 @click.argument("topic", required=False)
 @click.option("--html", type=FILE, help="Write all pages into one HTML file.")
+@click.option("--examples", type=DIRECTORY, help="Copy the example programs into this directory.")
 @click.option("--open", "opened", is_flag=True, help="Write hpcdist-help.html, or --html, and show it in a browser.")
-def command(topic: str | None, html: Path | None, opened: bool) -> None:
+def command(topic: str | None, html: Path | None, examples: Path | None, opened: bool) -> None:
     """Show the page TOPIC, a key of a recipe (run.steps) or a section of it (run); without one list the pages."""
+    if topic is not None and (html is not None or examples is not None or opened):
+        raise click.UsageError(f"--html, --open and --examples take all there is; leave {topic} out")
+    if examples is not None:
+        for file in copy_examples(examples):
+            click.echo(file)
     if html is not None or opened:
-        if topic is not None:
-            raise click.UsageError(f"--html and --open take all pages; leave {topic} out")
         file = html or Path("hpcdist-help.html")
         write_html(file)
         click.echo(file)
         if opened:
             webbrowser.open(file.absolute().as_uri())
-    elif topic is None:
+    if html is not None or opened or examples is not None:
+        return
+    if topic is None:
         width = max(map(len, TOPICS))
         lines = [f"  {name:{width}}  {line}" for name, line in TOPICS.items()]
-        click.echo("\n".join(["Pages (hpcdist help TOPIC):", *lines, "", "All on one page: hpcdist help --open"]))
+        more = ["All on one page: hpcdist help --open", "Programs to start from: hpcdist help --examples DIRECTORY"]
+        click.echo("\n".join(["Pages (hpcdist help TOPIC):", *lines, "", *more]))
     elif topic in TOPICS:
         click.echo_via_pager(styled(page(topic)))
     else:
         click.echo(_key(topic))
+
+
+def copy_examples(folder: Path) -> list[Path]:
+    """Copy the programs of the documentation into ``folder``; return their paths. Raises StorageError."""
+    from hpcdist.reporting import atomic
+
+    paths = []
+    for source in sorted((DOCS / "examples").iterdir()):
+        if source.is_file():
+            paths.append(folder / source.name)
+            atomic.save(paths[-1], source.read_bytes(), parents=True)
+    return paths
 
 
 def page(topic: str) -> str:

@@ -1,6 +1,7 @@
 """Report of a run directory: its figures as text or JSON, and its curves as a picture."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from hpcdist.telemetry.page.charts.series import format_value
 from hpcdist.telemetry.page.energy_data import RunEnergy
 
 CURVE_ROWS: Final = 12
+BAR_WIDTH: Final = 40
 
 
 @dataclass(frozen=True)
@@ -141,13 +143,20 @@ _SHARES: Final = (("compute", "compute"), ("communication", "comm"), ("update", 
 
 
 def _curve(columns: Mapping[str, np.ndarray]) -> list[str]:
-    """Return a table of the loss at steps spread evenly over the run, each a mean since the line before."""
+    """Return a table of the loss at steps spread evenly over the run, each a mean since the line before, with bars.
+
+    A bar is as long as the loss is above the least of the table.
+    """
     steps, loss = columns["step"], columns["loss"]
     ends = np.unique(np.linspace(0, len(steps), min(CURVE_ROWS, len(steps)) + 1).astype(int))
+    means = [float(loss[start:stop].mean()) for start, stop in itertools.pairwise(ends)]
+    known = [mean for mean in means if math.isfinite(mean)]
+    unit = (max(known) - min(known)) / BAR_WIDTH if known else 0.0
     lines = ["    step     loss  learning rate"]
-    for start, stop in itertools.pairwise(ends):
-        rate = columns["learning_rate"][stop - 1]
-        lines.append(f"{steps[stop - 1]:8d} {loss[start:stop].mean():8.4f} {rate:14.3g}")
+    for stop, mean in zip(ends[1:], means, strict=True):
+        bar = "█" * round((mean - min(known)) / unit) if unit and math.isfinite(mean) else ""
+        line = f"{steps[stop - 1]:8d} {mean:8.4f} {columns['learning_rate'][stop - 1]:14.3g}  {bar}"
+        lines.append(line.rstrip())
     return lines
 
 

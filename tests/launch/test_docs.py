@@ -131,6 +131,8 @@ def test_help_shows_pages_keys_and_html(tmp_path):
     assert "pipeline" in run.invoke(pages_of_help.command, ["parallel.pipeline"]).output
     wrong = run.invoke(pages_of_help.command, ["chekpoints"])
     assert wrong.exit_code == 2 and "hpcdist help checkpoints" in wrong.output
+    copied = run.invoke(pages_of_help.command, ["--examples", str(tmp_path / "programs")])
+    assert copied.exit_code == 0 and (tmp_path / "programs" / "heat_mpi4py.py").read_text().startswith('"""')
     pytest.importorskip("markdown_it")
     file = tmp_path / "all.html"
     assert run.invoke(pages_of_help.command, ["--html", str(file)]).exit_code == 0

@@ -179,6 +179,9 @@ def jsonable(path: Path, results: SweepResults) -> dict[str, Any]:
 def plot(results: SweepResults, file: Path) -> None:
     """Draw tokens/s of each configuration, a panel for each number of ranks, with the range of the repeats.
 
+    Where configurations were measured on several numbers of ranks, curves over the ranks stand beside them: efficiency,
+    bytes and memory.
+
     Raises MissingCapabilityError without matplotlib, StorageError when the file cannot be written.
     """
     known = [row for row in rows(results) if row.tokens_per_s is not None]
@@ -186,11 +189,49 @@ def plot(results: SweepResults, file: Path) -> None:
         raise UsageError("no trial has ended well, so there is nothing to plot")
     panels = {ranks: [row for row in known if row.ranks == ranks] for ranks in sorted({row.ranks for row in known})}
     counts = [len(panel) for panel in panels.values()]
-    with drawing(file, 8, 1.2 * len(panels) + 0.3 * sum(counts)) as figure:
-        axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=counts)[:, 0]
+    curves = scaling(known)
+    height = 1.2 * len(panels) + 0.3 * sum(counts)
+    size = (12, max(7.0, height)) if curves else (8, height)
+    with drawing(file, *size) as figure:
+        bars, beside = figure.subfigures(1, 2, width_ratios=(3, 2)) if curves else (figure, None)
+        axes = bars.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=counts)[:, 0]
+        if beside is not None:
+            _curves(beside, curves)
         for axis, (ranks, panel) in zip(axes, panels.items(), strict=True):
             _bars(axis, ranks, panel)
         axes[-1].set_xlabel("tokens/s (median and range of the repeats)")
+
+
+def scaling(known: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
+    """Return the rows of each configuration that was measured on several numbers of ranks, by name, fewest first."""
+    by_name: dict[str, list[SweepRow]] = {}
+    for row in sorted(known, key=lambda row: row.ranks):
+        by_name.setdefault(row.name, []).append(row)
+    return {name: rows for name, rows in by_name.items() if len({row.ranks for row in rows}) > 1}
+
+
+def efficiency(rows: Sequence[SweepRow]) -> list[float]:
+    """Return tokens/s a rank over those of the first of ``rows``, which have all been measured."""
+    rates = [row.tokens_per_s["median"] / row.ranks for row in rows if row.tokens_per_s is not None]
+    return [rate / rates[0] for rate in rates]
+
+
+def _curves(figure: Any, curves: Mapping[str, Sequence[SweepRow]]) -> None:
+    """Draw efficiency, bytes and memory over the number of ranks, a line for each configuration."""
+    above, middle, below = figure.subplots(3, 1, sharex=True)
+    for name, rows in curves.items():
+        ranks = [row.ranks for row in rows]
+        above.plot(ranks, efficiency(rows), "o-", label=name)
+        for axes, key, unit in ((middle, "bytes_sent_per_step", 1e6), (below, "peak_bytes", 2**20)):
+            values = [getattr(row, key) for row in rows]
+            axes.plot(ranks, [np.nan if value is None else value / unit for value in values], "o-")
+    above.axhline(1.0, color="0.6", linewidth=0.8)
+    above.set_ylabel("efficiency")
+    middle.set_ylabel("MB sent a step")
+    below.set_ylabel("peak MiB a rank")
+    below.set_xlabel("ranks")
+    below.set_xticks(sorted({row.ranks for rows in curves.values() for row in rows}))
+    above.legend(fontsize=7)
 
 
 def _bars(axes: Any, ranks: int, panel: Sequence[SweepRow]) -> None:

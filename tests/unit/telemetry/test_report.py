@@ -54,6 +54,8 @@ def test_text(run_dir):
         assert expected in said
     rows = said.splitlines()[said.splitlines().index("    step     loss  learning rate") + 1 :]
     assert len(rows) == report.CURVE_ROWS and rows[-1].split()[0] == "60"
+    bars = [row.count("█") for row in rows]
+    assert bars[0] == report.BAR_WIDTH and bars[-1] == 0 and bars == sorted(bars, reverse=True)
     mean = np.mean([5.0 / step**0.5 for step in range(56, 61)])
     assert float(rows[-1].split()[1]) == pytest.approx(mean, abs=1e-4)
 

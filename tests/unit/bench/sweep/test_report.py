@@ -144,6 +144,23 @@ def test_plot(found, ending):
         assert "<!-- ring -->" in text and "<!-- 4 ranks -->" in text and "<!-- lost -->" not in text
 
 
+def test_configurations_on_several_numbers_of_ranks_are_curves(tmp_path, rng):
+    path = tmp_path / "results.h5"
+    results.prepare(path, {})
+    for position, (name, ranks, rate) in enumerate(
+        (("ring", 4, 3000.0), ("ring", 1, 1000.0), ("ring", 2, 1800.0), ("alone", 2, 900.0))
+    ):
+        outcome = measured(rng, ranks, rate=rate)[0]
+        results.append(path, SweepTrial(f"{name}{ranks}", name, ranks, {}, ""), position, 0, outcome, "c1")
+    curves = report.scaling(report.rows(report.read(path)))
+    assert {name: [row.ranks for row in rows] for name, rows in curves.items()} == {"ring": [1, 2, 4]}
+    assert report.efficiency(curves["ring"]) == [1.0, 0.9, 0.75]
+    pytest.importorskip("matplotlib")
+    report.plot(report.read(path), tmp_path / "curves.svg")
+    drawn = (tmp_path / "curves.svg").read_text()
+    assert "<!-- efficiency -->" in drawn and "<!-- peak MiB a rank -->" in drawn
+
+
 def test_plot_fails_clearly(found, tmp_path, monkeypatch):
     read = report.read(found[0])
     with pytest.raises(UsageError, match="choose an ending"):
