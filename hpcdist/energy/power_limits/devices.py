@@ -91,7 +91,7 @@ HIGHEST_PERFORMANCE_STATE: Final = 0  # the performance state of a GPU at work
 
 
 class _GpuLimit:
-    """What the limits of a GPU have in common; ``what`` names one for people."""
+    """Common part of the limits of a GPU; ``what`` names one for people."""
 
     place, what = "", ""
 
