@@ -41,6 +41,12 @@ TOPICS: Final = {
     "glossary": "Words and symbols of these pages.",
 }
 DOCS: Final = Path(hpcdist.__file__).parent / "docs"
+# Pages that lie beside the files that they are about: the folder of `batch.job.folder`, and what is above its README.
+BESIDE_FILES: Final = {
+    "sites": ("templates", "..", "Profiles of sites, field by field; templates of job scripts."),
+    "install": ("install", ".", "Apptainer, Spack, EasyBuild, an epilog of Slurm."),
+    "modules": ("modulefiles", ".", "Modulefiles for Environment Modules and Lmod."),
+}
 _PAGE_LINK: Final = re.compile(r"\[([^\]]+)\]\((?:\./)?([a-z-]+)\.md\)")
 _COMMENT: Final = re.compile(r"[ ]?<!--.*?-->", re.DOTALL)
 
@@ -66,11 +72,12 @@ def command(topic: str | None, html: Path | None, examples: Path | None, opened:
     if html is not None or opened or examples is not None:
         return
     if topic is None:
-        width = max(map(len, TOPICS))
-        lines = [f"  {name:{width}}  {line}" for name, line in TOPICS.items()]
+        known = TOPICS | {name: line for name, (_, _, line) in BESIDE_FILES.items()}
+        width = max(map(len, known))
+        lines = [f"  {name:{width}}  {line}" for name, line in known.items()]
         more = ["All on one page: hpcdist help --open", "Programs to start from: hpcdist help --examples DIRECTORY"]
         click.echo("\n".join(["Pages (hpcdist help TOPIC):", *lines, "", *more]))
-    elif topic in TOPICS:
+    elif topic in TOPICS or topic in BESIDE_FILES:
         click.echo_via_pager(styled(page(topic)))
     else:
         click.echo(_key(topic))
@@ -89,7 +96,13 @@ def copy_examples(folder: Path) -> list[Path]:
 
 
 def page(topic: str) -> str:
-    """Return the page ``topic`` as Markdown, without comments."""
+    """Return the page ``topic`` as Markdown, without comments. Raises MissingCapabilityError where its files lack."""
+    if topic in BESIDE_FILES:
+        from hpcdist.batch import job
+
+        folder, above, _ = BESIDE_FILES[topic]
+        place = (job.folder(folder) / above).resolve()
+        return f"(The files of this page lie in {place}.)\n\n{(place / 'README.md').read_text(encoding='utf-8')}"
     text = (DOCS / f"{topic}.md").read_text(encoding="utf-8")
     return _COMMENT.sub("", text)
 
@@ -142,6 +155,6 @@ def _key(word: str) -> str:
     try:
         return lookup(word)
     except UsageError as error:
-        near = nearest(word, TOPICS)
+        near = nearest(word, [*TOPICS, *BESIDE_FILES])
         hint = f"did you mean `hpcdist help {near}`?" if near else textwrap.shorten(str(error), 300)
         raise click.UsageError(f"there is no page {word!r}; {hint}") from error

@@ -129,6 +129,9 @@ def test_help_shows_pages_keys_and_html(tmp_path):
     shown = run.invoke(pages_of_help.command, ["start"])
     assert shown.exit_code == 0 and "<!--" not in shown.output and "```" not in shown.output
     assert "pipeline" in run.invoke(pages_of_help.command, ["parallel.pipeline"]).output
+    for topic in pages_of_help.BESIDE_FILES:
+        beside = run.invoke(pages_of_help.command, [topic])
+        assert beside.exit_code == 0 and beside.output.startswith("(The files of this page lie in /")
     wrong = run.invoke(pages_of_help.command, ["chekpoints"])
     assert wrong.exit_code == 2 and "hpcdist help checkpoints" in wrong.output
     copied = run.invoke(pages_of_help.command, ["--examples", str(tmp_path / "programs")])

@@ -1,4 +1,4 @@
-"""The README's example: a plain script of PyTorch and its distributed twin print the same losses."""
+"""The example of the documentation: a plain script of PyTorch and its distributed twin print the same losses."""
 
 import difflib
 import os
@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import hpcdist
-from harness import jobs
+from harness import jobs, pages
 from hpcdist.cli.run import checkpoints
 from hpcdist.training.data import SampleOrder
 from hpcdist.training.recipe import recipe as recipes
 
 torch = pytest.importorskip("torch")
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(hpcdist.__file__).parent / "docs" / "your-model.md"
 MOST_LINES = 10
 LAYOUTS = {
     "allreduce": (2, {}),
@@ -59,10 +59,9 @@ print(f"rank {training.rank} ends at {training.done}")
 
 
 def examples():
-    """Return the plain script and its twin, as the README has them."""
-    section = README.read_text().split("## Your own model\n")[1].split("\n## ")[0]
-    plain, own = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    return plain, own
+    """Return the plain script and its twin, as the page has them."""
+    titles = ("train_plain.py", "train.py")
+    return [next(block.text for block in pages.blocks(PAGE.read_text()) if block.title == title) for title in titles]
 
 
 def losses(text):

@@ -14,7 +14,7 @@ from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model import stage_split
 from hpcdist.planner.model.description import ModelDescription, ModelUnit, ProductShape, TransformerShape
 from hpcdist.planner.model.transformer import describe, of_config
-from hpcdist.planner.report.plot import KINDS, timeline
+from hpcdist.planner.report.plot import TIMELINE, timeline
 from hpcdist.planner.time import compute
 from hpcdist.planner.time.compute import cached, unit_seconds
 from hpcdist.planner.time.network import collective, message, span
@@ -356,7 +356,7 @@ def test_a_timeline_has_every_pass_once_and_ends_with_the_step(layout):
     found = timeline(MODEL, layout, CLUSTER, 32)
     assert found.stages == layout.pipeline
     assert found.end_s == pytest.approx(timing(MODEL, layout, CLUSTER, 32, simulate=True).step_s)
-    assert {bar.kind for bar in found.bars} <= set(KINDS)
+    assert {bar.kind for bar in found.bars} <= set(TIMELINE)
     chunks = len(chunk_loads(MODEL, layout, CLUSTER)) if layout.pipeline > 1 else 1
     passes = [(bar.kind, bar.microbatch, bar.chunk) for bar in found.bars if bar.kind == "forward"]
     assert sorted(passes) == sorted(("forward", one, chunk) for one in range(m) for chunk in range(chunks))
