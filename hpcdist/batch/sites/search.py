@@ -252,7 +252,10 @@ def _load_tables(path: Path, environment: Mapping[str, str], above: tuple[Path, 
     base_path = _base(base, path, environment)
     if base_path in (*above, path):
         raise ConfigurationError(f"{BASED_ON} = {base!r} in site profile {path}: it is based on itself")
-    return _merge_tables(_load_tables(base_path, environment, (*above, path)), tree)
+    below = _load_tables(base_path, environment, (*above, path))
+    # What was run of the other profile was not run of this one.
+    below["proven"] = f"not said; {base} was: {below['proven']}" if below.get("proven") else ""
+    return _merge_tables(below, tree)
 
 
 def _base(named: str, path: Path, environment: Mapping[str, str]) -> Path:

@@ -85,12 +85,13 @@ def test_every_field_is_described():
 def test_a_profile_goes_over_the_one_it_is_based_on(own):
     own(
         "base",
-        "[launcher]\noptions = ['-a']\n[environment]\nvariables = { A = '1', B = '2' }\n[limits]\nmax_nodes = 3\n",
+        "proven = 'run on Slurm'\n[launcher]\noptions = ['-a']\n[environment]\nvariables = { A = '1', B = '2' }\n[limits]\nmax_nodes = 3\n",
     )
     own("mine", "based_on = 'base'\n[launcher]\noptions = ['-b']\n[environment]\nvariables = { B = '3' }\n")
     site = search.load("mine", own.environment)
     assert (site.name, site.launcher.options, site.limits.max_nodes) == ("mine", ("-b",), 3)
     assert site.environment.variables == {"A": "1", "B": "3"}
+    assert site.proven == "not said; base was: run on Slurm"
 
 
 def test_profiles_are_looked_for_in_the_folders_of_the_user_the_site_and_the_machine(own, tmp_path, monkeypatch):
