@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from hpcdist.errors import UsageError
 from hpcdist.reporting import plotting
 from hpcdist.reporting.table import MISSING, Columns, aligned, rows_of, text_of
@@ -14,13 +16,14 @@ from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.telemetry.page.charts import style
 from hpcdist.telemetry.report import RunReport
 
+SPEED: Final = "speed"  # tokens, or samples, of a step over the median time of one: a slow first one does not count
 MOVED: Final = "moved"  # bytes in messages, through shared memory, and in buffers of the MPI library
 # key of `RunReport.figures` -> title, form, and unit of a figure that two runs are compared by
 FIGURES: Final = {
-    "train_loss_mean": ("loss", ".4f", 1.0),
+    "train_loss_mean": ("loss of last 20", ".4f", 1.0),
     "val_loss": ("validation", ".4f", 1.0),
     "step_s_median": ("step ms", ".1f", 1e-3),
-    "tokens_per_s": ("tokens/s", ",.0f", 1.0),
+    SPEED: ("speed a s", ",.0f", 1.0),
     "comm_fraction": ("communication", ".1%", 1.0),
     "peak_bytes_total": ("memory", "bytes", 1.0),
     MOVED: ("moved a step", "bytes", 1.0),
@@ -32,6 +35,9 @@ MOST_RUNS: Final = 10  # that a picture can tell apart
 def figure(report: RunReport, key: str) -> float | None:
     """Return a figure of `FIGURES`; None where it was not measured."""
     value: Any = report.figures.get(key)
+    if key == SPEED:
+        step_s, tokens = report.figures.get("step_s_median"), report.steps["tokens"]
+        value = float(np.median(tokens)) / step_s if step_s and len(tokens) else None
     if key == MOVED:
         moved = step_metrics.moved_bytes(report.figures)
         value = None if moved is None else sum(moved)
@@ -81,11 +87,14 @@ def table(reports: Sequence[RunReport]) -> str:
 
 def comparison(before: RunReport, after: RunReport) -> list[dict[str, Any]]:
     """Return for each figure its value in both runs, and the ratio of the second to the first (None: not known)."""
-    rows = []
+    rows: list[dict[str, Any]] = []
+    for name, title in (("steps", "steps"), ("world", "ranks")):
+        earlier, later = before.figures[name], after.figures[name]
+        rows.append({"figure": title, "before": earlier, "after": later, "ratio": None})
     for key, (title, _, _) in FIGURES.items():
-        earlier, later = figure(before, key), figure(after, key)
-        ratio = later / earlier if later is not None and earlier else None
-        rows.append({"figure": title, "before": earlier, "after": later, "ratio": ratio})
+        old, new = figure(before, key), figure(after, key)
+        ratio = new / old if new is not None and old else None
+        rows.append({"figure": title, "before": old, "after": new, "ratio": ratio})
     return rows
 
 
@@ -93,8 +102,10 @@ def comparison_text(before: RunReport, after: RunReport, keys: dict[str, tuple[s
     """Return the figures of both runs beside each other, and the ``keys`` of their recipes that differ."""
     names = names_of([before.run_dir, after.run_dir])
     rows = [["", *names, "ratio"]]
-    for key, row in zip(FIGURES, comparison(before, after), strict=True):
-        rows.append([row["figure"], figure_text(before, key), figure_text(after, key), text_of(row["ratio"], ".3f")])
+    for key, row in zip(["steps", "ranks", *FIGURES], comparison(before, after), strict=True):
+        known = key in FIGURES
+        texts = [figure_text(before, key), figure_text(after, key)] if known else [row["before"], row["after"]]
+        rows.append([row["figure"], *map(str, texts), text_of(row["ratio"], ".3f")])
     lines = aligned(rows)
     if keys:
         lines += ["", *aligned([["recipe", *names], *([key, *values] for key, values in keys.items())], left=(0, 1, 2))]
@@ -111,6 +122,7 @@ def plot(reports: Sequence[RunReport], file: Path) -> None:
     for report in reports:
         if not len(report.steps["step"]):
             raise UsageError(f"{report.run_dir}: no step was completed, so there is nothing to plot")
+    plotting.check_plot(file)
     names = names_of([report.run_dir for report in reports])
     bars = ("step_s_median", "peak_bytes_total", MOVED)
     with style.chart_style(), plotting.drawing(file, 10, 4.5) as picture:

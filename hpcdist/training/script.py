@@ -209,7 +209,7 @@ class Training:
         """Return the mean loss of the samples of all replicas under the present parameters; NaN for none.
 
         Every rank calls it with its own part of them, which may be empty and of any size; the ranks of a pipeline with
-        the same. Nothing is dropped, and modules are in evaluation mode.
+        the same. Nothing is dropped, and modules are in evaluation mode. The run's metrics keep it as validation loss.
         """
         trainer = self._trainer
         trainer.flush()
@@ -217,7 +217,9 @@ class Training:
         self._compare(f"evaluation {self._evaluations + 1}", x, y, self._evaluations, self._evaluations + 1)
         self._evaluations += 1
         batch = trainer.place((x, y))
-        return trainer.evaluate([[batch] if trainer.context.computes else []])
+        loss = trainer.evaluate([[batch] if trainer.context.computes else []])
+        self._loop.metrics.evaluated(self._done, loss)
+        return loss
 
     def close(self) -> None:
         """End the run: save, report, close its files. No more steps can be made."""

@@ -138,7 +138,7 @@ def _sample(run_dir: Path, checkpoints: "list[CheckpointEntry]", prompt: str) ->
         text, complaint, code = error.stdout or b"", b"it took longer than a minute", 0
     drawn = text.decode(errors="replace")
     if code or len(drawn) <= len(prompt) + 1:
-        lines = complaint.decode(errors="replace").strip().splitlines()
+        lines = [line for line in complaint.decode(errors="replace").strip().splitlines() if "====" not in line]
         return TextSample(reason=(lines[-1].removeprefix("Error: ") if lines else f"exit code {code}"))
     return TextSample(text=drawn.rstrip("\n"), prompt=prompt, reason="")
 

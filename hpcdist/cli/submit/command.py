@@ -149,7 +149,9 @@ def command(
     when it is not repeated.
 
     A PROGRAM, as `-- python train.py`, is started on all ranks: what its hpcdist.training.pytorch.Training saves, the
-    next start goes on from. The same command in the same directory is the same run; with --tasks N it is N of them.
+    next start goes on from. It says itself when to save (checkpoint.every_steps among its keys); in the place of --set
+    export HPCDIST_SET__SECTION__KEY. The same command in the same directory is the same run; with --tasks N it is N of
+    them.
 
     With --array the job is a sweep, one trial a task, and a second job merges what they found; with --bench it is a
     benchmark, and with --server-nodes a training with nodes of a second kind. See `hpcdist help cluster` for each.

@@ -101,6 +101,11 @@ class RunMetrics:
         writer.append(step=step, loss=loss, learning_rate=learning_rate, tokens=tokens, made_by=made_by, **wide)
         self._streaming.row(step, loss, learning_rate, tokens, wide)
 
+    def evaluated(self, step: int, val_loss: float) -> None:
+        """Take the validation loss that a script has computed after ``step``; NaN is none (rank 0 writes)."""
+        if self._writer is not None and not math.isnan(val_loss):
+            self._writer.evaluation(step, val_loss)
+
     def unsaved(self) -> list[tuple[StepColumns, list[float]]]:
         """Return this rank's rows that may not be in the file, after a rank failure (local)."""
         return [*self._gathered, *zip(self._common, self._own, strict=True)]

@@ -82,8 +82,8 @@ def test_two_runs_are_compared_with_their_recipes(runs, capsys):
     code, out, _ = jobs.called(capsys, "compare", *runs)
     assert code == 0
     assert any(line.split() == ["parallel.strategy", "'allreduce'", "'zero1'"] for line in out.splitlines())
-    assert any(line.split() == ["loss", "4.3500", "4.3500", "1.000"] for line in out.splitlines())
+    assert any(line.split() == ["loss", "of", "last", "20", "4.3500", "4.3500", "1.000"] for line in out.splitlines())
     code, out, _ = jobs.called(capsys, "compare", *runs, "--json")
     compared = json.loads(out)
     assert compared["recipe"] == {"parallel.strategy": ["'allreduce'", "'zero1'"]}
-    assert {row["figure"]: row["ratio"] for row in compared["figures"]}["loss"] == 1.0
+    assert {row["figure"]: row["ratio"] for row in compared["figures"]}["loss of last 20"] == 1.0

@@ -85,7 +85,8 @@ def test_every_field_is_described():
 def test_a_profile_goes_over_the_one_it_is_based_on(own):
     own(
         "base",
-        "proven = 'run on Slurm'\n[launcher]\noptions = ['-a']\n[environment]\nvariables = { A = '1', B = '2' }\n[limits]\nmax_nodes = 3\n",
+        "proven = 'run on Slurm'\n[launcher]\noptions = ['-a']\n[environment]\nvariables = { A = '1', B = '2' }\n"
+        "[limits]\nmax_nodes = 3\n",
     )
     own("mine", "based_on = 'base'\n[launcher]\noptions = ['-b']\n[environment]\nvariables = { B = '3' }\n")
     site = search.load("mine", own.environment)
