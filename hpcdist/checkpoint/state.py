@@ -4,6 +4,7 @@
 committed by one rename, with a digest of every block; ``hpcdist checkpoint ls DIRECTORY`` and its like read it.
 """
 
+import atexit
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from hpcdist.arrays.piece import Box, Piece, whole_box
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.lock import RunLock
 from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, on_first_rank, restore_together
 from hpcdist.checkpoint.saving import two_phase
 from hpcdist.comm.communicator import Communicator
@@ -65,13 +67,18 @@ def save(directory: str | Path, state: State, *, step: int | None = None, keep: 
     ``state`` has the same names on all ranks. Its values are numpy or cupy arrays that all ranks have alike (each rank
     writes a share of them), `Sharded` arrays of which each has a part, and JSON values (taken from rank 0). ``step``
     is N, one more than the newest by default. The newest ``keep`` checkpoints stay. All of a checkpoint becomes
-    visible at once, or nothing. Raises StorageError on all ranks when one cannot write, UsageError for a value that
-    cannot be saved or ``keep`` below 1.
+    visible at once, or nothing. From the first save on no other job may save there. Raises StorageError on all ranks
+    when one cannot write, UsageError for a value that cannot be saved or ``keep`` below 1.
     """
     if keep < 1:
         raise UsageError(f"keep = {keep}; at least one checkpoint is kept")
     where, folder = communicator_of(comm), Path(directory) / FOLDER
-    number = on_first_rank(where, lambda: _next_step(folder) if step is None else step)
+
+    def begin() -> int:
+        _lock(Path(directory))
+        return _next_step(folder) if step is None else step
+
+    number = on_first_rank(where, begin)
     pieces, values = [], {}
     for name, value in state.items():
         if is_array(value):
@@ -113,6 +120,24 @@ def _check_values(values: Mapping[str, Any]) -> None:
             raise UsageError(
                 f"{name} is a {type(value).__name__}, which is neither an array nor a JSON value ({error})"
             ) from error
+
+
+_locks: Final[dict[Path, RunLock]] = {}  # of this process, which has them to its end
+
+
+def _lock(directory: Path) -> None:
+    """Let no other job write in ``directory`` (local). Raises StorageError while one does."""
+    place = directory.resolve()
+    if place in _locks:
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{directory} cannot be created: {error.strerror}") from error
+    lock = RunLock()
+    lock.take(directory, otherwise="save in another directory")
+    atexit.register(lock.release)
+    _locks[place] = lock
 
 
 def _next_step(folder: Path) -> int:

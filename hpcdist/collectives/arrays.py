@@ -14,7 +14,6 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.dtypes import is_16bit_float
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import dispatch
 from hpcdist.collectives.algorithms import all_to_all as exchange
@@ -27,13 +26,11 @@ from hpcdist.comm.mpi.world import AnyComm, communicator_of, library_of
 from hpcdist.errors import UsageError
 
 MEAN: Final = "mean"
-# A table measured up to one of these serves all smaller buffers; its last row serves larger ones.
-MEASURED_BYTES: Final = (4 << 20, 64 << 20)
+MEASURED_BYTES: Final = 4 << 20  # the last row of such a table serves larger buffers
 BUDGET_S: Final = autotune.BUDGET_S
 _UNORDERED: Final = "hierarchical"  # its shares do not ascend with the rank, as rows do
 
 Number = TypeVar("Number", int, float)
-Result = TypeVar("Result")
 
 
 @overload
@@ -194,41 +191,36 @@ def _on_flat(array: Array, run: Callable[[Array], object], changes: bool) -> Non
         array[...] = flat.reshape(array.shape)
 
 
-def _kept(comm: Communicator, key: tuple[str, ...], make: Callable[[], Result]) -> Result:
-    """Return what is kept on ``comm`` under ``key``, made at the first call."""
-    if key not in comm.settled:
-        comm.settled[key] = make()
-    result: Result = comm.settled[key]
-    return result
-
-
 def _algorithm(comm: Communicator, buffer: Array) -> str:
     """Return the table of algorithms for buffers like ``buffer``. Collective at the first call for its type."""
-    return _measured(comm, buffer, autotune.ALLREDUCE_KIND)
+    return _selected(comm, buffer, autotune.ALLREDUCE_KIND)
 
 
 def _sharding(comm: Communicator, buffer: Array) -> Sharding:
     """Return the two halves of an allreduce for buffers like ``buffer``. Collective as `_algorithm`."""
-    name = _measured(comm, buffer, autotune.SHARDED_KIND)
+    name = _selected(comm, buffer, autotune.SHARDED_KIND)
     return (SHARDED | SHARDED_ON_GPUS)["ring" if name == _UNORDERED else name]
 
 
-def _measured(comm: Communicator, buffer: Array, kind: str) -> str:
-    """Return the text of the selection of ``kind`` for the type and size of ``buffer``."""
+def _selected(comm: Communicator, buffer: Array, kind: str) -> str:
+    """Return the text of the selection of ``kind`` for the type of ``buffer``, kept on ``comm`` from the first call."""
     if comm.size == 1:
         return autotune.NATIVE
-    place = "device" if backend.is_device(buffer) else "host"
+    key = kind, buffer.dtype, type(buffer)
+    text: str | None = comm.settled.get(key)
+    if text is None:
+        text = comm.settled[key] = _select(comm, buffer, kind)
+    return text
+
+
+def _select(comm: Communicator, buffer: Array, kind: str) -> str:
+    """Return the selection of ``kind`` for the type of ``buffer``, measured now or by an earlier start. Collective."""
+    check_buffer(buffer)
+    if comm.broadcast_object(os.environ.get(autotune.TUNING)) == "off":
+        return autotune.NATIVE
     dtype = buffer.dtype
-    if dtype.kind in "iu":  # as floats of their size travel
+    if dtype.kind in "iu":  # they travel as floats of their size
         dtype = np.dtype(np.float64 if dtype.itemsize == 8 else np.float32)
-    most = next((size for size in MEASURED_BYTES if buffer.nbytes <= size), MEASURED_BYTES[-1])
-    key = "hpcdist.collectives.arrays", kind, place, dtype.str if not is_16bit_float(dtype) else str(dtype), str(most)
-
-    def measure() -> str:
-        check_buffer(buffer)
-        if comm.broadcast_object(os.environ.get(autotune.TUNING)) == "off":
-            return autotune.NATIVE
-        request = autotune.TuningRequest(max_bytes=most, dtype=dtype, kind=kind, buffer=place, budget_s=BUDGET_S)
-        return autotune.select(comm, comm, request, library_of(comm)).text
-
-    return _kept(comm, key, measure)
+    place = "device" if backend.is_device(buffer) else "host"
+    request = autotune.TuningRequest(max_bytes=MEASURED_BYTES, dtype=dtype, kind=kind, buffer=place, budget_s=BUDGET_S)
+    return autotune.select(comm, comm, request, library_of(comm)).text

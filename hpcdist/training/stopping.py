@@ -52,4 +52,8 @@ def should_stop(margin_s: float = MARGIN_S, *, comm: AnyComm = None) -> int:
     counts = _watches[0].counts(margin_s)
     where.allreduce(counts, "sum")
     reason = agreed_reason(counts)
-    return 0 if reason is None else EXIT_CODES[reason]
+    if reason is None:
+        return 0
+    if where.rank == 0:
+        _watches[0].requests.answered()  # the next start must not see the file
+    return EXIT_CODES[reason]

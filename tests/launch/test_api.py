@@ -83,6 +83,19 @@ def test_the_end_of_the_job_stops_it(tmp_path, monkeypatch):
     assert np.allclose(hpcdist.checkpoint.load(tmp_path / "out")["field"][0, 0] % 1, 0)
 
 
+def test_a_file_asks_once_for_a_stop(tmp_path):
+    program, out = tmp_path / "program.py", tmp_path / "out"
+    program.write_text(PROGRAM)
+    out.mkdir()
+    (out / "stop").touch()
+    root = str(Path(hpcdist.__file__).parents[1])  # the one under test
+    environment = os.environ | {"PYTHONPATH": root, "HPCDIST_RUN_DIR": str(out)}
+    done = jobs.run([sys.executable, str(program), "3"], cwd=tmp_path, env=environment)
+    assert done.returncode == 75 and not (out / "stop").exists(), done.stdout
+    done = jobs.run([sys.executable, str(program), "3"], cwd=tmp_path, env=environment)
+    assert done.returncode == 0 and f"total {total_of(3)} from 1" in done.stdout, done.stdout
+
+
 def test_importing_loads_nothing_heavy():
     code = "import sys, hpcdist; dir(hpcdist); print(sorted({'numpy', 'mpi4py', 'click', 'h5py'} & set(sys.modules)))"
     assert jobs.python(code).stdout.strip() == "[]"

@@ -231,9 +231,14 @@ def differs_on(nodes: int, name: str) -> bool:
 
 
 def _limits(rows: list[TuningRow]) -> list[tuple[int, str]]:
-    """Return the winners with the sizes up to which they are taken: a power of two half-way to the next size."""
+    """Return the winners with the sizes up to which they are taken: a power of two half-way to the next size.
+
+    Sizes far below the smallest that was measured, where the budget did not suffice, are the MPI library's.
+    """
     between = [_halfway(row.nbytes, after.nbytes) for row, after in zip(rows, rows[1:], strict=False)]
-    return [(limit, row.chosen) for limit, row in zip([*between, 0], rows, strict=True)]
+    limits = [(limit, row.chosen) for limit, row in zip([*between, 0], rows, strict=True)]
+    below = rows[0].nbytes // FACTOR
+    return [(below, NATIVE), *limits] if below > SMALLEST_BYTES else limits
 
 
 def _halfway(low: int, high: int) -> int:

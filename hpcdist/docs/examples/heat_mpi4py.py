@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 import hpcdist
 
+hpcdist.init()  # from here on an exception on one rank ends the job, and is shown
 comm = MPI.COMM_WORLD
 steps = int(sys.argv[1]) if sys.argv[1:] else 1000
 rows = np.array_split(np.arange(256), comm.size)[comm.rank]

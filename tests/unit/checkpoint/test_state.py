@@ -1,8 +1,12 @@
 """Checkpoints of any program: saved on some ranks, loaded on others, in other cuts; refusals that name the array."""
 
+import os
+import sys
+
 import numpy as np
 import pytest
 
+from harness import jobs
 from harness.marks import cases, on_threads
 from hpcdist.checkpoint import Sharded, load, save
 from hpcdist.errors import StorageError, UsageError
@@ -110,3 +114,11 @@ def test_what_cannot_be_saved_is_refused(tmp_path, state, keep, said):
 def test_parts_outside_of_the_whole_are_refused(start, shape, said):
     with pytest.raises(UsageError, match=said):
         Sharded(np.zeros(3), start, shape)
+
+
+def test_no_other_job_saves_there_meanwhile(tmp_path):
+    save(tmp_path, {"x": np.zeros(3)})
+    program = "import sys, numpy, hpcdist; hpcdist.checkpoint.save(sys.argv[1], {'x': numpy.ones(3)})"
+    done = jobs.python(program, tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == 74 and "is being written by process" in done.stderr
+    assert load(tmp_path)["x"].sum() == 0
