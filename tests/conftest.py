@@ -17,6 +17,8 @@ import pytest
 
 from harness.inputs import write_text
 
+SECOND_HALF = "tests/unit/n"  # of the unit tests: planner, strategies, training, ...
+LONGEST = ("test_rank_suites.py", "test_training_job.py", "test_slurm.py")  # begun first, so that none is the last
 SEED_VARIABLE = "HPCDIST_TEST_SEED"
 # One seed for all ranks and for the suites that a test starts; CI sets it, so that a run can be repeated.
 _fixed = SEED_VARIABLE in os.environ
@@ -42,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     # JAX starts threads, and a process that has them should fork no more: its tests come after those that do.
-    items.sort(key=lambda item: "jax" in item.path.name)
+    items.sort(key=lambda item: ("jax" in item.path.name, item.path.name not in LONGEST))
     # Of a test over a product of parameters, each value is tried once; the rest of the product is a matrix.
     cases = {}
     for item in items:
@@ -89,17 +91,20 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let the processes of `pytest -n` take the unit tests and the rank suites on one rank as one, jobs file by file.
+    """Let the processes of `pytest -n` take the unit tests as two halves, jobs file by file, the longest files first.
 
-    Unit tests stay in one process and in order: which follows which does not depend on how fast they are.
+    Unit tests of a half stay in one process and in order: which follows which does not depend on how fast they are.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            return path if path.startswith("tests/launch/") else "others"
+            if path.startswith("tests/launch/"):
+                return path
+            return "first half" if path.startswith("tests/unit/") and path < SECOND_HALF else "second half"
 
+    config.option.loadscopereorder = False  # in the order of the collection, not by the number of tests
     return ByFile(config, log)
 
 
