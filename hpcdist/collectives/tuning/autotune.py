@@ -197,7 +197,9 @@ def select(
     measure = _sharded if request.kind == SHARDED_KIND else _allreduce
     rows, machine = measure(comm, everyone, request, topology, clock)
     seconds = slowest_rank(everyone, clock() - began)
-    tuning = Tuning(str(AlgorithmTable.of(_limits(rows))), tuple(rows), machine, seconds, "measured", note)
+    tuning = Tuning(
+        str(AlgorithmTable.of(_limits(rows, request.kind))), tuple(rows), machine, seconds, "measured", note
+    )
     if cached and everyone.rank == 0:
         tuning = cache.save(tuning, key)
     agreed: Tuning = everyone.broadcast_object(tuning)
@@ -230,15 +232,16 @@ def differs_on(nodes: int, name: str) -> bool:
     return runs_on(nodes, name) and not (nodes == 1 and name in BETWEEN_NODES)
 
 
-def _limits(rows: list[TuningRow]) -> list[tuple[int, str]]:
+def _limits(rows: list[TuningRow], kind: str) -> list[tuple[int, str]]:
     """Return the winners with the sizes up to which they are taken: a power of two half-way to the next size.
 
-    Sizes far below the smallest that was measured, where the budget did not suffice, are the MPI library's.
+    Sizes far below the smallest of an allreduce that was measured, where the budget did not suffice, are the MPI
+    library's.
     """
     between = [_halfway(row.nbytes, after.nbytes) for row, after in zip(rows, rows[1:], strict=False)]
     limits = [(limit, row.chosen) for limit, row in zip([*between, 0], rows, strict=True)]
     below = rows[0].nbytes // FACTOR
-    return [(below, NATIVE), *limits] if below > SMALLEST_BYTES else limits
+    return [(below, NATIVE), *limits] if kind == ALLREDUCE_KIND and below > SMALLEST_BYTES else limits
 
 
 def _halfway(low: int, high: int) -> int:
