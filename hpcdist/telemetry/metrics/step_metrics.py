@@ -237,7 +237,9 @@ class MetricsWriter:
 def _link_to_root(file: Any) -> None:
     """Give the columns of the steps a second name at the root: `xarray.open_dataset` needs to know no group then."""
     for name, column in file["steps"].items():
-        if name in file:
+        if name in file and file[name] == column:
+            continue
+        if name in file:  # of a table that was made anew
             del file[name]
         file[name] = column
 
