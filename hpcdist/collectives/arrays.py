@@ -52,9 +52,8 @@ def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
     if isinstance(array, np.generic):
         return allreduce(np.array([array]), op, comm=where)[0]
     scale, view = 1.0, backend.as_array(array)
+    _check_mean(view, op)
     if op == MEAN:
-        if view.dtype.kind in "iu":
-            raise UsageError(f"the mean of {view.dtype} arrays is not whole; reduce them as floats")
         op, scale = "sum", 1.0 / where.size
     _on_flat(
         view, lambda flat: dispatch.allreduce(where, flat, _algorithm(where, flat), op, scale=scale), where.size > 1
@@ -75,11 +74,13 @@ def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Ar
     """Return this rank's rows of the sum of ``array`` over all ranks. Collective over ``comm``.
 
     ``array`` (n, ...) is the same shape on all ranks and is not changed. Rank r gets rows n r / p to n (r+1) / p as
-    `numpy.array_split` cuts them, in a new array; rows need not divide evenly. ``op`` is "sum", "mean", "max" or
-    "min". Raises UsageError for an array without rows or another op, BufferHandoverError for another dtype.
+    `numpy.array_split` cuts them, in a new array; rows need not divide evenly. ``op`` is "sum", "mean" (not of
+    integers), "max" or "min". Raises UsageError for an array without rows or another op, BufferHandoverError for
+    another dtype.
     """
     where = communicator_of(comm)
     _check_rows(array, "reduce_scatter")
+    _check_mean(array, op)
     if op != MEAN:
         check_op(op)
     rows, width = row_ranges(array.shape[0], where.size), _row_size(array)
@@ -166,6 +167,11 @@ def _gathered_counts(comm: Communicator, own: np.ndarray) -> np.ndarray:
     everybody[comm.rank] = own
     comm.all_gather(everybody.reshape(-1), [Range(own.size * rank, own.size * (rank + 1)) for rank in range(comm.size)])
     return everybody
+
+
+def _check_mean(array: Array, op: str) -> None:
+    if op == MEAN and array.dtype.kind in "iu":
+        raise UsageError(f"the mean of {array.dtype} arrays is not whole; reduce them as floats")
 
 
 def _check_rows(array: Array, name: str) -> None:

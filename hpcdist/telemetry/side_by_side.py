@@ -23,7 +23,7 @@ FIGURES: Final = {
     "train_loss_mean": ("loss of last 20", ".4f", 1.0),
     "val_loss": ("validation", ".4f", 1.0),
     "step_s_median": ("step ms", ".1f", 1e-3),
-    SPEED: ("speed a s", ",.0f", 1.0),
+    SPEED: ("speed", ",.0f", 1.0),
     "comm_fraction": ("communication", ".1%", 1.0),
     "peak_bytes_total": ("memory", "bytes", 1.0),
     MOVED: ("moved a step", "bytes", 1.0),
@@ -62,6 +62,12 @@ def strategy_of(run_dir: Path) -> str:
     return str(strategy)
 
 
+def _title(key: str, reports: Sequence[RunReport]) -> str:
+    """Return the title of a figure: of a speed with what the runs count, where they count the same."""
+    units = {str(report.figures.get("speed_unit", "tokens")) for report in reports}
+    return f"{units.pop()}/s" if key == SPEED and len(units) == 1 else FIGURES[key][0]
+
+
 def names_of(paths: Sequence[Path]) -> list[str]:
     """Return short names that tell the directories apart: their last parts, as many as that takes (local)."""
     parts = [path.absolute().parts for path in paths]
@@ -80,7 +86,7 @@ def table(reports: Sequence[RunReport]) -> str:
         ("strategy", lambda report: strategy_of(report.run_dir)),
         ("ranks", lambda report: str(report.figures["world"])),
         ("steps", lambda report: str(report.figures["steps"])),
-        *((title, lambda report, key=key: figure_text(report, key)) for key, (title, _, _) in FIGURES.items()),
+        *((_title(key, reports), lambda report, key=key: figure_text(report, key)) for key in FIGURES),
     ]
     return "\n".join(aligned(rows_of(columns, reports), left=(0, 1)))
 
@@ -91,7 +97,8 @@ def comparison(before: RunReport, after: RunReport) -> list[dict[str, Any]]:
     for name, title in (("steps", "steps"), ("world", "ranks")):
         earlier, later = before.figures[name], after.figures[name]
         rows.append({"figure": title, "before": earlier, "after": later, "ratio": None})
-    for key, (title, _, _) in FIGURES.items():
+    for key in FIGURES:
+        title = _title(key, [before, after])
         old, new = figure(before, key), figure(after, key)
         ratio = new / old if new is not None and old else None
         rows.append({"figure": title, "before": old, "after": new, "ratio": ratio})

@@ -9,7 +9,14 @@ import numpy as np
 
 from hpcdist.comm.launch.environment import RUN_DIR
 from hpcdist.comm.mpi.world import AnyComm, communicator_of
-from hpcdist.training.run.stop_requests import EXIT_CODES, STOP_FILE, StopRequests, agreed_reason, end_of_job
+from hpcdist.training.run.stop_requests import (
+    EXIT_CODES,
+    STOP_FILE,
+    StopReason,
+    StopRequests,
+    agreed_reason,
+    end_of_job,
+)
 
 MARGIN_S: Final = 60.0
 
@@ -30,7 +37,7 @@ class _Watch:
         self.longest_s, self.last = max(self.longest_s, now - self.last), now
         counts = self.requests.current()
         if time.time() + self.longest_s + margin_s > self.requests.ends:
-            counts[0] = 1.0
+            counts[StopReason.REQUEUE] = 1.0
         return counts.copy()
 
 

@@ -64,6 +64,9 @@ def test_rank_reduce_scatter_and_all_gather_by_rows(group, comm, rng, dtype, row
     array, rank = inputs[comm.rank].copy(), place(group, comm)
     own = hpcdist.reduce_scatter(array, comm=group)
     assert np.array_equal(own, np.array_split(inputs.sum(axis=0), comm.size)[rank])
+    if dtype == "float32":
+        mean = hpcdist.reduce_scatter(array, "mean", comm=group)
+        assert np.allclose(mean, np.array_split(inputs.astype(np.float64).mean(axis=0), comm.size)[rank], rtol=1e-6)
     assert np.array_equal(array, inputs[comm.rank])
     assert np.array_equal(hpcdist.all_gather(own, comm=group), inputs.sum(axis=0))
 
@@ -101,6 +104,8 @@ def test_rank_refusals(comm):
         hpcdist.allreduce(np.zeros(3), "product", comm=comm)
     with pytest.raises(UsageError, match="is not whole"):
         hpcdist.allreduce(np.zeros(3, np.int32), "mean", comm=comm)
+    with pytest.raises(UsageError, match="is not whole"):
+        hpcdist.reduce_scatter(np.zeros(3, np.int32), "mean", comm=comm)
     with pytest.raises(UsageError, match="at least one dimension"):
         hpcdist.all_gather(np.zeros(()), comm=comm)
     with pytest.raises(UsageError, match=f"{comm.size + 1} parts for {comm.size} ranks"):
