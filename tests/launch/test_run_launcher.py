@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import uuid
 from pathlib import Path
 
@@ -409,7 +408,6 @@ def test_what_a_rank_left_behind_is_killed(start):
 
 def test_killing_the_supervisor_ends_the_ranks(start):
     job = start("sleeps")
-    time.sleep(2)  # a mpirun of Open MPI that gets SIGTERM in the moment in which it starts ranks leaves them behind
     job.send(signal.SIGKILL)
     job.process.wait()
     until(lambda: not survivors(job.mark), "end of the ranks")

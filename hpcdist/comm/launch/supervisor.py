@@ -31,6 +31,7 @@ from hpcdist.comm.launch.environment import (
     send_signal,
 )
 from hpcdist.comm.launch.exit_file import LAUNCH_DIR, NOTHING_TO_SAVE, SEGMENTS, STOP_CODES, is_segment
+from hpcdist.comm.launch.guard import Guard
 from hpcdist.comm.launch.launchers import MPIRUN, LauncherKind
 from hpcdist.comm.launch.standard_streams import Relay
 from hpcdist.errors import FAILURE, INTERRUPTED, OK, REQUEUE
@@ -167,6 +168,7 @@ class Supervision:
                 _PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0
             )  # if this process is killed, the launcher ends its ranks
 
+        self._guard = Guard(self.launch_dir)
         self._relay = Relay()
         self._process = subprocess.Popen(
             self.line,
@@ -378,6 +380,7 @@ class Supervision:
 
     def _end_leftovers(self) -> None:
         """Kill remaining processes of the job a moment after its launcher has ended."""
+        self._guard.dismiss()
         self._wait_for(lambda: not descendants(os.getpid()))
         self._kill_descendants()
 

@@ -1,0 +1,65 @@
+"""Guard of a job: a process that ends what the launcher has started when the supervisor itself is killed.
+
+The launcher gets SIGTERM then, by PR_SET_PDEATHSIG. That is not enough: mpirun of Open MPI that gets it in the moment
+in which it starts ranks leaves them behind, and they wait for it in MPI_Init for ever.
+"""
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NoReturn
+
+from hpcdist.comm.launch.environment import environment_of, send_signal
+from hpcdist.comm.launch.exit_file import LAUNCH_DIR
+
+TEARDOWN_S: Final = 3.0  # for the launcher to end its ranks
+QUIET_S: Final = 1.0  # without a process of the job: none is about to be started
+MOST_S: Final = 30.0  # one that hangs in the kernel cannot be ended by anybody
+
+
+class Guard:
+    """Process beside this one, which must not have threads yet; the job's processes name ``launch_dir``."""
+
+    def __init__(self, launch_dir: Path) -> None:
+        held, self._holding = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            _watch(held, launch_dir)
+        os.close(held)
+
+    def dismiss(self) -> None:
+        """End the process: the supervisor has seen the end of the job (local)."""
+        with suppress(OSError):
+            os.write(self._holding, b".")
+        os.close(self._holding)
+        with suppress(ChildProcessError):  # somebody has waited for all children
+            os.waitpid(self._pid, 0)
+
+
+def _watch(held: int, launch_dir: Path) -> NoReturn:
+    """Wait for the end of the supervisor, and leave; if it was killed, end the processes of the job first."""
+    try:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(null, stream)  # whoever reads the output of the supervisor does not wait for this process
+        # The other end of the pipe among them: the supervisor alone holds it.
+        os.closerange(3, held)
+        os.closerange(held + 1, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") > 0 else 1 << 16)
+        if os.read(held, 1) == b"":
+            time.sleep(TEARDOWN_S)
+            _end(launch_dir)
+    finally:
+        os._exit(0)
+
+
+def _end(launch_dir: Path) -> None:
+    until, last = time.monotonic() + MOST_S, time.monotonic()
+    while time.monotonic() < min(until, last + QUIET_S):
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            if environment_of(int(name)).get(LAUNCH_DIR) == str(launch_dir):
+                send_signal(int(name), signal.SIGKILL)
+                last = time.monotonic()
+        time.sleep(0.05)
