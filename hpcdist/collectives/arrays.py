@@ -56,7 +56,7 @@ def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
     if op == MEAN:
         op, scale = "sum", 1.0 / where.size
     _on_flat(
-        view, lambda flat: dispatch.allreduce(where, flat, _algorithm(where, flat), op, scale=scale), where.size > 1
+        view, lambda flat: dispatch.allreduce(where, flat, algorithm_for(where, flat), op, scale=scale), where.size > 1
     )
     return array
 
@@ -86,7 +86,7 @@ def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Ar
     rows, width = row_ranges(array.shape[0], where.size), _row_size(array)
     shares = [Range(part.start * width, part.stop * width) for part in rows]
     buffer = array.reshape(-1).copy()  # the algorithms work in place
-    _sharding(where, buffer).reduce_scatter(where, buffer, shares, "sum" if op == MEAN else op)
+    sharding_for(where, buffer).reduce_scatter(where, buffer, shares, "sum" if op == MEAN else op)
     own = buffer[shares[where.rank].slice].copy().reshape(rows[where.rank].size, *array.shape[1:])
     if op == MEAN:
         own /= where.size
@@ -108,7 +108,7 @@ def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
     result: Array = backend.namespace(array).empty((int(ends[-1]), *array.shape[1:]), array.dtype)
     buffer = result.reshape(-1)
     buffer[shares[where.rank].slice] = array.reshape(-1)
-    _sharding(where, buffer).all_gather(where, buffer, shares)
+    sharding_for(where, buffer).all_gather(where, buffer, shares)
     return result
 
 
@@ -197,13 +197,13 @@ def _on_flat(array: Array, run: Callable[[Array], object], changes: bool) -> Non
         array[...] = flat.reshape(array.shape)
 
 
-def _algorithm(comm: Communicator, buffer: Array) -> str:
+def algorithm_for(comm: Communicator, buffer: Array) -> str:
     """Return the table of algorithms for buffers like ``buffer``. Collective at the first call for its type."""
     return _selected(comm, buffer, autotune.ALLREDUCE_KIND)
 
 
-def _sharding(comm: Communicator, buffer: Array) -> Sharding:
-    """Return the two halves of an allreduce for buffers like ``buffer``. Collective as `_algorithm`."""
+def sharding_for(comm: Communicator, buffer: Array) -> Sharding:
+    """Return the two halves of an allreduce for buffers like ``buffer``. Collective as `algorithm_for`."""
     name = _selected(comm, buffer, autotune.SHARDED_KIND)
     return (SHARDED | SHARDED_ON_GPUS)["ring" if name == _UNORDERED else name]
 

@@ -30,6 +30,7 @@ FLOORS = {
     "batch": 5,
     "bench": 5,
     "training": 6,
+    "torch": 6.5,
     "cli": 7,
 }
 EVERYWHERE = {"errors"}  # on floor 0 beside arrays, which raises them
@@ -60,6 +61,8 @@ LAZY = (
     "prometheus_client",
     "tensorboardX",
 )
+
+STARTING = "hpcdist.torch"  # to be imported is what it is for: it starts MPI and registers the backend
 
 ENTRIES = 15
 MODULE_LINES = 450
@@ -408,7 +411,9 @@ def loaded_after(statement, watched):
 
 @pytest.mark.full
 def test_importing_every_module_starts_nothing():
-    statement = "\n".join(f"import {name}" for name in TREE.modules if not name.endswith("__main__"))
+    statement = "\n".join(
+        f"import {name}" for name in TREE.modules if not name.endswith("__main__") and not name.startswith(STARTING)
+    )
     assert loaded_after(statement, LAZY) == []
 
 

@@ -157,6 +157,24 @@ class MpiCommunicator(Endpoint):
         child.Set_name(name)
         return MpiCommunicator(self._mpi, child, name, self.handover, self.declared_node)
 
+    def subgroup(self, ranks: Sequence[int], tag: int, label: str = "group") -> "MpiCommunicator":
+        """Return the communicator of ``ranks`` of this one, in their order. Collective over those ranks alone.
+
+        Groups that are made at the same time, by several threads, need different ``tag``s.
+        """
+        child: MpiCommunicator = self._recorded("create_group", self._create_group, ranks, tag, f"{self.name}/{label}")
+        self._adopt(self._passed_on(child))
+        return child
+
+    def _create_group(self, ranks: Sequence[int], tag: int, name: str) -> "MpiCommunicator":
+        everybody = self._comm.Get_group()
+        group = everybody.Incl(ranks)
+        child = self._comm.Create_group(group, tag)
+        group.Free()
+        everybody.Free()
+        child.Set_name(name[:60])  # of MPI; errors and records have the whole name
+        return MpiCommunicator(self._mpi, child, name, self.handover, self.declared_node)
+
     def _first_of_node(self) -> int:
         node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)
         first = int(node.allreduce(self.rank, self._mpi.MIN))  # a name for the node that all of its ranks know

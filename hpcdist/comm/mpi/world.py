@@ -30,6 +30,11 @@ class World:
         return self._session.comm
 
     @property
+    def session(self) -> Session:
+        """The session behind it, with recorder and watchdog; not part of the public API."""
+        return self._session
+
+    @property
     def rank(self) -> int:
         """The number of this rank, from 0."""
         return self.comm.rank

@@ -1,0 +1,60 @@
+"""Backend "hpcdist" of torch.distributed: importing this package starts MPI and registers it. Floor 6.
+
+    import hpcdist.torch
+    torch.distributed.init_process_group("hpcdist")
+
+Begin with `group.Group` and `calls`. `Options` are the ``pg_options`` of a group; `should_stop` and the hooks of
+`hooks` are for training loops.
+"""
+
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
+from hpcdist.torch import launch
+from hpcdist.torch.group import NAME, Group, Options
+from hpcdist.training.stopping import should_stop
+
+__all__ = ["Group", "Options", "monitored_barrier", "should_stop"]
+
+OLDEST: Final = (2, 4)
+
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST:
+    raise MissingCapabilityError(
+        f"torch {torch.__version__} is too old for the backend {NAME}; install {OLDEST[0]}.{OLDEST[1]} or newer"
+    )
+
+_world = launch.start()
+
+
+def _create(backend: Any, options: Any) -> Group:
+    """Return the group that `init_process_group` or `new_group` asks for. Collective over its ranks."""
+    if options is not None and not isinstance(options, Options):
+        raise ConfigurationError(f"pg_options is a {type(options).__name__}; pass hpcdist.torch.Options(...)")
+    ranks = list(backend.global_ranks_in_group) or list(range(_world.size))
+    if (backend.group_rank, backend.group_size) != (ranks.index(_world.rank), len(ranks)):
+        raise ConfigurationError(
+            f"init_process_group got rank {backend.group_rank} of {backend.group_size}, but MPI has this as "
+            f"{_world.rank} of {_world.size}; leave rank and world_size out"
+        )
+    launch.record(_world, backend.timeout)
+    comm = launch.communicator(_world, ranks, f"torch{backend.group_id or 0}")
+    return Group(comm, options or Options())
+
+
+def monitored_barrier(group: Any = None, timeout_s: float = 300.0, wait_all_ranks: bool = False) -> None:
+    """Return when all ranks of ``group`` have called, as `torch.distributed.monitored_barrier` does for gloo.
+
+    Collective. Raises DeadlineError after ``timeout_s`` seconds; on rank 0 it names a rank that has not called, or all
+    of them with ``wait_all_ranks``.
+    """
+    asked: Any = group or dist.group.WORLD
+    if not isinstance(asked, Group):
+        raise UsageError("monitored_barrier needs a group of the backend hpcdist, after init_process_group")
+    asked.monitored_barrier(timedelta(seconds=timeout_s), wait_all_ranks)
+
+
+dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

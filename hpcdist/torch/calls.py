@@ -1,0 +1,199 @@
+"""Collective operations on `Buffer`s, by the algorithms of `hpcdist.collectives`.
+
+Each is collective over its communicator, on buffers that lie alike on all ranks unless it says otherwise. The
+algorithm follows from the size and the type of the elements, by measurement (`hpcdist.collectives.arrays`).
+"""
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Final
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ranges import Range
+from hpcdist.collectives import dispatch
+from hpcdist.collectives.algorithms import all_to_all as exchange
+from hpcdist.collectives.algorithms import broadcast as tree
+from hpcdist.collectives.arrays import algorithm_for, sharding_for
+from hpcdist.collectives.segments import scratch, wait_all
+from hpcdist.comm.communicator import ANY, Communicator
+from hpcdist.errors import DeadlineError
+from hpcdist.torch import reductions
+from hpcdist.torch.buffers import Buffer
+from hpcdist.torch.reductions import Reduction
+
+ARRIVED, LEAVE = 1, 2  # tags of the monitored barrier
+LOOK_S: Final = 0.001
+
+
+def allreduce(comm: Communicator, buffer: Buffer, how: Reduction, algorithm: str) -> None:
+    """Reduce ``buffer`` in place to the same bits on all ranks."""
+    _allreduce(comm, buffer.array, how, algorithm)
+    buffer.finish()
+
+
+def _allreduce(comm: Communicator, array: Array, how: Reduction, algorithm: str) -> None:
+    if array.size:
+        reductions.premultiply(array, how)
+        if how.op:
+            scale = 1.0 / comm.size if how.average and array.dtype.kind not in "iu" else 1.0
+            chosen = algorithm_for(comm, array) if algorithm == "auto" else algorithm
+            dispatch.allreduce(comm, array, chosen, how.op, scale=scale)
+        else:
+            reductions.allreduce(comm, array, how.function)
+        reductions.divide_integers(array, how, comm.size)
+
+
+def broadcast(comm: Communicator, buffer: Buffer, root: int) -> None:
+    """Overwrite ``buffer`` with that of rank ``root``."""
+    if buffer.array.size:
+        tree.broadcast(comm, buffer.array, root)
+    if comm.rank != root:
+        buffer.finish()
+
+
+def reduce(comm: Communicator, buffer: Buffer, how: Reduction, root: int, algorithm: str) -> None:
+    """Reduce ``buffer`` into that of rank ``root``; on other ranks it keeps its values."""
+    if comm.rank == root:
+        allreduce(comm, buffer, how, algorithm)
+    elif buffer.array.size:
+        copy = scratch("torch reduce", buffer.array.size, buffer.array.dtype, buffer.array)
+        copy[...] = buffer.array
+        _allreduce(comm, copy, how, algorithm)
+
+
+def all_gather(comm: Communicator, output: Buffer, own: Buffer) -> None:
+    """Fill ``output`` with the buffers of all ranks, all of one size."""
+    shares = _ranges([own.array.size] * comm.size)
+    _all_gather(comm, output.array, own.array, shares)
+    output.finish()
+
+
+def _all_gather(comm: Communicator, output: Array, own: Array, shares: Sequence[Range]) -> None:
+    place = output[shares[comm.rank].slice]
+    if not np.may_share_memory(place, own) or not np.array_equal(place, own):
+        place[...] = own
+    if output.size and comm.size > 1:
+        sharding_for(comm, output).all_gather(comm, output, shares)
+
+
+def all_gather_list(comm: Communicator, outputs: Sequence[Buffer], own: Buffer) -> None:
+    """Fill ``outputs``, one for each rank and as long as its buffer, with the buffers of all ranks."""
+    shares = _ranges([output.array.size for output in outputs])
+    gathered = scratch("torch gathered", shares[-1].stop, own.array.dtype, own.array)
+    _all_gather(comm, gathered, own.array, shares)
+    for output, share in zip(outputs, shares, strict=True):
+        output.array[...] = gathered[share.slice]
+        output.finish()
+
+
+def reduce_scatter(comm: Communicator, output: Buffer, own: Buffer, how: Reduction) -> None:
+    """Put this rank's part of the reduction of ``own``, cut evenly, into ``output``."""
+    addend = scratch("torch addend", own.array.size, own.array.dtype, own.array)
+    addend[...] = own.array
+    _reduce_scatter(comm, output, addend, _ranges([output.array.size] * comm.size), how)
+
+
+def reduce_scatter_list(comm: Communicator, output: Buffer, parts: Sequence[Buffer], how: Reduction) -> None:
+    """Put the reduction of the parts for this rank, which may differ in size from rank to rank, into ``output``."""
+    shares = _ranges([part.array.size for part in parts])
+    addend = scratch("torch addend", shares[-1].stop, output.array.dtype, output.array)
+    for part, share in zip(parts, shares, strict=True):
+        addend[share.slice] = part.array
+    _reduce_scatter(comm, output, addend, shares, how)
+
+
+def _reduce_scatter(comm: Communicator, output: Buffer, addend: Array, shares: list[Range], how: Reduction) -> None:
+    if addend.size:
+        reductions.premultiply(addend, how)
+        own = addend[shares[comm.rank].slice]
+        if how.op:
+            sharding_for(comm, addend).reduce_scatter(comm, addend, shares, how.op)
+        else:
+            reductions.reduce_chunk(comm, addend, shares, how.function, own)
+        if how.average and own.dtype.kind not in "iu":
+            own /= comm.size
+        reductions.divide_integers(own, how, comm.size)
+        output.array[...] = own
+    output.finish()
+
+
+def all_to_all(comm: Communicator, source: Buffer, target: Buffer, sent: list[Range], received: list[Range]) -> None:
+    """Send ``source[sent[q]]`` to each rank q, and receive ``target[received[q]]`` from it; sizes may differ."""
+    exchange.all_to_all(comm, source.array, target.array, sent, received)
+    target.finish()
+
+
+def all_to_all_list(comm: Communicator, sources: Sequence[Buffer], targets: Sequence[Buffer]) -> None:
+    """Send ``sources[q]`` to each rank q, and receive ``targets[q]`` from it; sizes may differ."""
+    sent = _ranges([source.array.size for source in sources])
+    received = _ranges([target.array.size for target in targets])
+    like = sources[0].array
+    outgoing = scratch("torch outgoing", sent[-1].stop, like.dtype, like)
+    incoming = scratch("torch incoming", received[-1].stop, like.dtype, like)
+    for source, part in zip(sources, sent, strict=True):
+        outgoing[part.slice] = source.array
+    exchange.all_to_all(comm, outgoing, incoming, sent, received)
+    for target, part in zip(targets, received, strict=True):
+        target.array[...] = incoming[part.slice]
+        target.finish()
+
+
+def gather(comm: Communicator, outputs: Sequence[Buffer], own: Buffer, root: int) -> None:
+    """Fill the ``outputs`` of rank ``root`` with the buffers of all ranks; other ranks have none."""
+    token = comm.events.begin(comm.name, "gather", str(own.array.dtype), own.array.size, 0, root, 0)
+    if comm.rank == root:
+        others = [rank for rank in range(comm.size) if rank != root]
+        wait_all([comm.irecv(outputs[rank].array, rank) for rank in others])
+        outputs[root].array[...] = own.array
+        for output in outputs:
+            output.finish()
+    else:
+        comm.send(own.array, root)
+    comm.events.end(token)
+
+
+def scatter(comm: Communicator, output: Buffer, parts: Sequence[Buffer], root: int) -> None:
+    """Fill ``output`` with this rank's of the ``parts`` of rank ``root``; other ranks have none."""
+    token = comm.events.begin(comm.name, "scatter", str(output.array.dtype), output.array.size, 0, root, 0)
+    if comm.rank == root:
+        others = [rank for rank in range(comm.size) if rank != root]
+        requests = [comm.isend(parts[rank].array, rank) for rank in others]
+        output.array[...] = parts[root].array
+        wait_all(requests)
+    else:
+        comm.recv(output.array, root)
+    output.finish()
+    comm.events.end(token)
+
+
+def monitored_barrier(comm: Communicator, limit_s: float, name_all: bool) -> None:
+    """Return when all ranks have called. Raises DeadlineError where one has not within ``limit_s`` seconds."""
+    limit, token = time.monotonic() + limit_s, np.zeros(1, np.uint8)
+    if comm.rank:
+        comm.send(token, 0, ARRIVED)
+        request = comm.irecv(token, 0, LEAVE)
+        while not request.test():
+            if time.monotonic() > limit:
+                raise DeadlineError(f"monitored_barrier of {comm.name}: rank 0 did not answer within {limit_s:g} s")
+            time.sleep(LOOK_S)
+        return
+    missing = set(range(1, comm.size))
+    while missing and time.monotonic() <= limit:
+        message = comm.poll(ANY, ARRIVED)
+        if message is None:
+            time.sleep(LOOK_S)
+        else:
+            message.recv(token)
+            missing.discard(message.source)
+    if missing:
+        named = sorted(missing) if name_all else [min(missing)]
+        ranks = f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))}"
+        raise DeadlineError(f"monitored_barrier of {comm.name}: {ranks} did not come within {limit_s:g} s")
+    wait_all([comm.isend(token, rank, LEAVE) for rank in range(1, comm.size)])
+
+
+def _ranges(sizes: Sequence[int]) -> list[Range]:
+    return [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]

@@ -1,0 +1,437 @@
+"""Process group of PyTorch over a communicator of hpcdist: every operation of `torch.distributed`.
+
+`Group` takes the arguments that PyTorch passes to a backend: lists of tensors and options. What an operation does is
+in `calls`, as functions of a communicator and buffers; here are their order (`work.Lane`) and their handles. A group
+has two communicators of its own: collectives never meet messages of the user, whatever their tags.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from hpcdist import collectives
+from hpcdist.arrays.ranges import Range
+from hpcdist.collectives.dispatch import parse_algorithm
+from hpcdist.comm.communicator import ANY, Communicator
+from hpcdist.errors import UsageError
+from hpcdist.torch import calls
+from hpcdist.torch.buffers import Buffer
+from hpcdist.torch.messages import Mailbox, MessageWork
+from hpcdist.torch.reductions import reduction_of
+from hpcdist.torch.work import BatchWork, CollectiveWork, Lane, Work
+
+NAME: Final = "hpcdist"
+_ProcessGroup: Any = dist.ProcessGroup  # whose types know neither its other constructor nor all of its methods
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a group, as ``pg_options=`` of `init_process_group` and `new_group`.
+
+    ``algorithm`` is an allreduce by name, a table of names by size as `hpcdist tune` prints it, or "auto": chosen by
+    measurement, and kept for later starts. Raises UsageError for an unknown name.
+    """
+
+    algorithm: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.algorithm != "auto":
+            parse_algorithm(self.algorithm)
+
+
+class Group(_ProcessGroup):
+    """The ranks of ``comm``, which it takes over, as a process group. Construction is collective over ``comm``."""
+
+    def __init__(self, comm: Communicator, options: Options) -> None:
+        super().__init__(comm.rank, comm.size)
+        self.comm, self.options = comm, options
+        has_thread = comm.size > 1 and comm.supports("thread_multiple")
+        self._lane = Lane(comm.name, has_thread)
+        self._mailbox = Mailbox(comm.dup("messages"), has_thread)
+        self._group_name, self._group_description = comm.name, ""
+        self._batch: list[Work] | None = None  # of a coalescing manager
+
+    def _run(self, run: Callable[[], object], result: Sequence[torch.Tensor], opts: Any) -> Work:
+        """Return the handle of the operation ``run``, which has ended unless ``opts`` want it asynchronous."""
+        work = CollectiveWork(self._lane, run, result)
+        if result and result[0].is_cuda:  # the streams of a GPU belong to the thread that computes
+            return self._entered(self._lane.run(work))
+        return self._entered(self._lane.start(work) if _is_asynchronous(opts) else self._lane.run(work))
+
+    def _entered(self, handle: Work) -> Work:
+        if self._batch is not None:
+            self._batch.append(handle)
+        return handle
+
+    def allreduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
+        """Reduce each of ``tensors`` in place over all ranks. Collective."""
+        tensors = _as_list(tensors)
+        hows = [reduction_of(_op(opts), tensor) for tensor in tensors]
+        buffers = [Buffer(tensor) for tensor in tensors]
+
+        def run() -> None:
+            for buffer, how in zip(buffers, hows, strict=True):
+                calls.allreduce(self.comm, buffer, how, self.options.algorithm)
+
+        return self._run(run, tensors, opts)
+
+    allreduce_coalesced = allreduce
+
+    def broadcast(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
+        """Overwrite each of ``tensors`` with that of the root. Collective."""
+        tensors, root = _as_list(tensors), _root(opts)
+        buffers = [Buffer(tensor) for tensor in tensors]
+
+        def run() -> None:
+            for buffer in buffers:
+                calls.broadcast(self.comm, buffer, root)
+
+        return self._run(run, tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
+        """Reduce each of ``tensors`` into that of the root; those of other ranks keep their values. Collective."""
+        tensors, root = _as_list(tensors), _root(opts)
+        hows = [reduction_of(_op(opts), tensor) for tensor in tensors]
+        buffers = [Buffer(tensor) for tensor in tensors]
+
+        def run() -> None:
+            for buffer, how in zip(buffers, hows, strict=True):
+                calls.reduce(self.comm, buffer, how, root, self.options.algorithm)
+
+        return self._run(run, tensors, opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
+        """Fill each list of ``outputs`` with the tensors of all ranks, whose sizes may differ. Collective."""
+        if outputs and isinstance(outputs[0], torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        pairs = [([Buffer(tensor) for tensor in ones], Buffer(own)) for ones, own in zip(outputs, inputs, strict=True)]
+        for ones in outputs:
+            _check_count(ones, self.comm.size, "all_gather")
+
+        def run() -> None:
+            for received, own in pairs:
+                calls.all_gather_list(self.comm, received, own)
+
+        return self._run(run, [tensor for ones in outputs for tensor in ones], opts)
+
+    allgather_coalesced = allgather
+
+    def all_gather_single(self, output: Any, own: Any, opts: Any = None, *_: Any) -> Work:
+        """Fill ``output`` with the tensors of all ranks, one behind the other. Collective."""
+        return self.all_gather_single_coalesced([output], [own], opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self,
+        outputs: Any,
+        inputs: Any,
+        opts: Any = None,
+    ) -> Work:
+        """Do as `all_gather_single` does for several tensors. Collective."""
+        for output, own in zip(outputs, inputs, strict=True):
+            if output.dtype != own.dtype:
+                raise UsageError(f"the output of all_gather is {output.dtype}, the input {own.dtype}; make them alike")
+            if output.numel() != own.numel() * self.comm.size:
+                raise UsageError(
+                    f"the output of all_gather has {output.numel()} elements; the input has {own.numel()}, times "
+                    f"{self.comm.size} ranks"
+                )
+        pairs = [(Buffer(output), Buffer(own)) for output, own in zip(outputs, inputs, strict=True)]
+
+        def run() -> None:
+            for received, own in pairs:
+                calls.all_gather(self.comm, received, own)
+
+        return self._run(run, outputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
+        """Put the reduction of every rank's list at this rank's place into each of ``outputs``. Collective."""
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        for ones in inputs:
+            _check_count(ones, self.comm.size, "reduce_scatter")
+        hows = [reduction_of(_op(opts), output) for output in outputs]
+        pairs = [
+            (Buffer(output), [Buffer(tensor) for tensor in ones]) for output, ones in zip(outputs, inputs, strict=True)
+        ]
+
+        def run() -> None:
+            for (output, ones), how in zip(pairs, hows, strict=True):
+                calls.reduce_scatter_list(self.comm, output, ones, how)
+
+        return self._run(run, outputs, opts)
+
+    def reduce_scatter_single(
+        self,
+        output: Any,
+        own: Any,
+        opts: Any = None,
+    ) -> Work:
+        """Put this rank's part of the reduction of ``own`` into ``output``. Collective."""
+        return self.reduce_scatter_single_coalesced([output], [own], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self,
+        outputs: Any,
+        inputs: Any,
+        opts: Any = None,
+    ) -> Work:
+        """Do as `reduce_scatter_single` does for several tensors. Collective."""
+        for output, own in zip(outputs, inputs, strict=True):
+            if output.dtype != own.dtype:
+                raise UsageError(
+                    f"the output of reduce_scatter is {output.dtype}, the input {own.dtype}; make them alike"
+                )
+            if own.numel() != output.numel() * self.comm.size:
+                raise UsageError(
+                    f"the input of reduce_scatter has {own.numel()} elements; the output has {output.numel()}, times "
+                    f"{self.comm.size} ranks"
+                )
+        hows = [reduction_of(_op(opts), output) for output in outputs]
+        pairs = [(Buffer(output), Buffer(own)) for output, own in zip(outputs, inputs, strict=True)]
+
+        def run() -> None:
+            for (output, own), how in zip(pairs, hows, strict=True):
+                calls.reduce_scatter(self.comm, output, own, how)
+
+        return self._run(run, outputs, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def all_to_all_single(
+        self,
+        output: Any,
+        own: Any,
+        output_sizes: Sequence[int] | None,
+        input_sizes: Sequence[int] | None,
+        opts: Any = None,
+    ) -> Work:
+        """Send rows of ``own`` to all ranks, and theirs to ``output``; without sizes as many to each. Collective."""
+        if output.dtype != own.dtype:
+            raise UsageError(f"the output of all_to_all is {output.dtype}, the input {own.dtype}; make them alike")
+        sent = _row_ranges(own, input_sizes, self.comm.size, "input")
+        received = _row_ranges(output, output_sizes, self.comm.size, "output")
+        source, target = Buffer(own), Buffer(output)
+        return self._run(
+            lambda: calls.all_to_all(self.comm, source, target, sent, received),
+            [output],
+            opts,
+        )
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
+        """Send ``inputs[q]`` to each rank q, and receive ``outputs[q]`` from it; sizes may differ. Collective."""
+        _check_count(outputs, self.comm.size, "all_to_all")
+        _check_count(inputs, self.comm.size, "all_to_all")
+        sources, targets = [Buffer(tensor) for tensor in inputs], [Buffer(tensor) for tensor in outputs]
+        return self._run(
+            lambda: calls.all_to_all_list(self.comm, sources, targets),
+            outputs,
+            opts,
+        )
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
+        """Fill the root's list with the tensors of all ranks. Collective."""
+        root = _root(opts)
+        received = [Buffer(tensor) for ones in outputs for tensor in ones] if self.comm.rank == root else []
+        if self.comm.rank == root:
+            _check_count(received, self.comm.size, "gather")
+        own = Buffer(inputs[0])
+        result = [tensor for ones in outputs for tensor in ones] or inputs
+        return self._run(lambda: calls.gather(self.comm, received, own, root), result, opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
+        """Fill each rank's tensor with the one of the root's list at its place. Collective."""
+        root = _root(opts)
+        sent = [Buffer(tensor) for ones in inputs for tensor in ones] if self.comm.rank == root else []
+        if self.comm.rank == root:
+            _check_count(sent, self.comm.size, "scatter")
+        own = Buffer(outputs[0])
+        return self._run(lambda: calls.scatter(self.comm, own, sent, root), outputs, opts)
+
+    def barrier(self, opts: Any = None, *_: Any) -> Work:
+        """Return when all ranks have called. Collective."""
+        return self._run(self.comm.barrier, [], opts)
+
+    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
+        """Return when all ranks have called. Collective.
+
+        Raises DeadlineError on every rank that has called when one has not within ``timeout``; rank 0 names it, or all
+        of them with ``wait_all_ranks``.
+        """
+        seconds = timeout.total_seconds()
+        self._lane.run(
+            CollectiveWork(self._lane, lambda: calls.monitored_barrier(self.comm, seconds, wait_all_ranks), [])
+        ).wait()
+
+    def send(self, tensors: Any, peer: int, tag: int) -> MessageWork:
+        """Begin to send one tensor to ``peer`` (local)."""
+        _check_peer(peer, self.comm.size)
+        message = self._mailbox.send(_only(tensors), peer, tag)
+        self._entered(message)
+        return message
+
+    def recv(self, tensors: Any, peer: int, tag: int) -> MessageWork:
+        """Begin to receive one tensor from ``peer`` (local)."""
+        _check_peer(peer, self.comm.size)
+        message = self._mailbox.receive(_only(tensors), peer, tag)
+        self._entered(message)
+        return message
+
+    def recv_anysource(self, tensors: Any, tag: int) -> MessageWork:
+        """Begin to receive one tensor from any rank (local)."""
+        message = self._mailbox.receive(_only(tensors), ANY, tag)
+        self._entered(message)
+        return message
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        batch, self._batch = self._batch or [], None
+        return BatchWork(batch)
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> "Group | None":
+        """Return the group of ``new_ranks`` of this one, None on other ranks. Collective over this group."""
+        is_member = self.comm.rank in new_ranks
+        child = self.comm.split(*((0, list(new_ranks).index(self.comm.rank)) if is_member else (None, 0)))
+        if child is None:
+            return None
+        group = Group(child, opts if isinstance(opts, Options) else self.options)
+        group._set_group_name(group_name or child.name)
+        group._set_group_desc(group_desc or "")
+        return group
+
+    def shutdown(self) -> None:
+        """End what is under way, and give the communicators back. Collective."""
+        self._lane.close()
+        self._mailbox.close()
+        collectives.release(self.comm)
+        self._mailbox.comm.free()
+        self.comm.free()
+
+    def abort(self) -> None:
+        """Give messages under way up, without the other ranks (local)."""
+        self._mailbox.close()
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+        return [torch.device(kind) for kind in kinds]
+
+    def _get_backend(self, device: torch.device) -> "Group":
+        return self
+
+    # Names are kept by the backends of a group, and this one has none.
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._group_description = description
+
+    def getGroupName(self) -> str:  # noqa: N802 (a name of PyTorch)
+        """Return the name under which PyTorch registered the group."""
+        return self._group_name
+
+    def getGroupDesc(self) -> str:  # noqa: N802 (a name of PyTorch)
+        """Return the description of the group."""
+        return self._group_description
+
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    supports_splitting = True
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def _get_backend_name(self) -> str:
+        return NAME
+
+    getBackendName = name = _get_backend_name  # noqa: N815 (names of PyTorch)
+
+    def _set_sequence_number_for_group(self) -> None:
+        return  # operations are numbered by the recorder
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Do nothing: the deadline is that of the recorder, for all groups."""
+
+    _set_default_timeout = set_timeout
+
+
+def _as_list(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+# Instead of its options an operation may be given a root or a reduction alone.
+
+
+def _root(options: Any) -> int:
+    root: int = options if isinstance(options, int) else getattr(options, "rootRank", 0)
+    return root
+
+
+def _op(options: Any) -> Any:
+    if isinstance(options, dist.ReduceOp):
+        return options
+    if isinstance(options, dist.ReduceOp.RedOpType):
+        return dist.ReduceOp(options)
+    return dist.ReduceOp(dist.ReduceOp.SUM) if options is None else options.reduceOp
+
+
+def _is_asynchronous(options: Any) -> bool:
+    return bool(getattr(options, "asyncOp", True))
+
+
+def _only(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(tensors) != 1:
+        raise UsageError(f"a message is one tensor, got {len(tensors)}")
+    return tensors[0]
+
+
+def _check_peer(peer: int, size: int) -> None:
+    if not 0 <= peer < size:
+        raise UsageError(f"rank {peer} is none of this group: they are 0 to {size - 1}")
+
+
+def _check_count(tensors: Sequence[Any], size: int, name: str) -> None:
+    if len(tensors) != size:
+        raise UsageError(f"{name} got a list of {len(tensors)} tensors for {size} ranks; give one for each")
+
+
+def _row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, which: str) -> list[Range]:
+    """Return the elements of ``tensor`` for each rank, by numbers of rows of its first dimension."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not sizes:
+        if rows % ranks:
+            raise UsageError(f"the {which} of all_to_all_single has {rows} rows for {ranks} ranks; give split sizes")
+        sizes = [rows // ranks] * ranks
+    if len(sizes) != ranks or sum(sizes) != rows or min(sizes) < 0:
+        raise UsageError(
+            f"{which}_split_sizes of all_to_all_single are {list(sizes)}; they must be {ranks} that add up to {rows}"
+        )
+    width = tensor.numel() // rows if rows else 0
+    if tensor.is_complex():
+        width *= 2
+    ranges, start = [], 0
+    for size in sizes:
+        ranges.append(Range(start, start + size * width))
+        start += size * width
+    return ranges

@@ -1,0 +1,93 @@
+"""World of a program of PyTorch that MPI started: its environment variables, its communicator, its recorder.
+
+`torch.distributed` reads rank and size from the environment, as torchrun sets it. Under a launcher of MPI they are set
+here from MPI, with an address of rank 0 for the store, which groups of other backends need. Where torchrun has set
+them, they have to be those of MPI.
+"""
+
+import os
+import socket
+import tempfile
+import zlib
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from hpcdist.arrays.gpu import device
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.launch.environment import RUN_DIR
+from hpcdist.comm.mpi.communicator import MpiCommunicator
+from hpcdist.comm.mpi.world import World, init
+from hpcdist.errors import ConfigurationError
+
+DEADLINE: Final = "HPCDIST_DEADLINE_S"  # of an operation; wins over the timeout of init_process_group
+TAGS: Final = 1 << 15  # MPI promises tags up to 32767
+
+
+def start() -> World:
+    """Start MPI, and set the variables that `torch.distributed` and programs for torchrun read. Collective.
+
+    Raises ConfigurationError where RANK and WORLD_SIZE are there and are not those of MPI.
+    """
+    on_gpu = torch.cuda.is_available() and device.count() > 0
+    world = init("gpu" if on_gpu else "cpu")
+    wanted = {"RANK": world.rank, "WORLD_SIZE": world.size}
+    given = {name: os.environ[name] for name in wanted if name in os.environ}
+    if any(given[name] != str(wanted[name]) for name in given):
+        raise ConfigurationError(
+            f"{', '.join(f'{name}={value}' for name, value in given.items())} in the environment, but this is rank "
+            f"{world.rank} of {world.size} of MPI ({world.library}); start the program with mpirun, srun or "
+            "`hpcdist run` instead of torchrun, or unset them"
+        )
+    os.environ |= {name: str(value) for name, value in wanted.items()}
+    os.environ |= {"LOCAL_RANK": str(world.local_rank), "LOCAL_WORLD_SIZE": str(world.local_size)}
+    if not given:  # torchrun has a store of its own
+        os.environ |= world.bcast(_address() if world.rank == 0 else {})
+    if on_gpu:
+        torch.cuda.set_device(device.index())
+    return world
+
+
+def _address() -> dict[str, str]:
+    """Return the variables of a name of this host that others know, and of a port that is free."""
+    with closing(socket.socket()) as listening:
+        listening.bind(("", 0))
+        port: int = listening.getsockname()[1]
+    host = socket.gethostname()
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError:
+        host = "127.0.0.1"  # a machine that does not know its own name has no others beside it
+    return {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+
+
+def record(world: World, timeout: timedelta) -> None:
+    """Record the operations of this program, and hold each to ``timeout``. Collective, at the first group.
+
+    In the run directory of `hpcdist run --out`; else in a directory for temporary files, which `hpcdist hang` reads.
+    """
+    session = world.session
+    if session.recorder is not None or world.size == 1:
+        return
+    folder = world.bcast(os.environ.get(RUN_DIR) or tempfile.mkdtemp(prefix="hpcdist-torch-"))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    deadline_s = float(os.environ.get(DEADLINE) or timeout.total_seconds())
+    session.record(Path(folder), deadline_s)
+
+
+def communicator(world: World, ranks: list[int], name: str) -> Communicator:
+    """Return the communicator of ``ranks`` of the ``world``, in their order. Collective over them alone.
+
+    Groups of several threads need names of their own.
+    """
+    whole = world.comm
+    if not isinstance(whole, MpiCommunicator):
+        return whole.dup(name)
+    return whole.subgroup(ranks, _tag(name), name)
+
+
+def _tag(name: str) -> int:
+    return zlib.crc32(name.encode()) % TAGS

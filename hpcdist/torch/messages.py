@@ -1,0 +1,168 @@
+"""Messages between two ranks of a process group: send and receive, from any rank as well.
+
+MPI moves a large message only inside of its calls. So while messages are under way a thread looks at them about a
+thousand times a second, where MPI allows a second thread; whoever waits for a message looks at it all the time.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Final, Protocol
+
+import torch
+
+from hpcdist.comm.communicator import ANY, Communicator
+from hpcdist.errors import DeadlineError
+from hpcdist.torch.buffers import Buffer
+from hpcdist.torch.work import Work
+
+LOOK_S: Final = 0.001  # between two looks of the thread
+IDLE_LOOKS: Final = 50  # without a message under way, until the thread sleeps
+END_S: Final = 1.0
+
+
+class _Testable(Protocol):
+    def test(self) -> bool:
+        """Whether the message is complete."""
+
+
+class _AnySource:
+    """A receive from whichever rank sends first."""
+
+    def __init__(self, comm: Communicator, buffer: Buffer, tag: int) -> None:
+        self._comm, self._buffer, self._tag = comm, buffer, tag
+        self.source = ANY
+
+    def test(self) -> bool:
+        message = self._comm.poll(ANY, self._tag)
+        if message is None:
+            return False
+        self.source = message.source
+        message.recv(self._buffer.array)
+        return True
+
+
+class MessageWork(Work):
+    """A message under way."""
+
+    def __init__(
+        self, mailbox: "Mailbox", request: _Testable, result: list[torch.Tensor], finish: Callable[[], None], peer: int
+    ) -> None:
+        super().__init__(result)
+        self._mailbox, self._request, self._finish, self._peer = mailbox, request, finish, peer
+
+    def look(self) -> bool:
+        """Whether the message has ended. Called by the mailbox, under its lock."""
+        if self.done:
+            return True
+        error = None
+        try:
+            if not self._request.test():
+                return False
+            self._finish()
+        except BaseException as raised:  # noqa: BLE001 (raised again where the message is waited for)
+            error = raised
+        self.end(error)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the message has been sent or received."""
+        if not self.done:
+            self._mailbox.look(self)
+        return self.done
+
+    def source_rank(self) -> int:
+        """Return the rank that sent the message."""
+        return self._request.source if isinstance(self._request, _AnySource) else self._peer
+
+    _source_rank = source_rank
+
+    def _complete(self, timeout: timedelta) -> None:
+        seconds = timeout.total_seconds()
+        limit = time.monotonic() + seconds if seconds > 0 else None
+        while not self._mailbox.look(self):
+            time.sleep(0)
+            if limit is not None and time.monotonic() > limit:
+                raise DeadlineError(f"a message of {self._mailbox.name} has not ended within {seconds:g} s")
+
+    def _let_end(self) -> None:
+        if not self._mailbox.has_thread:
+            self.wait()
+
+
+class Mailbox:
+    """Messages of one group, over a communicator that nothing else uses; ``has_thread`` as of a `Lane`."""
+
+    def __init__(self, comm: Communicator, has_thread: bool) -> None:
+        self.comm, self.has_thread, self.name = comm, has_thread, comm.name
+        self._lock = threading.Lock()
+        self._under_way: list[MessageWork] = []
+        self._calls: SimpleQueue[bool] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_awake = False
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> MessageWork:
+        """Begin to send ``tensor`` to ``peer`` (local)."""
+        buffer = Buffer(tensor)
+        return self._post(MessageWork(self, self.comm.isend(buffer.array, peer, tag), [tensor], _nothing, peer))
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> MessageWork:
+        """Begin to receive ``tensor`` from ``peer``, which may be ANY (local)."""
+        buffer = Buffer(tensor)
+        if peer == ANY:
+            request: _Testable = _AnySource(self.comm, buffer, tag)
+        else:
+            request = self.comm.irecv(buffer.array, peer, tag)
+        return self._post(MessageWork(self, request, [tensor], buffer.finish, peer))
+
+    def _post(self, message: MessageWork) -> MessageWork:
+        with self._lock:
+            self._under_way.append(message)
+            wake, self._is_awake = self.has_thread and not self._is_awake, True
+        if wake:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=f"messages of {self.name}", daemon=True)
+                self._thread.start()
+            self._calls.put(True)
+        return message
+
+    def look(self, message: MessageWork) -> bool:
+        """Whether ``message`` has ended (local)."""
+        with self._lock:
+            ended = message.look()
+            if ended and message in self._under_way:
+                self._under_way.remove(message)
+        if ended:
+            message.settle()
+        return ended
+
+    def _serve(self) -> None:
+        while self._calls.get():
+            idle = 0
+            while idle < IDLE_LOOKS:
+                time.sleep(LOOK_S)
+                with self._lock:
+                    ended = [message for message in self._under_way if message.look()]
+                    self._under_way = [message for message in self._under_way if not message.done]
+                    idle = 0 if self._under_way else idle + 1
+                    if idle == IDLE_LOOKS:
+                        self._is_awake = False
+                for message in ended:
+                    message.settle()
+                ended.clear()
+
+    def close(self) -> None:
+        """End the thread; messages under way are given up (local)."""
+        with self._lock:
+            self._under_way.clear()
+        if self._thread is not None:
+            self._calls.put(False)
+            if self._thread is not threading.current_thread():
+                self._thread.join(END_S)
+            self._thread = None
+
+
+def _nothing() -> None:
+    return

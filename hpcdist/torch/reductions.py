@@ -1,0 +1,119 @@
+"""Reductions by the operations of PyTorch: those of hpcdist, and products and bits, which only PyTorch has.
+
+Sums, maxima and minima are those of `hpcdist.collectives.dispatch`. The others are rare: each rank gets a chunk from
+all, reduces it in the order of the ranks, and sends it to all.
+
+    2 (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ         with n bytes on p ranks
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.distributed import ReduceOp
+
+from hpcdist.arrays.backend import Array, namespace
+from hpcdist.arrays.dtypes import accumulation_dtype
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.collectives.algorithms import all_to_all as exchange
+from hpcdist.collectives.algorithms import ring
+from hpcdist.collectives.segments import scratch
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import UsageError
+
+RedOp: Any = ReduceOp.RedOpType  # the types of PyTorch do not know its members
+_NATIVE: Final = {RedOp.SUM: "sum", RedOp.AVG: "sum", RedOp.MAX: "max", RedOp.MIN: "min", RedOp.PREMUL_SUM: "sum"}
+_UFUNCS: Final = {
+    RedOp.PRODUCT: "multiply",
+    RedOp.BAND: "bitwise_and",
+    RedOp.BOR: "bitwise_or",
+    RedOp.BXOR: "bitwise_xor",
+}
+_ON_TRUTHS: Final = {  # of truths, as bytes 0 and 1
+    RedOp.SUM: RedOp.MAX, RedOp.BOR: RedOp.MAX, RedOp.PRODUCT: RedOp.MIN, RedOp.BAND: RedOp.MIN,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An operation of PyTorch on tensors of one dtype.
+
+    ``op`` is hpcdist's name where it has one, else ``function`` is the ufunc's. The sum is multiplied by ``scale``;
+    each addend is multiplied by ``factor`` before.
+    """
+
+    op: str
+    function: str
+    average: bool
+    factor: Any
+
+
+def reduction_of(op: Any, tensor: torch.Tensor) -> Reduction:
+    """Return the reduction of ``tensor`` by the ReduceOp ``op``. Raises UsageError where its dtype has none."""
+    kind, factor = op.__getstate__()
+    if tensor.dtype is torch.bool:
+        kind = _ON_TRUTHS.get(kind, kind)
+        if kind not in (RedOp.MAX, RedOp.MIN, RedOp.BXOR):
+            raise UsageError(f"{_name(kind)} of truths is none; use SUM (or), PRODUCT (and), MAX, MIN or BXOR")
+    elif tensor.element_size() == 1 and tensor.is_floating_point():
+        raise UsageError(f"{tensor.dtype} has too few bits to be reduced in; send it, or reduce tensor.float()")
+    if tensor.is_complex() and kind not in (RedOp.SUM, RedOp.AVG, RedOp.PREMUL_SUM):
+        raise UsageError(f"{_name(kind)} of complex numbers is none; use SUM or AVG")
+    if kind in (RedOp.BAND, RedOp.BOR, RedOp.BXOR) and (tensor.is_floating_point() or tensor.is_complex()):
+        raise UsageError(f"{_name(kind)} of {tensor.dtype} is none; use integers")
+    if kind not in _NATIVE and kind not in _UFUNCS:
+        raise UsageError(f"the reduction {_name(kind)} is unknown")
+    return Reduction(
+        _NATIVE.get(kind, ""),
+        _UFUNCS.get(kind, ""),
+        kind == RedOp.AVG,
+        factor if kind == RedOp.PREMUL_SUM else None,
+    )
+
+
+def _name(kind: Any) -> str:
+    return str(kind).removeprefix("RedOpType.")
+
+
+def allreduce(comm: Communicator, buffer: Array, function: str) -> None:
+    """Reduce ``buffer`` in place by a ufunc, to the same bits on all ranks. Collective over ``comm``."""
+    if comm.size > 1:
+        chunks = split(buffer.size, comm.size, buffer.itemsize)
+        reduce_chunk(comm, buffer, chunks, function, buffer[chunks[comm.rank].slice])
+        ring.all_gather(comm, buffer, chunks)
+
+
+def premultiply(buffer: Array, how: Reduction) -> None:
+    """Multiply the addend by the factor of PREMUL_SUM, if there is one (local)."""
+    if how.factor is not None:
+        factor = how.factor
+        if isinstance(factor, torch.Tensor):
+            factor = factor.detach().cpu().numpy().reshape(-1)
+            if factor.size not in (1, buffer.size):
+                raise UsageError(f"the factor of PREMUL_SUM has {factor.size} elements, the tensor {buffer.size}")
+            factor = namespace(buffer).asarray(factor)
+        buffer[...] = (buffer * factor).astype(buffer.dtype)
+
+
+def divide_integers(buffer: Array, how: Reduction, ranks: int) -> None:
+    """Divide the sum of integers by the number of ranks for AVG, rounding toward zero as a division of C (local)."""
+    if how.average and buffer.dtype.kind in "iu":
+        xp = namespace(buffer)
+        whole = xp.abs(buffer) // ranks if buffer.dtype.kind == "i" else buffer // ranks
+        buffer[...] = xp.sign(buffer) * whole if buffer.dtype.kind == "i" else whole
+
+
+def reduce_chunk(comm: Communicator, buffer: Array, chunks: list[Range], function: str, result: Array) -> None:
+    """Put the reduction of this rank's chunk over all ranks into ``result``, which may be that chunk. Collective."""
+    own = chunks[comm.rank]
+    rows = scratch("torch reduction", comm.size * own.size, buffer.dtype, buffer)
+    received = [Range(rank * own.size, (rank + 1) * own.size) for rank in range(comm.size)]
+    exchange.all_to_all(comm, buffer, rows, chunks, received)
+    combine: Callable[..., Any] = getattr(namespace(buffer), function)
+    with np.errstate(all="ignore"):  # infinity and NaN are for the caller to find
+        total = rows[received[0].slice].astype(accumulation_dtype(buffer.dtype))
+        for part in received[1:]:
+            combine(total, rows[part.slice], out=total)
+        result[...] = total.astype(buffer.dtype)

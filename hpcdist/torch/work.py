@@ -1,0 +1,246 @@
+"""Operations of a process group in their order: `Lane` runs them, a `Work` is the handle of each.
+
+A synchronous operation runs in the thread that calls it. An asynchronous one is put into the lane of its group, from
+which a thread of the lane takes it, or whoever waits for it: then it is run there, after those before it, and no thread
+has to be woken. All ranks start the operations of a group in the same order, so each lane has one order as well;
+lanes of several groups go on side by side.
+
+A thread beside the one that computes needs MPI_THREAD_MULTIPLE. Without it an operation runs when it is waited for.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from hpcdist.errors import DeadlineError
+
+NO_TIMEOUT: Final = timedelta(0)
+_guard: Final = threading.Lock()  # of the states of all handles; held for moments
+END_S: Final = 1.0  # a thread that waits for another rank when the process ends is not waited for any longer
+
+
+class Work(dist.Work):
+    """A `torch.distributed.Work`: `wait`, `is_completed`, `exception` and `get_future` as those of any backend.
+
+    Args:
+        result: The tensors that hold the result.
+    """
+
+    def __init__(self, result: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.done = False
+        self._result = result
+        self._error: BaseException | None = None
+        self._future: Any = None
+        self._unsettled: Any = None
+
+    def _complete(self, timeout: timedelta) -> None:
+        """Return when the operation has ended. Raises DeadlineError."""
+        raise NotImplementedError
+
+    def _let_end(self) -> None:
+        """Take care that the operation ends although nobody waits for it."""
+        raise NotImplementedError
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Enter the end of the operation. `settle` comes after it."""
+        self._error = error
+        with _guard:
+            self.done = True
+
+    def settle(self) -> None:
+        """Complete the future, if one was asked for. Its callbacks may start operations."""
+        with _guard:
+            future, self._unsettled = self._unsettled, None
+        if future is None:
+            return
+        if self._error is None:
+            future.set_result(list(self._result))
+        else:
+            future.set_exception(self._error)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Return true when the result is there; raise what made the operation fail.
+
+        Raises DeadlineError after a ``timeout`` in which it has not ended.
+        """
+        if not self.done:
+            self._complete(timeout)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, with a result or with an error."""
+        return self.done
+
+    def is_success(self) -> bool:
+        """Whether the operation has ended with a result."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Return what made the operation fail, or None."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that hold the result."""
+        return list(self._result)
+
+    def synchronize(self) -> None:
+        """Do as `wait` does."""
+        self.wait()
+
+    def get_future(self) -> Any:
+        """Return a torch.futures.Future of the list of tensors that hold the result."""
+        with _guard:
+            if self._future is not None:
+                return self._future
+            future = self._future = self._unsettled = torch.futures.Future()
+            done = self.done
+        if done:
+            self.settle()
+        else:
+            self._let_end()
+        return future
+
+
+class CollectiveWork(Work):
+    """A collective operation.
+
+    Args:
+        lane: The lane that runs it.
+        run: The operation.
+        result: The tensors that hold its result.
+    """
+
+    def __init__(self, lane: "Lane", run: Callable[[], object], result: Sequence[torch.Tensor]) -> None:
+        super().__init__(result)
+        self._lane = lane
+        self._run: Callable[[], object] | None = run
+
+    def perform(self) -> None:
+        """Run the operation; what it raises is raised by `wait`. Called by the lane, once."""
+        assert self._run is not None
+        error = None
+        try:
+            self._run()
+        except BaseException as raised:  # noqa: BLE001 (raised again where the result is wanted)
+            error = raised
+        self._run = None
+        self.end(error)
+
+    def _complete(self, timeout: timedelta) -> None:
+        self._lane.complete(self, timeout)
+
+    def _let_end(self) -> None:
+        if not self._lane.has_thread:
+            self._lane.complete(self, NO_TIMEOUT)  # a future waits for no lane
+
+
+class BatchWork(Work):
+    """Several operations, waited for together; the first that failed is what `wait` raises."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__([tensor for work in works for tensor in work.result()])
+        self._works = works
+
+    def is_completed(self) -> bool:
+        """Whether all operations have ended."""
+        if not self.done and all(work.is_completed() for work in self._works):
+            self._complete(NO_TIMEOUT)
+        return self.done
+
+    def _complete(self, timeout: timedelta) -> None:
+        for work in self._works:
+            if not work.done:
+                work._complete(timeout)
+        self.end(next((work.exception() for work in self._works if work.exception() is not None), None))
+        self.settle()
+
+    def _let_end(self) -> None:
+        self._complete(NO_TIMEOUT)  # none of them knows that it belongs to a batch
+
+
+class Lane:
+    """The operations of one group. Its thread starts with the first asynchronous operation, and ends with `close`.
+
+    Args:
+        name: The name of the group, for that of the thread.
+        has_thread: Whether a thread may communicate beside the one that computes.
+    """
+
+    def __init__(self, name: str, has_thread: bool) -> None:
+        self.name, self.has_thread = name, has_thread
+        self._turn = threading.Lock()  # held by whoever runs operations
+        self._runner: int | None = None  # that thread
+        self._waiting: deque[CollectiveWork] = deque()
+        self._calls: SimpleQueue[bool] = SimpleQueue()  # true: something waits; false: the end
+        self._thread: threading.Thread | None = None
+
+    def run(self, work: CollectiveWork) -> CollectiveWork:
+        """Run ``work`` now, after all that was put in before (local, as far as the operation is)."""
+        if self._runner == threading.get_ident():
+            self._perform(work)  # called by the callback of an operation: it comes directly after that
+            return work
+        self._waiting.append(work)
+        self.complete(work, NO_TIMEOUT)
+        return work
+
+    def start(self, work: CollectiveWork) -> CollectiveWork:
+        """Let ``work`` be run after all that was put in before, by the thread or by who waits for it."""
+        if self._runner == threading.get_ident():
+            return self.run(work)
+        self._waiting.append(work)
+        if self.has_thread:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=f"collectives of {self.name}", daemon=True)
+                self._thread.start()
+            self._calls.put(True)
+        return work
+
+    def complete(self, work: CollectiveWork, timeout: timedelta) -> None:
+        """Return when ``work`` has been run, by this thread if no other runs it. Raises DeadlineError."""
+        if self._runner == threading.get_ident():
+            while not work.done:
+                self._perform(self._waiting.popleft())
+            return
+        seconds = timeout.total_seconds()
+        if not self._turn.acquire(timeout=seconds if seconds > 0 else -1):
+            raise DeadlineError(f"an operation of {self.name} has not ended within {seconds:g} s")
+        self._runner = threading.get_ident()
+        try:
+            while not work.done:
+                self._perform(self._waiting.popleft())
+        finally:
+            self._runner = None
+            self._turn.release()
+
+    def _perform(self, work: CollectiveWork) -> None:
+        # With its callbacks: what they start comes directly after it, whichever thread runs it. So all ranks have one
+        # order, also where a hook of DDP answers a sum with another one while the next bucket is put in.
+        work.perform()
+        work.settle()
+
+    def _serve(self) -> None:
+        while self._calls.get():
+            with self._turn:
+                self._runner = threading.get_ident()
+                if self._waiting:
+                    self._perform(self._waiting.popleft())
+                self._runner = None
+
+    def close(self) -> None:
+        """Run what was put in, and end the thread."""
+        if self._waiting:
+            self.complete(self._waiting[-1], NO_TIMEOUT)
+        if self._thread is not None:
+            self._calls.put(False)
+            if self._thread is not threading.current_thread():
+                self._thread.join(END_S)
+            self._thread = None

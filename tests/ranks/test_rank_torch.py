@@ -1,0 +1,413 @@
+"""The backend of torch.distributed over real messages, against what PyTorch computes from the inputs of all ranks."""
+
+import threading
+from datetime import timedelta
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+
+import hpcdist.torch
+from hpcdist.errors import BufferHandoverError, DeadlineError, UsageError
+
+SUM, AVG, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
+COMPLEX = [torch.complex64, torch.complex128]
+BYTES = [torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def default_group():
+    dist.init_process_group("hpcdist")
+    yield
+    dist.destroy_process_group()
+
+
+def draw(rng, dtype, *shape):
+    """Return small whole numbers, so that sums are exact and equal in any order."""
+    numbers = torch.from_numpy(rng.integers(0, 4, shape))
+    if dtype.is_complex:
+        numbers = numbers + 1j * torch.from_numpy(rng.integers(0, 4, shape))
+    return numbers.to(dtype)
+
+
+def everyones(rng, comm, dtype, *shape):
+    return [draw(rng, dtype, *shape) for _ in range(comm.size)]
+
+
+def same(found, expected):
+    """Whether two tensors have the same type, shape and bits."""
+    as_bytes = found.dtype in BYTES
+    return (
+        found.dtype == expected.dtype
+        and found.shape == expected.shape
+        and torch.equal(
+            found.view(torch.uint8) if as_bytes else found, expected.view(torch.uint8) if as_bytes else expected
+        )
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5)])
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX])
+def test_rank_all_reduce_sums(comm, rng, dtype, shape):
+    inputs = everyones(rng, comm, dtype, *shape)
+    own = inputs[comm.rank].clone()
+    dist.all_reduce(own)
+    assert same(own, torch.stack(inputs).sum(dim=0).to(dtype))
+
+
+OPERATIONS = {
+    "avg": (AVG, lambda inputs: inputs.double().mean(dim=0)),
+    "product": (PRODUCT, lambda inputs: inputs.prod(dim=0)),
+    "min": (dist.ReduceOp.MIN, lambda inputs: inputs.amin(dim=0)),
+    "max": (dist.ReduceOp.MAX, lambda inputs: inputs.amax(dim=0)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8])
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_rank_all_reduce_by_other_operations(comm, rng, op, dtype):
+    inputs = everyones(rng, comm, dtype, 100)
+    own = inputs[comm.rank].clone()
+    dist.all_reduce(own, OPERATIONS[op][0])
+    expected = OPERATIONS[op][1](torch.stack(inputs))
+    assert torch.allclose(own.double(), (expected if dtype.is_floating_point else expected.trunc()).double(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("op", ["BAND", "BOR", "BXOR"])
+def test_rank_all_reduce_of_bits(comm, rng, op):
+    inputs = [torch.from_numpy(rng.integers(0, 1 << 30, 50)) for _ in range(comm.size)]
+    own = inputs[comm.rank].clone()
+    dist.all_reduce(own, getattr(dist.ReduceOp, op))
+    function = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}[op]
+    assert np.array_equal(own.numpy(), function.reduce([tensor.numpy() for tensor in inputs]))
+
+
+def test_rank_all_reduce_of_truths(comm, rng):
+    inputs = [draw(rng, torch.int64, 40) > 1 for _ in range(comm.size)]
+    for op, expected in [(SUM, torch.stack(inputs).any(dim=0)), (PRODUCT, torch.stack(inputs).all(dim=0))]:
+        own = inputs[comm.rank].clone()
+        dist.all_reduce(own, op)
+        assert same(own, expected)
+
+
+@pytest.mark.parametrize("factor", [0.5, torch.tensor([2.0])])
+def test_rank_all_reduce_multiplies_before(comm, rng, factor):
+    inputs = everyones(rng, comm, torch.float32, 9)
+    own = inputs[comm.rank].clone()
+    dist.all_reduce(own, dist._make_nccl_premul_sum(factor))
+    assert torch.equal(own, sum(inputs) * factor)
+
+
+def test_rank_strided_tensors(comm, rng):
+    inputs = everyones(rng, comm, torch.float32, 6, 8)
+    own = inputs[comm.rank].clone()
+    dist.all_reduce(own[::2, 1::3])
+    expected = inputs[comm.rank].clone()
+    expected[::2, 1::3] = sum(inputs)[::2, 1::3]
+    assert torch.equal(own, expected)
+    root = comm.size - 1
+    column = inputs[comm.rank].clone().t()
+    dist.broadcast(column, root)
+    assert torch.equal(column, inputs[root].t())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.complex64, *BYTES])
+def test_rank_what_only_travels(comm, rng, dtype):
+    inputs = everyones(rng, comm, dtype, 3, 2)
+    for root in range(comm.size):
+        own = inputs[comm.rank].clone()
+        dist.broadcast(own, root)
+        assert same(own, inputs[root])
+    gathered = [torch.empty_like(inputs[0]) for _ in inputs]
+    dist.all_gather(gathered, inputs[comm.rank])
+    assert all(map(same, gathered, inputs))
+    whole = torch.empty(3 * comm.size, 2, dtype=dtype)
+    dist.all_gather_single(whole, inputs[comm.rank])
+    assert same(whole, torch.cat(inputs))
+
+
+def test_rank_all_gather_of_different_sizes(comm, rng):
+    sizes = [rank % 3 for rank in range(comm.size)]
+    inputs = [draw(rng, torch.float32, size) for size in sizes]
+    gathered = [torch.empty(size) for size in sizes]
+    dist.all_gather(gathered, inputs[comm.rank])
+    assert all(map(same, gathered, inputs))
+
+
+def test_rank_all_gather_in_place(comm, rng):
+    inputs = everyones(rng, comm, torch.float32, 4)
+    whole = torch.zeros(4 * comm.size)
+    own = whole[4 * comm.rank : 4 * comm.rank + 4]
+    own.copy_(inputs[comm.rank])
+    dist.all_gather_single(whole, own)
+    assert torch.equal(whole, torch.cat(inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("op", [SUM, AVG, PRODUCT, dist.ReduceOp.MAX])
+def test_rank_reduce_scatter(comm, rng, dtype, op):
+    inputs = everyones(rng, comm, dtype, comm.size, 5)
+    stacked = torch.stack(inputs)
+    function = {SUM: stacked.sum, PRODUCT: stacked.prod, dist.ReduceOp.MAX: stacked.amax}
+    expected = (stacked.double().mean(dim=0) if op == AVG else function[op](dim=0))[comm.rank].to(dtype)
+    own = torch.empty(5, dtype=dtype)
+    dist.reduce_scatter_single(own, inputs[comm.rank].reshape(-1), op)
+    assert torch.allclose(own.double(), expected.double(), rtol=1e-6 if dtype is torch.float32 else 1e-2)
+    listed = torch.empty(5, dtype=dtype)
+    dist.reduce_scatter(listed, list(inputs[comm.rank]), op)
+    assert torch.equal(own, listed)
+
+
+def test_rank_reduce_scatter_of_different_sizes(comm, rng):
+    sizes = [rank + 1 for rank in range(comm.size)]
+    inputs = [[draw(rng, torch.float32, size) for size in sizes] for _ in range(comm.size)]
+    own = torch.empty(sizes[comm.rank])
+    dist.reduce_scatter(own, inputs[comm.rank])
+    assert torch.equal(own, sum(parts[comm.rank] for parts in inputs))
+
+
+def test_rank_reduce_gather_and_scatter(comm, rng):
+    inputs = everyones(rng, comm, torch.float32, 6)
+    for root in range(comm.size):
+        own = inputs[comm.rank].clone()
+        dist.reduce(own, root)
+        assert torch.equal(own, sum(inputs) if comm.rank == root else inputs[comm.rank])
+        received = [torch.empty(6) for _ in inputs] if comm.rank == root else None
+        dist.gather(inputs[comm.rank], received, root)
+        assert received is None or all(map(torch.equal, received, inputs))
+        part = torch.empty(6)
+        dist.scatter(part, inputs if comm.rank == root else None, root)
+        assert torch.equal(part, inputs[comm.rank])
+
+
+def test_rank_all_to_all(comm, rng):
+    rows = rng.integers(0, 4, (comm.size, comm.size))  # from, to
+    parts = [[draw(rng, torch.float32, int(count), 3) for count in own] for own in rows]
+    expected = [sent[comm.rank] for sent in parts]
+    output = torch.empty(int(rows[:, comm.rank].sum()), 3)
+    sizes = rows[:, comm.rank].tolist(), rows[comm.rank].tolist()
+    dist.all_to_all_single(output, torch.cat(parts[comm.rank]), *sizes)
+    assert torch.equal(output, torch.cat(expected))
+    listed = [torch.empty_like(part) for part in expected]
+    dist.all_to_all(listed, parts[comm.rank])
+    assert all(map(torch.equal, listed, expected))
+    even = draw(rng, torch.complex64, comm.size, 2)
+    swapped = torch.empty_like(even)
+    dist.all_to_all_single(swapped, even)
+    dist.all_to_all_single(even, swapped)
+    assert not comm.size > 1 or even.dtype is torch.complex64
+
+
+def test_rank_messages(comm):
+    ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    received = torch.empty(1000)[::2]
+    requests = [
+        dist.isend(torch.full((500,), float(comm.rank)), ahead, tag=5),
+        dist.irecv(received, behind, tag=5),
+    ]
+    for request in requests:
+        assert request.wait() and request.is_completed()
+    assert bool((received == behind).all())
+    large = torch.full((1 << 20,), float(comm.rank))
+    arrived = torch.empty_like(large)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, arrived, behind), dist.P2POp(dist.isend, large, ahead)]):
+        work.wait()
+    assert bool((arrived == behind).all())
+
+
+def test_rank_messages_from_any_rank(comm):
+    if comm.rank == 0:
+        sources = set()
+        for _ in range(comm.size - 1):
+            number = torch.zeros(1, dtype=torch.int64)
+            source = dist.recv(number)
+            assert number == 10 * source
+            sources.add(source)
+        assert sources == set(range(1, comm.size))
+    else:
+        dist.send(torch.tensor([10 * comm.rank]), 0)
+
+
+def test_rank_operations_keep_their_order(comm, rng):
+    """Asynchronous operations, waited for in any order, between synchronous ones and messages that hold them up."""
+    inputs = everyones(rng, comm, torch.float64, 20, 50)
+    own = inputs[comm.rank].clone()
+    works = [dist.all_reduce(row, async_op=True) for row in own]
+    if comm.rank:
+        dist.recv(torch.empty(1), comm.rank - 1)
+    if comm.rank < comm.size - 1:
+        dist.send(torch.empty(1), comm.rank + 1)
+    last = inputs[comm.rank][0].clone()
+    dist.all_reduce(last)
+    assert torch.equal(last, sum(inputs)[0])
+    for index in rng.permutation(20):
+        assert works[index].wait()
+        assert works[index].is_success()
+    assert torch.equal(own, sum(inputs))
+
+
+def test_rank_futures(comm, rng):
+    inputs = everyones(rng, comm, torch.float32, 30)
+    own = inputs[comm.rank].clone()
+    doubled = dist.all_reduce(own, async_op=True).get_future().then(lambda done: 2 * done.value()[0])
+    assert torch.equal(doubled.wait(), 2 * sum(inputs))
+
+    def again(done):  # a callback that communicates and waits, as the hook of PowerSGD
+        return dist.all_reduce(done.value()[0], async_op=True).get_future().wait()[0]
+
+    own = inputs[comm.rank].clone()
+    twice = dist.all_reduce(own, async_op=True).get_future().then(again)
+    assert torch.equal(twice.wait(), comm.size * sum(inputs))
+
+
+def test_rank_groups(comm, rng):
+    inputs = everyones(rng, comm, torch.float32, 10)
+    even = dist.new_group(range(0, comm.size, 2))
+    reverse = dist.new_group(sorted(range(comm.size), reverse=True))
+    own = inputs[comm.rank].clone()
+    if comm.rank % 2 == 0:
+        dist.all_reduce(own, group=even)
+        assert torch.equal(own, sum(inputs[::2]))
+        dist.destroy_process_group(even)
+    local = dist.new_group([comm.rank], use_local_synchronization=True)
+    dist.all_reduce(own, group=local)
+    dist.broadcast(own, 0, group=reverse)
+    assert torch.equal(own, sum(inputs[::2]))
+    dist.destroy_process_group(reverse)
+    dist.destroy_process_group(local)
+
+
+def test_rank_coalesced(comm, rng):
+    inputs = [everyones(rng, comm, dtype, 8) for dtype in (torch.float32, torch.float32)]
+    own = [tensors[comm.rank].clone() for tensors in inputs]
+    with dist.distributed_c10d._coalescing_manager():
+        for tensor in own:
+            dist.all_reduce(tensor)
+    assert all(torch.equal(tensor, sum(tensors)) for tensor, tensors in zip(own, inputs, strict=True))
+    with dist.distributed_c10d._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        dist.broadcast(own[0], comm.size - 1)
+    manager.wait()
+
+
+def test_rank_objects(comm):
+    gathered = [None] * comm.size
+    dist.all_gather_object(gathered, {"rank": comm.rank})
+    assert gathered == [{"rank": rank} for rank in range(comm.size)]
+    values = ["of the last rank"] if comm.rank == comm.size - 1 else [None]
+    dist.broadcast_object_list(values, comm.size - 1)
+    assert values == ["of the last rank"]
+
+
+def test_rank_data_parallel_with_compression_hooks(comm, rng):
+    """DDP learns what one process learns from all samples, and PowerSGD's hook, which nests operations, runs."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(7)
+    module = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16))
+    alone = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16))
+    alone.load_state_dict(module.state_dict())
+    inputs = torch.from_numpy(rng.standard_normal((comm.size, 8, 16), np.float32))
+    model = DistributedDataParallel(module, bucket_cap_mb=0.002)
+    for step in range(3):
+        for own, samples in [(model, inputs[comm.rank]), (alone, inputs.reshape(-1, 16))]:
+            own.zero_grad()
+            ((own(samples) - samples.flip(1) * step) ** 2).mean().backward()
+        pairs = zip(module.parameters(), alone.parameters(), strict=True)
+        assert all(torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6) for a, b in pairs)
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for _ in range(4):
+        model.zero_grad()
+        (model(inputs[comm.rank]) ** 2).mean().backward()
+    mean = [parameter.grad.clone() for parameter in module.parameters()]
+    for gradient in mean:
+        dist.all_reduce(gradient, AVG)
+    assert all(torch.allclose(a, b.grad, rtol=1e-5) for a, b in zip(mean, module.parameters(), strict=True))
+
+
+def test_rank_sharded_parameters(comm, rng):
+    """FSDP2 over this backend has the gradients of one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 24), torch.nn.GELU(), torch.nn.Linear(24, 8))
+    alone = torch.nn.Sequential(torch.nn.Linear(8, 24), torch.nn.GELU(), torch.nn.Linear(24, 8))
+    alone.load_state_dict(model.state_dict())
+    mesh = init_device_mesh("cpu", (comm.size,))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    inputs = torch.from_numpy(rng.standard_normal((comm.size, 4, 8), np.float32))
+    model(inputs[comm.rank]).square().mean().backward()
+    alone(inputs.reshape(-1, 8)).square().mean().backward()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    assert all(torch.allclose(a.grad.full_tensor(), b.grad, rtol=1e-4, atol=1e-6) for a, b in pairs)
+
+
+def test_rank_a_late_rank_is_named(comm):
+    if comm.size == 1:
+        hpcdist.torch.monitored_barrier(timeout_s=5)
+        return
+    group = dist.new_group()
+    if comm.rank == comm.size - 1:
+        pass
+    elif comm.rank == 0:
+        with pytest.raises(DeadlineError, match=f"rank {comm.size - 1} did not come within 0.3 s"):
+            hpcdist.torch.monitored_barrier(group, timeout_s=0.3)
+    else:
+        with pytest.raises(DeadlineError, match="rank 0 did not answer"):
+            hpcdist.torch.monitored_barrier(group, timeout_s=0.6)
+    comm.barrier()
+
+
+def test_rank_a_wait_may_end_early(comm):
+    if comm.size == 1:
+        return
+    number = torch.zeros(1)
+    if comm.rank == 0:
+        work = dist.irecv(number, 1)
+        with pytest.raises(DeadlineError, match=r"within 0\.05 s"):
+            work.wait(timedelta(seconds=0.05))
+        comm.barrier()
+        assert work.wait()
+    else:
+        comm.barrier()
+        if comm.rank == 1:
+            dist.send(number, 0)
+
+
+def test_rank_bad_arguments(comm):
+    ones = torch.ones(4)
+    with pytest.raises(BufferHandoverError, match="a sparse_coo tensor cannot travel"):
+        dist.distributed_c10d._get_default_group().allreduce([ones.to_sparse()])
+    with pytest.raises(UsageError, match="BAND of torch.float32 is none"):
+        dist.all_reduce(ones, dist.ReduceOp.BAND)
+    with pytest.raises(UsageError, match="too few bits"):
+        dist.all_reduce(ones.to(torch.float8_e5m2))
+    with pytest.raises(UsageError, match="the output of all_gather has 4 elements"):
+        dist.all_gather_single(ones, torch.ones(5))
+    with pytest.raises(UsageError, match="output_split_sizes"):
+        dist.all_to_all_single(ones, ones.clone(), [3] * comm.size, [4] + [0] * (comm.size - 1))
+    with pytest.raises(UsageError, match="algorithm 'rings' is unknown, did you mean ring"):
+        hpcdist.torch.Options(algorithm="rings")
+
+
+def test_rank_groups_leave_nothing_behind(comm):
+    """Threads and memory of groups end with them."""
+    for _ in range(20):
+        group = dist.new_group()
+        work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
+        if comm.size > 1:
+            dist.isend(torch.ones(1), (comm.rank + 1) % comm.size, group=group)
+            dist.recv(torch.ones(1), (comm.rank - 1) % comm.size, group=group)
+        work.wait()
+        dist.destroy_process_group(group)
+    names = [thread.name for thread in threading.enumerate()]
+    assert sum(name.startswith(("collectives of", "messages of")) for name in names) <= 4, names
