@@ -19,6 +19,7 @@ from hpcdist.reporting.nearest import nearest
 # In the order in which a reader needs them; the one-liner of each is its first sentence in `hpcdist help`.
 TOPICS: Final = {
     "start": "Install, a first run, and which page is for you.",
+    "torch": "A script for torch.distributed over MPI: DDP, FSDP2, two lines changed.",
     "your-model": "Train a model of PyTorch or JAX from a script of yours.",
     "from-ddp": "What DDP, FSDP, torchrun and DCP are called here.",
     "api": "Collectives, checkpoints, energy and stop requests for any MPI program.",

@@ -3,9 +3,27 @@
 The flight recorder, the timing of operations and the counting of traffic are sinks (see `comm.record`).
 """
 
+from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import Any, Final
 
 UNKNOWN_BYTES: Final = -1  # the MPI library chose the algorithm, so the volume is not known
+
+
+@dataclass(frozen=True, slots=True)
+class CallSite:
+    """Line of a program: what asked for an operation that another thread, or a later call, makes."""
+
+    code: CodeType
+    instruction: int
+    line: int
+
+
+def call_site(frame: FrameType | None, outside: tuple[str, ...]) -> CallSite | None:
+    """Return the innermost line at or above ``frame`` in a file that begins with none of ``outside`` (local)."""
+    while frame is not None and frame.f_code.co_filename.startswith(outside):
+        frame = frame.f_back
+    return None if frame is None else CallSite(frame.f_code, frame.f_lasti, frame.f_lineno)
 
 
 class EventSink:
@@ -24,6 +42,9 @@ class EventSink:
 
     def end(self, token: int) -> None:
         """Note that the operation behind ``token`` is complete."""
+
+    def attribute(self, site: CallSite | None) -> None:
+        """Let ``site`` be the line of all that this thread begins from now on; None: the line that calls (local)."""
 
 
 NULL_SINK: Final = EventSink()

@@ -3,8 +3,8 @@
     import hpcdist.torch
     torch.distributed.init_process_group("hpcdist")
 
-Begin with `group.Group` and `calls`. `Options` are the ``pg_options`` of a group; `should_stop` and the hooks of
-`hooks` are for training loops.
+Begin with `group.Group` and `calls`. `Options` are the ``pg_options`` of a group; `compress` and `should_stop` are for
+training loops.
 """
 
 from datetime import timedelta
@@ -16,9 +16,10 @@ import torch.distributed as dist
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
 from hpcdist.torch import launch
 from hpcdist.torch.group import NAME, Group, Options
+from hpcdist.torch.hooks import compress
 from hpcdist.training.stopping import should_stop
 
-__all__ = ["Group", "Options", "monitored_barrier", "should_stop"]
+__all__ = ["Group", "Options", "compress", "monitored_barrier", "should_stop"]
 
 OLDEST: Final = (2, 4)
 
@@ -40,9 +41,10 @@ def _create(backend: Any, options: Any) -> Group:
             f"init_process_group got rank {backend.group_rank} of {backend.group_size}, but MPI has this as "
             f"{_world.rank} of {_world.size}; leave rank and world_size out"
         )
-    launch.record(_world, backend.timeout)
     comm = launch.communicator(_world, ranks, f"torch{backend.group_id or 0}")
-    return Group(comm, options or Options())
+    if backend.global_ranks_in_group:
+        return Group(comm, options or Options())
+    return Group(comm, options or Options(), launch.begin(_world, backend.timeout))
 
 
 def monitored_barrier(group: Any = None, timeout_s: float = 300.0, wait_all_ranks: bool = False) -> None:

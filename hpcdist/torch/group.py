@@ -5,6 +5,8 @@ in `calls`, as functions of a communicator and buffers; here are their order (`w
 has two communicators of its own: collectives never meet messages of the user, whatever their tags.
 """
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +19,7 @@ from hpcdist import collectives
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives.dispatch import parse_algorithm
 from hpcdist.comm.communicator import ANY, Communicator
+from hpcdist.comm.events import call_site
 from hpcdist.errors import UsageError
 from hpcdist.torch import calls
 from hpcdist.torch.buffers import Buffer
@@ -25,6 +28,8 @@ from hpcdist.torch.reductions import reduction_of
 from hpcdist.torch.work import BatchWork, CollectiveWork, Lane, Work
 
 NAME: Final = "hpcdist"
+# Operations are attributed to the line of the program, behind the files of PyTorch and of this package.
+OUTSIDE: Final = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
 _ProcessGroup: Any = dist.ProcessGroup  # whose types know neither its other constructor nor all of its methods
 
 
@@ -44,20 +49,27 @@ class Options:
 
 
 class Group(_ProcessGroup):
-    """The ranks of ``comm``, which it takes over, as a process group. Construction is collective over ``comm``."""
+    """The ranks of ``comm``, which it takes over, as a process group. Construction is collective over ``comm``.
 
-    def __init__(self, comm: Communicator, options: Options) -> None:
+    ``at_end`` is called by `shutdown`, on all ranks.
+    """
+
+    def __init__(self, comm: Communicator, options: Options, at_end: Callable[[], None] = lambda: None) -> None:
         super().__init__(comm.rank, comm.size)
-        self.comm, self.options = comm, options
+        self.comm, self.options, self._at_end = comm, options, at_end
         has_thread = comm.size > 1 and comm.supports("thread_multiple")
-        self._lane = Lane(comm.name, has_thread)
+        self._lane = Lane(comm.name, has_thread, lambda: comm.events)
         self._mailbox = Mailbox(comm.dup("messages"), has_thread)
         self._group_name, self._group_description = comm.name, ""
         self._batch: list[Work] | None = None  # of a coalescing manager
 
+    def submit(self, run: Callable[[], object], result: Sequence[torch.Tensor]) -> Work:
+        """Let ``run``, a collective over `comm`, be run in the order of this group; ``result`` is what it writes."""
+        return self._lane.start(CollectiveWork(self._lane, run, result, call_site(sys._getframe(1), OUTSIDE)))
+
     def _run(self, run: Callable[[], object], result: Sequence[torch.Tensor], opts: Any) -> Work:
         """Return the handle of the operation ``run``, which has ended unless ``opts`` want it asynchronous."""
-        work = CollectiveWork(self._lane, run, result)
+        work = CollectiveWork(self._lane, run, result, call_site(sys._getframe(1), OUTSIDE))
         if result and result[0].is_cuda:  # the streams of a GPU belong to the thread that computes
             return self._entered(self._lane.run(work))
         return self._entered(self._lane.start(work) if _is_asynchronous(opts) else self._lane.run(work))
@@ -324,6 +336,7 @@ class Group(_ProcessGroup):
         """End what is under way, and give the communicators back. Collective."""
         self._lane.close()
         self._mailbox.close()
+        self._at_end()
         collectives.release(self.comm)
         self._mailbox.comm.free()
         self.comm.free()

@@ -6,10 +6,12 @@ them, they have to be those of MPI.
 """
 
 import os
+import shutil
 import socket
 import tempfile
 import zlib
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -21,9 +23,12 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch.environment import RUN_DIR
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.mpi.world import World, init
+from hpcdist.energy import phases
 from hpcdist.errors import ConfigurationError
+from hpcdist.reporting.units import format_joules
 
 DEADLINE: Final = "HPCDIST_DEADLINE_S"  # of an operation; wins over the timeout of init_process_group
+ENERGY: Final = "HPCDIST_ENERGY"  # "1": count the joules from the first group to its end, and print them
 TAGS: Final = 1 << 15  # MPI promises tags up to 32767
 
 
@@ -64,18 +69,44 @@ def _address() -> dict[str, str]:
     return {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
 
 
-def record(world: World, timeout: timedelta) -> None:
-    """Record the operations of this program, and hold each to ``timeout``. Collective, at the first group.
+def begin(world: World, timeout: timedelta) -> Callable[[], None]:
+    """Record the operations of a program, hold each to ``timeout``, and count its joules; return what ends this.
 
-    In the run directory of `hpcdist run --out`; else in a directory for temporary files, which `hpcdist hang` reads.
+    The records lie in the run directory of `hpcdist run --out`, else in a directory for temporary files, from which
+    the end removes them. Both are collective.
     """
-    session = world.session
-    if session.recorder is not None or world.size == 1:
-        return
-    folder = world.bcast(os.environ.get(RUN_DIR) or tempfile.mkdtemp(prefix="hpcdist-torch-"))
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    deadline_s = float(os.environ.get(DEADLINE) or timeout.total_seconds())
-    session.record(Path(folder), deadline_s)
+    run_dir, counts = world.bcast((os.environ.get(RUN_DIR), os.environ.get(ENERGY, "0") == "1"))
+    program = ExitStack()
+    if world.session.recorder is None and world.size > 1:
+        folder = Path(run_dir or world.bcast(_temporary() if world.rank == 0 else ""))
+        folder.mkdir(parents=True, exist_ok=True)  # on every node
+        world.session.record(folder, float(os.environ.get(DEADLINE) or timeout.total_seconds()))
+        assert world.session.watchdog is not None
+        world.session.watchdog.tighten()  # the deadline is the program's: long enough for a first step
+        if not run_dir:
+            program.callback(_forget, world, folder)
+    if counts:
+        program.callback(_print_joules, world)
+        program.enter_context(phases.window("program"))
+    return program.close
+
+
+def _temporary() -> str:
+    return tempfile.mkdtemp(prefix="hpcdist-torch-")
+
+
+def _forget(world: World, folder: Path) -> None:
+    world.session.stop_recording()
+    world.barrier()
+    if world.local_rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _print_joules(world: World) -> None:
+    usage = phases.usage()
+    if world.rank == 0:
+        reason = f": {usage['reason']}" if usage.get("reason") else ""
+        print(f"energy {format_joules(usage['energy_j'])}{reason}", flush=True)
 
 
 def communicator(world: World, ranks: list[int], name: str) -> Communicator:

@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from hpcdist.comm.events import CallSite, EventSink
 from hpcdist.errors import DeadlineError
 
 NO_TIMEOUT: Final = timedelta(0)
@@ -117,11 +118,15 @@ class CollectiveWork(Work):
         lane: The lane that runs it.
         run: The operation.
         result: The tensors that hold its result.
+        site: The line of the program that asked for it.
     """
 
-    def __init__(self, lane: "Lane", run: Callable[[], object], result: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, lane: "Lane", run: Callable[[], object], result: Sequence[torch.Tensor], site: CallSite | None = None
+    ) -> None:
         super().__init__(result)
         self._lane = lane
+        self.site = site
         self._run: Callable[[], object] | None = run
 
     def perform(self) -> None:
@@ -173,10 +178,11 @@ class Lane:
     Args:
         name: The name of the group, for that of the thread.
         has_thread: Whether a thread may communicate beside the one that computes.
+        events: Returns the sink that gets the operations.
     """
 
-    def __init__(self, name: str, has_thread: bool) -> None:
-        self.name, self.has_thread = name, has_thread
+    def __init__(self, name: str, has_thread: bool, events: Callable[[], EventSink]) -> None:
+        self.name, self.has_thread, self._events = name, has_thread, events
         self._turn = threading.Lock()  # held by whoever runs operations
         self._runner: int | None = None  # that thread
         self._waiting: deque[CollectiveWork] = deque()
@@ -224,7 +230,9 @@ class Lane:
     def _perform(self, work: CollectiveWork) -> None:
         # With its callbacks: what they start comes directly after it, whichever thread runs it. So all ranks have one
         # order, also where a hook of DDP answers a sum with another one while the next bucket is put in.
+        self._events().attribute(work.site)
         work.perform()
+        self._events().attribute(None)
         work.settle()
 
     def _serve(self) -> None:

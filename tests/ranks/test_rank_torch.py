@@ -411,3 +411,49 @@ def test_rank_groups_leave_nothing_behind(comm):
         dist.destroy_process_group(group)
     names = [thread.name for thread in threading.enumerate()]
     assert sum(name.startswith(("collectives of", "messages of")) for name in names) <= 4, names
+
+
+COMPRESSED = {
+    "bfloat16": {},
+    "int8": {"warmup_steps": 1},
+    "topk": {"density": 0.2},
+    "randomk": {"density": 0.2},
+    "powersgd": {"rank": 1},
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_rank_compressed_gradients(comm, rng, name):
+    """Of a gradient that stays the same, what all steps received is what all steps sent, but for one residual."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    module = torch.nn.Sequential(torch.nn.Linear(12, 20), torch.nn.Linear(20, 3))
+    model = DistributedDataParallel(module, bucket_cap_mb=0.0005)
+    hpcdist.torch.compress(model, name, seed=5, **COMPRESSED[name])
+    inputs = torch.from_numpy(rng.standard_normal((comm.size, 6, 12), np.float32))
+    steps = 60
+    received = [torch.zeros_like(parameter) for parameter in module.parameters()]
+    for _ in range(steps):
+        model.zero_grad()
+        model(inputs[comm.rank]).square().mean().backward()
+        for total, parameter in zip(received, module.parameters(), strict=True):
+            total += parameter.grad
+    alone = torch.nn.Sequential(torch.nn.Linear(12, 20), torch.nn.Linear(20, 3))
+    alone.load_state_dict(module.state_dict())
+    alone(inputs.reshape(-1, 12)).square().mean().backward()
+    for total, parameter in zip(received, alone.parameters(), strict=True):
+        largest = total.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        assert torch.equal(largest, total), "ranks received different gradients"
+        error = (total / steps - parameter.grad).norm() / parameter.grad.norm()
+        assert error < 0.2, f"{name}: {error}"
+
+
+def test_rank_compressed_gradients_refuse(comm):
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="'power' is unknown"):
+        hpcdist.torch.compress(model, "power")
+    with pytest.raises(UsageError, match="density is no option of int8"):
+        hpcdist.torch.compress(model, "int8", density=0.1)

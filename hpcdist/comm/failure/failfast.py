@@ -8,6 +8,7 @@ without a traceback, and only once where all ranks fail alike.
 import atexit
 import faulthandler
 import fcntl
+import io
 import math
 import os
 import signal
@@ -358,8 +359,11 @@ def _write_streams(text: str) -> None:
     with suppress(OSError, ValueError):  # closed, or its reader is gone
         sys.stdout.flush()
         sys.stderr.flush()
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        # The excepthook of torch.distributed collects what others write in a buffer that this process never reads.
+        stream = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
+        assert stream is not None
+        stream.write(text)
+        stream.flush()
 
 
 def _keep_text(rank: int, text: str) -> str:

@@ -19,10 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count as counter
 from pathlib import Path
+from threading import get_ident
 from types import CodeType, FrameType
 from typing import Final
 
-from hpcdist.comm.events import EventSink
+from hpcdist.comm.events import CallSite, EventSink
 from hpcdist.comm.launch.environment import process_fields
 from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
@@ -286,9 +287,7 @@ _now: Final = time.monotonic_ns  # bound once: a look-up less, twice an event
 
 
 def _sources(folder: str) -> frozenset[str]:
-    return frozenset(
-        os.path.join(root, name) for root, _, names in os.walk(folder) for name in names if name.endswith(".py")
-    )
+    return frozenset(map(str, Path(folder).rglob("*.py")))
 
 
 class Recorder(EventSink):
@@ -312,6 +311,7 @@ class Recorder(EventSink):
         self._clocks: dict[tuple[str, bool], Callable[[], int]] = {}
         self._labels: dict[tuple[str, str, str], tuple[int, Callable[[], int]]] = {}
         self._sites: dict[tuple[int, ...], int] = {}
+        self._attributed: dict[int, CallSite] = {}  # by thread
         self._codes: list[CodeType] = []  # kept alive: their ids are keys of _sites, and must not be reused
         self._ids = {SITE: 0, LABEL: 0}
         self._text_used = 0
@@ -331,8 +331,9 @@ class Recorder(EventSink):
         label = self._labels.get((comm, op, dtype))
         if label is None:
             label = self._new_label(comm, op, dtype)
+        asked = self._attributed.get(get_ident()) if self._attributed else None
         inside, algorithms = self._inside, self._algorithms
-        frame: FrameType | None = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1) if asked is None else None
         while frame is not None and frame.f_code.co_filename in inside:
             frame = frame.f_back
         # Inside collectives/ the site is the line of the caller outside, "via" the line inside.
@@ -340,13 +341,17 @@ class Recorder(EventSink):
         while outer is not None and outer.f_code.co_filename in algorithms:
             outer = outer.f_back
         site = 0
+        if asked is not None:
+            own = id(asked.code), asked.instruction
+            site = self._sites[own] if own in self._sites else self._new_site(own, [(asked.code, asked.line)])
         if frame is not None:
             outer = outer or frame
             # The offset of the instruction stands for the line, which is only worked out for a site not seen before.
             key = id(frame.f_code), frame.f_lasti, id(outer.f_code), outer.f_lasti
             site = self._sites.get(key, -1)
             if site < 0:
-                site = self._new_site(key, [outer] if outer is frame else [outer, frame])
+                frames = [outer] if outer is frame else [outer, frame]
+                site = self._new_site(key, [(each.f_code, each.f_lineno) for each in frames])
         # Without a lock: `_advance` (next of itertools.count) and operations of a dict are atomic under the GIL, so
         # two threads never get the same index. The ring skips the slots of operations under way.
         index, under_way = self._advance(), self._open
@@ -379,12 +384,18 @@ class Recorder(EventSink):
                 self._labels[comm, op, dtype] = self._add_text(LABEL, f"{comm}\t{op}\t{dtype}"), clock
             return self._labels[comm, op, dtype]
 
-    def _new_site(self, key: tuple[int, ...], frames: list[FrameType]) -> int:
+    def _new_site(self, key: tuple[int, ...], lines: list[tuple[CodeType, int]]) -> int:
         with self._lock:
             if key not in self._sites:
-                self._codes += [frame.f_code for frame in frames]
-                self._sites[key] = self._add_text(SITE, " via ".join(map(_describe, frames)))
+                self._codes += [code for code, _ in lines]
+                self._sites[key] = self._add_text(SITE, " via ".join(_describe(*line) for line in lines))
             return self._sites[key]
+
+    def attribute(self, site: CallSite | None) -> None:
+        """Let ``site`` be the line of what this thread begins from now on; None: the line that calls."""
+        self._attributed.pop(get_ident(), None)
+        if site is not None:
+            self._attributed[get_ident()] = site
 
     def _add_text(self, kind: int, text: str) -> int:
         data = text.encode()[:1000]
@@ -432,9 +443,8 @@ class Recorder(EventSink):
         self._map.close()
 
 
-def _describe(frame: FrameType) -> str:
-    code = frame.f_code
+def _describe(code: CodeType, line: int) -> str:
     path = code.co_filename
     if path.startswith(_PACKAGE + os.sep):
         path = os.path.relpath(path, os.path.dirname(_PACKAGE))  # wherever hpcdist is installed
-    return f"{path}:{frame.f_lineno} ({code.co_name})"
+    return f"{path}:{line} ({code.co_name})"

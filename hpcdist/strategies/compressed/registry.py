@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range, align_up
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compression.casts import BFloat16, Float16
@@ -78,11 +79,28 @@ def bucket_reduction(context: RankContext, name: str, config: CompressionConfig,
 
     Raises ConfigurationError where nodes that ``config`` tells apart have different numbers of ranks.
     """
-    comm = inter_node(context.data) if config.across_nodes else context.data
     buckets = tuple(bucket for part in reversed(context.parts) for bucket in _cut(context, name, part))
-    codes, reduction = _reduction(context, comm, buckets, name, config, seed)
+    return reduction_of(context.data, context.layout, buckets, name, config, seed, context.algorithm, context.on)
+
+
+def reduction_of(
+    data: Communicator,
+    layout: Layout,
+    buckets: tuple[Range, ...],
+    name: str,
+    config: CompressionConfig,
+    seed: int,
+    algorithm: str,
+    on: str = "cpu",
+) -> BucketReduction:
+    """Return the sum of ``buckets`` of ``layout`` over ``data``, compressed by ``name``. Collective over ``data``.
+
+    ``on`` is "cpu" or "gpu". Raises ConfigurationError as `bucket_reduction` does.
+    """
+    comm = inter_node(data) if config.across_nodes else data
+    codes, reduction = _reduction(comm, layout, buckets, name, config, seed, algorithm, on)
     return BucketReduction(
-        comm, buckets, codes, InterNodeReduction(context.data, reduction) if config.across_nodes else reduction
+        comm, buckets, codes, InterNodeReduction(data, reduction) if config.across_nodes else reduction
     )
 
 
@@ -106,14 +124,21 @@ def _cut(context: RankContext, name: str, part: Range) -> list[Range]:
 
 
 def _reduction(
-    context: RankContext, comm: Communicator, parts: tuple[Range, ...], name: str, config: CompressionConfig, seed: int
+    comm: Communicator,
+    layout: Layout,
+    parts: tuple[Range, ...],
+    name: str,
+    config: CompressionConfig,
+    seed: int,
+    algorithm: str,
+    on: str,
 ) -> tuple[GradientCoder | PowerSgdReduction, CompressedReduction]:
     if name in LOW_RANK:
-        factors = PowerSgdReduction(comm, context.layout, parts, config.rank, seed, context.algorithm, context.on)
+        factors = PowerSgdReduction(comm, layout, parts, config.rank, seed, algorithm, on)
         return factors, factors
     encoder = compressor(name, config)
     # Payloads that are summed as they are name the same elements: their draws are those of rank 0 everywhere.
-    coder = GradientCoder(context.layout, encoder, seed, 0 if name in SUMMED else comm.rank)
+    coder = GradientCoder(layout, encoder, seed, 0 if name in SUMMED else comm.rank)
     if name in QUANTISED:
         return coder, QuantisedReduction(comm, coder)
-    return coder, PayloadAllreduce(comm, coder, context.algorithm) if name in SUMMED else GatheredReduction(comm, coder)
+    return coder, PayloadAllreduce(comm, coder, algorithm) if name in SUMMED else GatheredReduction(comm, coder)

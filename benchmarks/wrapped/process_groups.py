@@ -1,0 +1,164 @@
+"""Backend hpcdist of torch.distributed beside gloo: collectives by size, and steps of DDP and FSDP2.
+
+    python -m benchmarks wrapped.process_groups --output process-groups.h5 --anonymous
+
+Both backends are groups of the same processes, on tensors of float32 in host memory, one thread a rank. A size is that
+of the whole: the buffer of an allreduce, the output of an all-gather, the input of a reduce-scatter or an all-to-all.
+Steps are those of the GPT of `wrapped.torch`, from the same values on the same batches; their losses are compared, to
+1e-6, in every round. "x gloo" below 1 is faster. Needs the extra `torch`.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.harness import Results
+from benchmarks.wrapped.torch import OPTIMIZER, SIZES, built
+from hpcdist.bench.step import contenders
+from hpcdist.comm.start import Session
+from hpcdist.reporting.table import aligned
+from hpcdist.reporting.units import binary_size
+
+SCHEMA, RANKS = "hpcdist-benchmark-process-groups", 2
+SMALL = {"rounds": 6}
+OPERATIONS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+STEPS: Final = ("ddp", "fsdp2")
+BYTES: Final = [8, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
+LEAST: Final = {"all_reduce": 8}  # of other operations 1 MiB and more are measured
+OPTIONS: Final = {**SIZES, "rounds": 20, "bytes": BYTES, "operations": OPERATIONS, "steps": STEPS}
+BACKENDS: Final = ("hpcdist", "gloo")
+AGREE: Final = 1e-6
+MOVED: Final = 8 << 20  # bytes of the repetitions that are timed together
+
+
+def collective(name: str, nbytes: int, group: Any, ranks: int) -> Callable[[], None]:
+    """Return one call of the operation ``name`` on ``group``."""
+    import torch
+    import torch.distributed as dist
+
+    whole = torch.ones(max(nbytes // 4 // ranks * ranks, 2))
+    part = torch.ones(max(whole.numel() // ranks, 1))
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: dist.all_gather_single(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+    }
+    other = torch.empty_like(whole)
+    return calls[name]
+
+
+def step_of(name: str, twin: Any, group: Any, ranks: int) -> Callable[[Any], float]:
+    """Return the step of ``twin`` under DDP or FSDP2 over ``group``; it returns the mean loss. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    if name == "ddp":
+        module = torch.nn.parallel.DistributedDataParallel(twin, process_group=group)
+    else:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh, module = DeviceMesh.from_group(group, "cpu"), twin
+        for stage in module:
+            fully_shard(stage, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=OPTIMIZER["learning_rate"], fused=True)
+
+    def step(batch: Any) -> float:
+        optimizer.zero_grad(set_to_none=True)
+        loss = contenders.cross_entropy(module(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=group)
+        return float(total) / ranks
+
+    return step
+
+
+def measure(chosen: argparse.Namespace, session: Session) -> Results:
+    """Return seconds of one call or step of all cases under both backends. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    import hpcdist.torch
+
+    comm = session.comm
+    if comm.size == 1:
+        sys.exit("one rank has nothing to send; choose --ranks 2")
+    torch.set_num_threads(1)
+    dist.init_process_group(hpcdist.torch.NAME)
+    groups = {"hpcdist": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
+    cases, calls = [], {}
+    for name in chosen.operations:
+        for nbytes in (size for size in chosen.bytes if size >= LEAST.get(name, 1 << 20)):
+            cases.append(f"{name} {binary_size(nbytes)}")
+            repeat = int(np.clip(MOVED // nbytes, 1, 200))
+            for backend, group in groups.items():
+                calls[backend, cases[-1]] = repeated(collective(name, nbytes, group, comm.size), repeat, comm)
+    shape, model, store = built(chosen)
+    rng, losses = np.random.default_rng(1), dict[tuple[str, str], float]()
+    batch: list[Any] = []
+
+    def begin() -> None:
+        for name in chosen.steps:
+            both = [losses.get((backend, name), 0.0) for backend in BACKENDS]
+            if abs(both[0] - both[1]) > AGREE * abs(both[1]):
+                sys.exit(f"the losses of {name} differ: {both}")
+        tokens = rng.integers(0, chosen.vocabulary, (comm.size, chosen.batch, chosen.context + 1))
+        own = torch.from_numpy(tokens[comm.rank])
+        batch[:] = [own[:, :-1], own[:, 1:]]
+
+    def timed_step(key: tuple[str, str], step: Callable[[Any], float]) -> Callable[[], float]:
+        def call() -> None:
+            losses[key] = step(batch)
+
+        return repeated(call, 1, comm)
+
+    for name in chosen.steps:
+        cases.append(f"step of {name}")
+        for backend, group in groups.items():
+            step = step_of(name, contenders.torch_twin(shape, model, store), group, comm.size)
+            calls[backend, cases[-1]] = timed_step((backend, name), step)
+    named = {f"{backend} {case}": call for (backend, case), call in calls.items()}
+    times = harness.alternate(named, chosen.rounds, begin=begin)
+    slowest = harness.of_ranks(comm, times).max(axis=2)
+    begin()
+    dist.destroy_process_group()
+    about = {"contenders": ";".join(named), "cases": ";".join(cases), "ranks": comm.size, "torch": torch.__version__}
+    return Results({"time_s": slowest}, {"time_s": "contenders, rounds"}, about)
+
+
+def repeated(call: Callable[[], object], count: int, comm: Any) -> Callable[[], float]:
+    """Return a function that returns the seconds of one of ``count`` calls."""
+
+    def seconds() -> float:
+        comm.barrier()
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        return (time.perf_counter() - begin) / count
+
+    return seconds
+
+
+def ratios(results: Results) -> harness.Ratios:
+    """Return the times over hpcdist over those over gloo, round by round."""
+    rows = dict(zip(results.names(), results.arrays["time_s"], strict=True))
+    return {case: rows[f"hpcdist {case}"] / rows[f"gloo {case}"] for case in results.names("cases")}
+
+
+def lines(results: Results) -> Sequence[str]:
+    rows = dict(zip(results.names(), results.arrays["time_s"], strict=True))
+    table = [("", "hpcdist", "gloo", "x gloo", "interval")]
+    for case, ratio in ratios(results).items():
+        median, low, high = harness.interval(ratio)
+        both = [f"{1e6 * np.median(rows[f'{backend} {case}']):,.0f} us" for backend in BACKENDS]
+        table.append((case, *both, f"{median:.3f}", f"{low:.3f} to {high:.3f}"))
+    return aligned(table)

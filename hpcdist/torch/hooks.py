@@ -1,0 +1,130 @@
+"""Communication hook of DistributedDataParallel: gradients that travel compressed, by the compressors of hpcdist.
+
+    hpcdist.torch.compress(model, "powersgd", rank=2)
+
+takes the place of PyTorch's allreduce of each bucket. Compressors and options are those of the section [compression]
+of a recipe; what a compressor loses of a gradient is added to the next one (`hpcdist.compression`).
+"""
+
+from dataclasses import fields
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from hpcdist import collectives
+from hpcdist.arrays import backend
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.ranges import Range
+from hpcdist.compression.compressor import ErrorFeedback
+from hpcdist.errors import UsageError
+from hpcdist.reporting.nearest import nearest
+from hpcdist.strategies.compressed.config import COMPRESSORS, READ_BY, CompressionConfig
+from hpcdist.strategies.compressed.reduction import GradientCoder
+from hpcdist.strategies.compressed.registry import BucketReduction, reduction_of
+from hpcdist.torch.buffers import array_of
+from hpcdist.torch.group import Group
+
+_FLOAT32: Final = np.dtype(np.float32)
+
+
+def compress(model: DistributedDataParallel, name: str, *, seed: int = 0, **options: Any) -> None:
+    """Let gradients of ``model`` travel compressed by ``name``. Collective; before the first backward.
+
+    ``name`` is one of "float16", "bfloat16", "int8", "int4", "adaptive", "qsgd", "sign", "topk", "randomk", "powersgd";
+    ``options`` are ``error_feedback``, ``warmup_steps``, ``across_nodes``, and for some ``density``, ``rank``,
+    ``bits``. Gradients are float32, and their residuals, where errors are fed back, take as much memory again. They are
+    not in a checkpoint of PyTorch: a run that goes on begins without them.
+    Raises UsageError for another name, an option that ``name`` does not read, or a group of another backend.
+    """
+    if name not in COMPRESSORS:
+        near = nearest(name, COMPRESSORS)
+        raise UsageError(
+            f"compressor {name!r} is unknown{f', did you mean {near}' if near else ''}; choose one of "
+            f"{', '.join(COMPRESSORS)}"
+        )
+    known = {field.name for field in fields(CompressionConfig)} - {"candidates", "parameters"}
+    for option in options:
+        if option not in known or name not in READ_BY.get(option, COMPRESSORS):
+            raise UsageError(f"{option} is no option of {name}")
+    if not isinstance(model.process_group, Group):
+        raise UsageError("compress needs a model over the backend hpcdist; call init_process_group('hpcdist') first")
+    model.register_comm_hook(_State(model.process_group, name, CompressionConfig(**options), seed), _hook)
+
+
+class _Bucket:
+    """Parameters of one bucket, as a layout, and the state of their reduction."""
+
+    def __init__(self, state: "_State", parameters: list[torch.Tensor]) -> None:
+        specs = [TensorSpec(0, f"p{index}", tuple(tensor.shape)) for index, tensor in enumerate(parameters)]
+        self.layout = Layout.of(specs)
+        self.part = Range(0, self.layout.size)
+        self._state = state
+        self._reduction: BucketReduction | None = None
+        self.steps = 0
+
+    def reduce(self, values: np.ndarray) -> None:
+        """Sum ``values``, which lie as in the layout, over the group in place. Collective."""
+        state = self._state
+        if self._reduction is None:
+            on = "gpu" if backend.is_device(values) else "cpu"
+            self._reduction = reduction_of(
+                state.group.comm, self.layout, (self.part,), state.name, state.config, state.seed, state.algorithm, on
+            )
+            if state.config.error_feedback:
+                kept = self._reduction.kept()
+                self._reduction.codes.feedback = ErrorFeedback(self.layout, kept, on=on, can_roll_back=False)
+        codes = self._reduction.codes
+        if isinstance(codes, GradientCoder):
+            codes.step = self.steps
+        self._reduction.reduction.allreduce(values, self.part)
+        if codes.feedback is not None:
+            codes.feedback.keep()
+
+
+class _State:
+    """State of the hook: the buckets, by the parameters in them, since DDP cuts buckets anew after its first step."""
+
+    def __init__(self, group: Group, name: str, config: CompressionConfig, seed: int) -> None:
+        self.group, self.name, self.config, self.seed = group, name, config, seed
+        self.algorithm = "native" if group.options.algorithm == "auto" else group.options.algorithm
+        self._buckets: dict[tuple[int, ...], _Bucket] = {}
+
+    def bucket(self, parameters: list[torch.Tensor]) -> _Bucket:
+        """Return the state of the bucket of ``parameters`` (local)."""
+        key = tuple(map(id, parameters))
+        if key not in self._buckets:
+            self._buckets[key] = _Bucket(self, parameters)
+        return self._buckets[key]
+
+
+def _hook(state: _State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Return the future of the mean of the gradients in ``bucket``. Collective, in the order of the group."""
+    tensor = bucket.buffer()
+    if tensor.dtype is not torch.float32:
+        raise UsageError(f"gradients of {tensor.dtype} are not compressed; train in float32, or under torch.autocast")
+    own, group = state.bucket(bucket.parameters()), state.group
+
+    def run() -> None:
+        flat = array_of(tensor.detach())
+        if own.steps < state.config.warmup_steps:
+            collectives.allreduce(group.comm, flat, state.algorithm)
+        else:
+            values = backend.namespace(flat).zeros(own.layout.size, _FLOAT32)
+            start, places = 0, []
+            for segment in own.layout.segments:
+                places.append((segment.range.slice, slice(start, start + segment.spec.size)))
+                start += segment.spec.size
+            for inside, outside in places:
+                values[inside] = flat[outside]
+            own.reduce(values)
+            for inside, outside in places:
+                flat[outside] = values[inside]
+        flat *= _FLOAT32.type(1.0 / group.comm.size)
+        own.steps += 1
+
+    work = group.submit(run, [tensor])
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return future

@@ -1,0 +1,124 @@
+"""Programs of PyTorch that a launcher starts: one changed line, failures, and PyTorch's own tests."""
+
+import json
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from harness import jobs
+
+pytest.importorskip("torch")
+SUITE = Path(__file__).parents[1] / "harness" / "pytorch_suite.py"
+
+
+@pytest.fixture
+def program(launch):
+    """``program(ranks, text, **environment)``: run a script that imports hpcdist.torch."""
+
+    def run(ranks, text, **environment):
+        begin = "import os, time, torch, hpcdist.torch\nimport torch.distributed as dist\n"
+        return launch(ranks, begin + textwrap.dedent(text), **environment)
+
+    return run
+
+
+def test_a_world_is_that_of_mpi(program):
+    done = program(
+        2,
+        """
+        dist.init_process_group("hpcdist")
+        assert (dist.get_rank(), dist.get_world_size()) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        beside = dist.new_group(backend="gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total, group=beside)
+        dist.all_reduce(total)
+        print("total", int(total))
+        dist.destroy_process_group()
+        dist.init_process_group("hpcdist")
+        dist.barrier()
+        dist.destroy_process_group()
+        """,
+    )
+    assert done.code == 0, done.stderr
+    assert done.stdout.count("total 4") == 2
+
+
+def test_another_world_is_refused(program):
+    done = program(2, "", RANK="0", WORLD_SIZE="4")
+    assert done.code != 0
+    assert re.search("RANK=0, WORLD_SIZE=4 in the environment, but this is rank . of 2 of MPI", done.stderr)
+
+
+def test_an_exception_ends_all_ranks_and_is_shown(program):
+    done = program(
+        2,
+        """
+        dist.init_process_group("hpcdist")
+        if dist.get_rank() == 1:
+            raise ValueError("the batch is bad")
+        dist.all_reduce(torch.ones(3))
+        """,
+    )
+    assert done.code != 0
+    assert "ValueError: the batch is bad" in done.stderr
+
+
+def test_a_skipped_operation_is_named(program, tmp_path):
+    """The rank that did not come, and the line of the script where the others wait."""
+    done = program(
+        2,
+        """
+        dist.init_process_group("hpcdist")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(3))  # rank 1 does not
+        time.sleep(60)
+        """,
+        HPCDIST_DEADLINE_S="3",
+        HPCDIST_RUN_DIR=str(tmp_path / "run"),
+    )
+    assert done.code != 0
+    assert "waited past its deadline" in done.stderr
+    hang = jobs.hpcdist("hang", tmp_path / "run").stdout
+    assert re.search(r"all_?reduce.*program\.py:\d+", hang), hang
+
+
+# Of each kind of operation one of PyTorch's own tests; all of them: see the docstring of the program.
+CHOSEN = [
+    "test_all_gather",
+    "test_all_gather_coalesced_simple",
+    "test_all_reduce_product",
+    "test_all_to_all_single_unequal_split",
+    "test_barrier",
+    "test_batch_isend_irecv_gloo",
+    "test_broadcast_object_list",
+    "test_gather",
+    "test_gather_object",
+    "test_isend",
+    "test_reduce_min",
+    "test_reduce_scatter_v_cuda",
+    "test_scatter",
+    "test_scatter_object_list",
+    "test_send_recv_any_source",
+    "test_new_subgroups",
+    "test_static_graph_api_cpu",
+    "test_ddp_comm_hook_logging",
+    "test_undefined_grad_parity_unused_parameters",
+]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_tests_of_pytorch(mpiexec, tmp_path, ranks):
+    pytest.importorskip("expecttest", reason="expecttest, which PyTorch's tests need, is not installed")
+    out = tmp_path / "outcomes.json"
+    done = mpiexec(ranks, [str(SUITE), "hpcdist", str(out), *CHOSEN], timeout=300)
+    assert done.returncode == 0, done.stdout[-5000:]
+    outcomes = json.loads(out.read_text())
+    failed = {name: ends for name, ends in outcomes.items() if any(end.startswith("failed") for end in ends)}
+    assert not failed and len(outcomes) == len(CHOSEN), failed
+    passed = [name for name, ends in outcomes.items() if all(end == "passed" for end in ends)]
+    assert len(passed) >= 12, outcomes
