@@ -46,6 +46,14 @@ def test_a_model_of_hugging_face_learns_a_text(mpiexec, tmp_path, text):
     transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "finetuned")
 
 
+def test_the_trainer_of_hugging_face_learns_a_text(mpiexec, tmp_path, text):
+    pytest.importorskip("accelerate")
+    shown = start(mpiexec, tmp_path, "trainer.py", str(text))
+    first, last, ranks = re.search(r"loss ([\d.]+) to ([\d.]+) on (\d) ranks", shown).groups()
+    assert float(last) < float(first) and ranks == "2"
+    assert (tmp_path / "trained" / "model.safetensors").exists()
+
+
 def test_the_sweep_is_one_and_a_job_array(tmp_path):
     shutil.copy(EXAMPLES / "sweep.toml", tmp_path)
     listed = jobs.hpcdist("bench", "sweep", "sweep.toml", "--list", cwd=tmp_path)
