@@ -62,6 +62,7 @@ def in_force(folder):
     return {row[0]: int(row[1]) // 1000 for row in rows}
 
 
+@pytest.mark.matrix
 def test_two_limits_and_none(folder, environment):
     asked = ("r.toml", "-n", "2", "--limits", ",".join(map(str, POWER_W)), "--repeats", "1", "--objective", "energy")
     refused = hpcdist(folder, environment, *asked)

@@ -14,6 +14,7 @@ FEW = ["--layers", 1, "--hidden", 16, "--heads", 2, "--context", 16, "--samples"
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.full_except("1")
+@pytest.mark.matrix_except("1")
 def test_one_command_starts_the_ranks_and_keeps_what_they_measure(tmp_path, mpi, ranks):
     """On two ranks the replicas of PyTorch are those of DistributedDataParallel."""
     pytest.importorskip("torch")

@@ -15,6 +15,7 @@ HPCDIST = [sys.executable, "-P", "-m", "hpcdist"]
 MODEL = ["--layers", "2", "--hidden", "64", "--heads", "1", "--vocabulary", "64", "--context", "32", "--batch", "4"]
 
 
+@pytest.mark.matrix
 def test_two_ranks_calibrate_and_a_plan_takes_the_file(tmp_path, mpi):
     path = tmp_path / "here.toml"
     line = [*HPCDIST, "run", "-n", "2", "plan", "calibrate", "-o", str(path), "--seconds", "0.2", "--max-bytes", "64K"]

@@ -16,9 +16,21 @@ PYTEST = ["-P", "-m", "pytest", "--color=no", "-p", "no:cacheprovider", "-o", "t
 @pytest.mark.full_except("2-first", "3-first")
 @pytest.mark.parametrize("tier", ["not full and not matrix", "full and not matrix"], ids=["first", "full"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])  # 3: not a power of two; 4: products of two axes
-@pytest.mark.matrix_except("2-first", "3-first", "1-first", "4-first")
+@pytest.mark.matrix_except("2-first", "3-first")
 def test_rank_suite(mpiexec, size, tier):
-    done = mpiexec(size, [*PYTEST, "-m", tier, str(TESTS / "ranks")], timeout=1500)
+    run_suite(mpiexec, size, tier, TESTS / "ranks")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.full
+def test_products_of_two_axes_on_four_ranks(mpiexec):
+    suites = [TESTS / "ranks" / f"test_rank_{name}.py" for name in ("collectives", "layouts", "strategies", "tensor")]
+    run_suite(mpiexec, 4, "not full and not matrix", *suites, TESTS / "ranks" / "test_adapters_torch.py")
+
+
+def run_suite(mpiexec, size, tier, *files):
+    """Run the tests of ``tier`` in ``files`` on ``size`` ranks."""
+    done = mpiexec(size, [*PYTEST, "-m", tier, *map(str, files)], timeout=1500)
     print(done.stdout)
     assert done.returncode == 0, f"the rank suite failed at {size} ranks:\n{done.stdout[-20000:]}"
     assert f"ranks: {size}" in done.stdout

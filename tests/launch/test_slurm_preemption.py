@@ -28,7 +28,7 @@ def jobs(preempting, mpi, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("launcher", "nodes"), [("mpirun", 2), ("mpirun", 1), ("srun", 2)])
-@pytest.mark.matrix_except("mpirun-2", "srun-2")
+@pytest.mark.matrix_except("srun-2")
 def test_a_preempted_job_saves_and_goes_on(jobs, mpi, launcher, nodes):
     if not (jobs.folder / f"{launcher}.toml").exists():
         pytest.skip("how the ranks of this MPI are started under Slurm is not known here")

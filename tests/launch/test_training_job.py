@@ -133,7 +133,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.full_except("zero3")
-@pytest.mark.matrix_except("zero1", "1f1b")
+@pytest.mark.matrix_except("zero1")
 def test_killed_runs_resume_to_the_same_bits(text, tmp_path, layout, rng):
     ranks, keys = LAYOUTS[layout]
     steps, every = 240, 10

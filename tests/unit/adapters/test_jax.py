@@ -127,7 +127,7 @@ def test_one_copy_in_and_one_out_for_each_tensor_and_pass(rng):
         assert model.traffic.copied_out_bytes - before.copied_out_bytes == size + 2 * sum(activations)
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_parameters_may_be_freed_and_come_back_elsewhere(rng):
     """As ZeRO-3 does between the passes: nothing of a layer's parameters is kept, however the function uses them."""
 
@@ -255,7 +255,7 @@ def dropping(params, x, keys):
     return jax.vmap(lambda key, row: jnp.where(jax.random.bernoulli(key, 0.5, row.shape), 2 * row, 0))(keys, y)
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_random_numbers_follow_the_sample(rng, x64):
     """What is dropped is the same however a batch is cut, and another in each step and seed; nothing without a draw."""
     params = [rng.standard_normal((8, 8)) for _ in range(2)]

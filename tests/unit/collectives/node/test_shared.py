@@ -97,6 +97,7 @@ def test_halves_are_reductions_to_owners_and_their_way_back(comm, size, op, rng)
 @pytest.mark.parametrize("dtype", [*FLOATS.values(), *INTEGERS.values()], ids=[*FLOATS, *INTEGERS])
 @on_threads(3)
 @pytest.mark.full_except("float64")
+@pytest.mark.matrix_except("float64", "float16", "bfloat16", "int16")
 def test_every_dtype_and_op(comm, dtype, rng):
     inputs = rng.integers(0, 30, (3, 3000)).astype(dtype)
     shared = shared_memory.allocate(comm, 3000, dtype)

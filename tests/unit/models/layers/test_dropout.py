@@ -68,6 +68,7 @@ def test_masks_against_the_reference(shape, dtype, rng):
 
 @pytest.mark.parametrize("context", [1, 70, LONG + 66])
 @pytest.mark.full_except("70", "1")
+@pytest.mark.matrix_except("70", "1")
 def test_the_mask_of_attention_against_the_reference(context, rng):
     draw, rate, batch, heads, size = Draw(SEED, 2, 9), 0.4, 2, 3, 2
     qkv = rng.standard_normal((batch, context, 3 * heads * size))

@@ -61,14 +61,14 @@ def check(found):
 
 @pytest.mark.parametrize("case", ALONE)
 @pytest.mark.full
-@pytest.mark.matrix_except("two micro-batches", "recompute", "float16, lamb", "logical shards")
+@pytest.mark.matrix_except("float16, lamb", "logical shards")
 def test_a_step_of_one_rank_allocates_nothing(case):
     check(steady(COMMON | ALONE[case]))
 
 
 @pytest.mark.parametrize("case", TOGETHER)
 @pytest.mark.full
-@pytest.mark.matrix_except("zero2", "zero3, bfloat16", "1f1b")
+@pytest.mark.matrix_except("zero3, bfloat16")
 def test_a_step_of_two_ranks_allocates_nothing(case, monkeypatch):
     unseen_messages(monkeypatch)
     check(steady(COMMON | TOGETHER[case], ranks=2))
@@ -86,6 +86,7 @@ def test_a_larger_model_allocates_no_more(case):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("strategy", "ranks"), [("allreduce", 1), ("zero3", 2)])
 @pytest.mark.full
+@pytest.mark.matrix_except("zero3-2-True")
 def test_activations_take_what_the_closed_form_says(strategy, ranks, recompute, monkeypatch):
     """Within 10 %, whatever becomes of gradients and parameters beside them."""
     unseen_messages(monkeypatch)

@@ -201,6 +201,7 @@ def fail_from(monkeypatch, number, code):
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
 @pytest.mark.full
+@pytest.mark.matrix_except("5")
 def test_a_disk_that_fails_for_a_moment_leaves_the_file_in_its_place(tmp_path, rng, monkeypatch, code):
     path = tmp_path / "metrics.h5"
     write(path, rng, range(1, 50), 2)
