@@ -42,6 +42,7 @@ STUDIES: Final = {
     "survival": "operations.survival",
     "telemetry": "operations.telemetry",
     "tensor": "training.tensor",
+    "wrapped.process_groups": "wrapped.process_groups",
     "wrapped.torch": "wrapped.torch",
 }
 

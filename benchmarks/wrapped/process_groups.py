@@ -22,7 +22,7 @@ from benchmarks.wrapped.torch import OPTIMIZER, SIZES, built
 from hpcdist.bench.step import contenders
 from hpcdist.comm.start import Session
 from hpcdist.reporting.table import aligned
-from hpcdist.reporting.units import binary_size
+from hpcdist.reporting.units import format_bytes
 
 SCHEMA, RANKS = "hpcdist-benchmark-process-groups", 2
 SMALL = {"rounds": 6}
@@ -98,7 +98,7 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     cases, calls = [], {}
     for name in chosen.operations:
         for nbytes in (size for size in chosen.bytes if size >= LEAST.get(name, 1 << 20)):
-            cases.append(f"{name} {binary_size(nbytes)}")
+            cases.append(f"{name} {format_bytes(nbytes)}")
             repeat = int(np.clip(MOVED // nbytes, 1, 200))
             for backend, group in groups.items():
                 calls[backend, cases[-1]] = repeated(collective(name, nbytes, group, comm.size), repeat, comm)
