@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 SEARCH_SECTION: Final = "Search"
 OBJECTIVES: Final = ("time", "energy", "cost", "energy-delay")
+# Which layouts were searched, as a note:
+WITH_OTHERS: Final = "layouts that this version of hpcdist cannot run were searched as well; --runnable leaves them out"
+RUNNABLE_ALONE: Final = "only layouts that this version of hpcdist runs were searched; others too without --runnable"
 _DERIVED_OPTIONS: Final = ("data", "servers")
 # Of the command that plans the best layout again: options that are written where the layout has another value than it
 # would have without them,
@@ -104,7 +107,8 @@ def command(
         wanted=sought.simulate,
     )
     paid = {line for candidate in result.found for line in text.idle_devices_line(candidate.estimate.layout, on)}
-    notes = (*closed, *sorted(paid), *subject.notes, *table.assumption_line(on))
+    searched = RUNNABLE_ALONE if options["runnable"] else WITH_OTHERS
+    notes = (searched, *closed, *sorted(paid), *subject.notes, *table.assumption_line(on))
     kernels = subject.layout.implementation if options["runnable"] and on.device.is_accelerator else subject.kernels
     replan = _replan(result, recipe, overrides, options | {"cluster": cluster, "implementation": kernels}, subject)
     if as_json:

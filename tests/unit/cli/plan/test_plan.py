@@ -12,6 +12,7 @@ from harness.jobs import called
 from harness.marks import cases
 from hpcdist.cli.plan import group
 from hpcdist.cli.plan.options import LAYOUT_FIELDS
+from hpcdist.cli.plan.search import RUNNABLE_ALONE, WITH_OTHERS
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.layout import ParallelLayout
 
@@ -571,6 +572,14 @@ def test_a_gpu_that_nobody_has_measured_is_planned_with_published_kernels(planne
     own_kernels = planned("search", *SEVEN, "--first", "1", "--runnable", "--no-simulate")
     assert own_kernels["found"][0]["layout"]["implementation"] == "hpcdist"
     assert "--implementation hpcdist" in own_kernels["again"]
+
+
+@pytest.mark.parametrize("runnable", [False, True])
+def test_a_search_tells_whether_it_is_of_runnable_layouts_alone(run, runnable):
+    arguments = ["search", *GPT, *ON, "--devices", "2", "--first", "1", "--no-simulate"]
+    _, out, _ = run(*arguments, *(["--runnable"] if runnable else []))
+    (note,) = [line for line in out.splitlines() if "--runnable" in line]
+    assert note == f"note: {RUNNABLE_ALONE if runnable else WITH_OTHERS}"
 
 
 def test_zero3_carries_its_known_error(run, planned):
