@@ -15,8 +15,6 @@ import click
 
 from hpcdist.cli.common import COUNT, check_plot, json_option, recipe_argument
 from hpcdist.cli.plan.options import (
-    LAYOUT_FIELDS,
-    PARAMETER_SERVER,
     SEARCH_AXES,
     SectionedCommand,
     cluster_option,
@@ -26,6 +24,7 @@ from hpcdist.cli.plan.options import (
     subject_options,
 )
 from hpcdist.errors import FAILURE, ConfigurationError, UsageError
+from hpcdist.planner.layout import LAYOUT_FIELDS, PARAMETER_SERVER
 from hpcdist.reporting.jsonable import jsonable
 
 if TYPE_CHECKING:
@@ -87,11 +86,12 @@ def command(
     an option of the layout that is given does not. Compression changes what is trained, and is tried where
     --compression names one. --plot draws the best. Where nothing fits the exit code is 1.
     """
-    from hpcdist.cli.plan.group import draw_plot, with_simulator
-    from hpcdist.cli.plan.subject import read_cluster, with_published_kernels
+    from hpcdist.cli.plan.group import draw_plot
     from hpcdist.planner.report import table, text
     from hpcdist.planner.report.table import search_table
     from hpcdist.planner.search import best_layouts
+    from hpcdist.training.use_cases.plan import with_simulator
+    from hpcdist.training.use_cases.plan_subject import read_cluster, with_published_kernels
 
     check_plot(plot)
     on = read_cluster(cluster)
@@ -124,7 +124,7 @@ def command(
 
 def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> "PlanSubject":
     """Return what is to be laid out, with what never varies of its layout."""
-    from hpcdist.cli.plan.subject import options_given, subject_from_options
+    from hpcdist.training.use_cases.plan_subject import options_given, subject_from_options
 
     for name in options_given(options, _DERIVED_OPTIONS):
         raise UsageError(f"{name} is what a search finds; leave it out, and give --devices")
@@ -133,8 +133,8 @@ def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str
 
 
 def _search_request(subject: "PlanSubject", cluster: "Cluster", options: Mapping[str, Any]) -> "SearchSpec":
-    from hpcdist.cli.plan.subject import strategy_from_options
     from hpcdist.planner.search.space import SearchSpec
+    from hpcdist.training.use_cases.plan_subject import strategy_from_options
 
     values: dict[str, Any] = {
         field: (options[name],) for name, field in SEARCH_AXES.items() if options.get(name) is not None

@@ -6,10 +6,10 @@ import pytest
 
 from harness.jobs import called
 from hpcdist.batch.sites import search
-from hpcdist.cli.plan import group
-from hpcdist.cli.plan.group import plan_of_subject
 from hpcdist.cli.submit import command
 from hpcdist.planner.cluster import hardware, toml_file
+from hpcdist.training.use_cases import plan
+from hpcdist.training.use_cases.plan import plan_of_subject
 
 RECIPE = """
 [model]
@@ -87,7 +87,7 @@ def test_a_file_lies_beside_the_profile(submit, profile):
 
 def test_of_a_node_what_the_job_asks_for_is_planned(monkeypatch, submit):
     seen = []
-    monkeypatch.setattr(group, "plan_of_subject", lambda subject, on: seen.append(on) or plan_of_subject(subject, on))
+    monkeypatch.setattr(plan, "plan_of_subject", lambda subject, on: seen.append(on) or plan_of_subject(subject, on))
     submit("--cluster", "h100-hgx")  # 4 of the 8 GPUs of 2 nodes
     submit("--cluster", "h100-hgx", "--ranks-per-node", "8")
     part, whole = seen
