@@ -33,7 +33,7 @@ _MODULES: Final = {
     "allreduce": "hpcdist.collectives.arrays",
     "broadcast": "hpcdist.collectives.arrays",
     "init": "hpcdist.comm.mpi.world",
-    "plan": "hpcdist.cli.plan.data",
+    "plan": "hpcdist.training.use_cases.plan",
     "reduce_scatter": "hpcdist.collectives.arrays",
     "session": "hpcdist.comm.mpi.world",
     "should_stop": "hpcdist.training.stopping",

@@ -116,16 +116,20 @@ def plan(directory: Path, nbytes: int, writers: int, options: str = "auto", moun
     system = file_system(directory, mounts)
     if options == "none":
         return StripePlan(system, (), "checkpoint.stripe = 'none'")
-    if not system.striped:
-        return StripePlan(system, (), f"{directory} lies on {system.kind}, which has no stripes")
-    begin = _base_command(system.kind)
-    if options != "auto":
-        return StripePlan(system, (*begin, *shlex.split(options), str(directory)), "checkpoint.stripe says so")
-    servers = _servers(directory) if system.kind == LUSTRE else None
-    count = stripes(nbytes, writers, servers)
-    known = "an unknown number of servers" if servers is None else counted(servers, "server")
-    why = f"{format_bytes(nbytes)} by {counted(writers, 'writer')} on {known}: {counted(count, 'stripe')} a shard"
-    return StripePlan(system, (*begin, *_options(begin, count), str(directory)), why)
+    begin = _base_command(system.kind if system.striped else LUSTRE)
+    if options == "auto":
+        servers = _servers(directory) if system.kind == LUSTRE else None
+        count = stripes(nbytes, writers, servers)
+        known = "an unknown number of servers" if servers is None else counted(servers, "server")
+        why = f"{format_bytes(nbytes)} by {counted(writers, 'writer')} on {known}: {counted(count, 'stripe')} a shard"
+        words = _options(begin, count)
+    else:
+        words, why = tuple(shlex.split(options)), "checkpoint.stripe says so"
+    command = (*begin, *words, str(directory))
+    if system.striped:
+        return StripePlan(system, command, why)
+    there = f"{directory} lies on {system.kind}, which has no stripes"
+    return StripePlan(system, (), f"{there}; on Lustre it would be `{shlex.join(command)}` ({why})")
 
 
 def _base_command(kind: str) -> tuple[str, ...]:

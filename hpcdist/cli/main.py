@@ -19,8 +19,6 @@ from hpcdist.comm.failure import failfast
 from hpcdist.comm.launch import environment, exit_file, standard_streams
 from hpcdist.errors import FAILURE, INTERRUPTED, STORAGE, HpcdistError
 
-GIVE_WAY_S: Final = 3.0  # ranks of a job start within seconds of each other
-
 # name -> (where its click command is, what the overview says of it), in the order in which a user needs them
 COMMANDS: Final = {
     "help": ("hpcdist.cli.help:command", "Show a page of the documentation, or a key of a recipe."),
@@ -97,7 +95,7 @@ def _print_error(text: str) -> None:
     launched = environment.launch_environment()
     rank = launched.rank or 0 if launched is not None else 0
     if rank:
-        time.sleep(GIVE_WAY_S)
+        time.sleep(failfast.GIVE_WAY_S)
     with suppress(OSError):
         if launched is not None and failfast.write_for_launcher(rank, text):
             return

@@ -65,9 +65,13 @@ def tune(show: bool, clear: bool, as_json: bool, **measured: Any) -> None:
 
 
 def _show_cache(clear: bool, as_json: bool) -> None:
-    """Print, or remove, what is kept."""
+    """Print, or remove, what is kept; of the ranks of a launcher only rank 0 does."""
     from hpcdist.collectives.tuning import cache
+    from hpcdist.comm.launch.environment import launch_environment
 
+    launched = launch_environment()
+    if launched is not None and launched.rank:
+        return
     if clear:
         count = cache.clear()
         click.echo(json.dumps({"removed": count}) if as_json else f"{count} files removed")

@@ -11,7 +11,7 @@ before those of what it calls; `estimate` and `layout` are the types that all of
 
     hpcdist/cli/plan/group.py                    the command: everything below is called from `command`
     hpcdist/cli/plan/options.py                  its options
-    hpcdist/cli/plan/subject.py                  model, layout, batch and steps, from the recipe and the options
+    hpcdist/training/use_cases/plan_subject.py   model, layout, batch and steps, from the recipe and the options
     planner/cluster/toml_file.py                 the file of a cluster
     planner/cluster/hardware.py                  devices, nodes and links, checked
     hpcdist/training/recipe/recipe.py            the recipe, checked against all of its sections

@@ -1,12 +1,14 @@
 """Layout of a training over devices: parallel degrees, sharding, micro-batches and schedule.
 
-Light: imports nothing. The tuples beside the class are the values that a field may have.
+Light: imports nothing. The tuples beside the class are the values that a field may have, and `LAYOUT_FIELDS` is how
+options of `hpcdist plan`, which are keywords of `hpcdist.plan`, call the fields.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-STRATEGIES = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")
+PARAMETER_SERVER = "parameter_server"  # the strategy that servers are for
+STRATEGIES = ("allreduce", "zero1", "zero2", "zero3", PARAMETER_SERVER)
 RECOMPUTE = ("none", "selective", "full")
 PRECISIONS = ("float32", "float64", "bfloat16", "float16")
 HALVES = ("bfloat16", "float16")
@@ -102,3 +104,8 @@ class ParallelLayout:
     def microbatches(self, global_batch: int) -> int:
         """Return how many micro-batches a replica computes in a step, the last one perhaps smaller."""
         return -(-global_batch // (self.data * self.microbatch))
+
+
+_RENAMED = {"context": "context_ranks", "expert": "expert_ranks"}  # --context is that of a model
+# Option of the layout -> the field that it sets; --zero is the strategy.
+LAYOUT_FIELDS = {_RENAMED.get(item.name, item.name): item.name for item in fields(ParallelLayout)} | {"zero": "zero"}

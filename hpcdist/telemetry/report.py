@@ -67,7 +67,6 @@ def _mishaps(run: SampledMetrics) -> dict[str, int]:
 def text(run_report: RunReport) -> str:
     """Return the report as lines for people."""
     figures = run_report.figures
-    unit = figures.get("speed_unit", "tokens")
     steps = run_report.metrics.steps
     if not len(steps["step"]):
         return f"{run_report.run_dir}: no step was completed"
@@ -75,15 +74,13 @@ def text(run_report: RunReport) -> str:
     lines += [f"{label:10} {figures[key]}" for label, key in _HEAD if figures.get(key)]
     sessions = f" in {figures['sessions']} sessions" if figures.get("sessions", 1) > 1 else ""
     lines.append(f"steps      {figures['steps']} on {counted(figures['world'], 'rank')}{sessions}")
-    train, mean, val = (format_value(figures[name]) for name in ("train_loss", "train_loss_mean", "val_loss"))
-    lines.append(f"loss       train {train} ({mean} over the last steps), validation {val}")
+    train, mean = (format_value(figures[name]) for name in ("train_loss", "train_loss_mean"))
+    val = "no validation" if figures["val_loss"] is None else f"validation {format_value(figures['val_loss'])}"
+    lines.append(f"loss       train {train} ({mean} over the last steps), {val}")
     entropies = [f"{key.removesuffix('_nats')} {format_value(figures[key])}" for key in ENTROPIES if figures.get(key)]
     if entropies:
         lines.append(f"entropies  {', '.join(entropies)} (of the training data)")
-    lines.append(f"step       median {_seconds(figures['step_s_median'])}, 95 % {_seconds(figures['step_s_p95'])}")
-    lines.append(f"speed      {format_value(figures['tokens_per_s'], '{:,.0f} ' + unit + '/s')}")
-    shares = [f"{name} {format_value(figures[f'{key}_fraction'], '{:.1%}')}" for name, key in _SHARES]
-    lines.append(f"time       {', '.join(shares)}")
+    lines += _speed(figures, figures.get("speed_unit", "tokens"))
     if figures.get("communication_hidden_share") is not None:  # of a run that has ended, with overlap
         hidden = figures["communication_hidden_share"]
         lines.append(f"overlap    {hidden:.0%} of the time of reductions was not waited for")
@@ -106,12 +103,31 @@ def text(run_report: RunReport) -> str:
     return "\n".join([*lines, "", *_curve(run_report.steps)])
 
 
+def _speed(figures: Mapping[str, Any], unit: str) -> list[str]:
+    """Return the lines about the time of a step and of its parts."""
+    if figures["step_s_median"] is None:
+        return ["step       no times yet: the first step of each start, which compiles and allocates, does not count"]
+    shares = [f"{name} {format_value(figures[f'{key}_fraction'], '{:.1%}')}" for name, key in _SHARES]
+    return [
+        f"step       median {_seconds(figures['step_s_median'])}, 95 % {_seconds(figures['step_s_p95'])}",
+        f"speed      {format_value(figures['tokens_per_s'], '{:,.0f} ' + unit + '/s')}",
+        f"time       {', '.join(shares)}",
+    ]
+
+
 def _moved(figures: Mapping[str, Any]) -> str:
     """Return the bytes that a rank moved in a step; of a run that has not ended, those sent in messages."""
+    if figures["world"] == 1:
+        return "one rank moves nothing"
     if (known := step_metrics.moved_bytes(figures)) is not None:
         return f"{known.described()} a step and rank"
-    sent, loaded = figures["bytes_sent_per_step"], figures.get("bytes_loaded_per_step", 0)
-    return "not measured" if sent is None else f"{BytesMoved(sent, loaded).described()} a step and rank"
+    sent = figures["bytes_sent_per_step"]
+    if sent is None:
+        return "not known before the end of the run"
+    if "bytes_loaded_per_step" in figures:  # noted at its end by an earlier version
+        return f"{BytesMoved(sent, figures['bytes_loaded_per_step']).described()} a step and rank"
+    messages = f"{format_bytes(round(sent))} in messages a step and rank" if sent else "nothing in messages"
+    return f"{messages}; what takes other ways is noted at the end of the run"
 
 
 def _anomaly_lines(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:

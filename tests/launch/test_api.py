@@ -96,6 +96,18 @@ def test_a_file_asks_once_for_a_stop(tmp_path):
     assert done.returncode == 0 and f"total {total_of(3)} from 1" in done.stdout, done.stdout
 
 
+@pytest.mark.parametrize("begin", ["fail_alike()", "hpcdist.init()"])
+@pytest.mark.usefixtures("mpi")
+def test_an_error_that_all_ranks_of_a_script_have_is_shown_once(begin, tmp_path):
+    """Before MPI has started, where rank 0 speaks first, and after it, where the ranks agree."""
+    program = tmp_path / "program.py"
+    imports = "import hpcdist\nfrom hpcdist.comm.start import fail_alike\nfrom hpcdist.errors import UsageError\n"
+    program.write_text(f"{imports}{begin}\nraise UsageError('--bad is unknown')\n")
+    done = jobs.hpcdist("run", "-n", "2", "--", "python", program)
+    assert done.returncode == 2, done.stderr
+    assert (done.stdout + done.stderr).count("--bad is unknown") == 1, done.stderr
+
+
 def test_importing_loads_nothing_heavy():
     code = "import sys, hpcdist; dir(hpcdist); print(sorted({'numpy', 'mpi4py', 'click', 'h5py'} & set(sys.modules)))"
     assert jobs.python(code).stdout.strip() == "[]"

@@ -10,7 +10,6 @@ import click
 from hpcdist.cli.common import COUNT, json_option, recipe_argument
 from hpcdist.cli.plan.options import (
     CLUSTER_SECTION,
-    LAYOUT_FIELDS,
     SectionedCommand,
     clusters_option,
     layout_options,
@@ -18,6 +17,7 @@ from hpcdist.cli.plan.options import (
     subject_options,
 )
 from hpcdist.errors import FAILURE, ConfigurationError, UsageError
+from hpcdist.planner.layout import LAYOUT_FIELDS
 
 if TYPE_CHECKING:
     from hpcdist.planner.cluster.hardware import Cluster
@@ -58,7 +58,7 @@ def command(
 
     Options of the layout hold for each --layout that does not say otherwise.
     """
-    from hpcdist.cli.plan.subject import read_cluster, subject_from_options, with_published_kernels
+    from hpcdist.training.use_cases.plan_subject import read_cluster, subject_from_options, with_published_kernels
 
     if max(1, len(clusters)) * max(1, len(layouts)) < 2:
         raise UsageError("one layout on one cluster compares with nothing; give --layout or --cluster twice")
@@ -86,7 +86,7 @@ class _ComparedPlan(NamedTuple):
 
 
 def _plan(subject: "PlanSubject", on: "Cluster", text: str) -> _ComparedPlan:
-    from hpcdist.cli.plan.group import plan_of_subject
+    from hpcdist.training.use_cases.plan import plan_of_subject
 
     try:
         return _ComparedPlan(subject, on, text, plan_of_subject(subject, on, simulate=True))

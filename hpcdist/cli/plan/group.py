@@ -7,9 +7,8 @@ with exit code 1.
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from click.shell_completion import CompletionItem
@@ -24,8 +23,9 @@ from hpcdist.cli.plan.options import (
     plot_option,
     subject_options,
 )
-from hpcdist.errors import FAILURE, ConfigurationError, MissingCapabilityError
+from hpcdist.errors import FAILURE, MissingCapabilityError, UsageError
 from hpcdist.reporting.jsonable import jsonable
+from hpcdist.reporting.nearest import nearest
 from hpcdist.reporting.table import aligned
 from hpcdist.reporting.toml_text import toml_lines
 
@@ -84,8 +84,6 @@ def models(named: str | None, as_json: bool) -> None:
         cells = [(name, large_count(row["parameters"], 4), shown.format_map(row)) for name, row in rows.items()]
         click.echo("\n".join(aligned(cells, left=(0, -1))))
 
-
-PlanResult = TypeVar("PlanResult")
 
 EXAMPLES: Final = """\b
 Examples:
@@ -163,10 +161,15 @@ def command(
     `hpcdist train` trains. `--calibrate` is `hpcdist plan calibrate`. A training that does not fit into the memory ends
     with exit code 1.
     """
-    from hpcdist.cli.plan.subject import read_cluster, subject_from_options, with_published_kernels
     from hpcdist.planner.report import text
+    from hpcdist.training.use_cases.plan import plan_of_subject
+    from hpcdist.training.use_cases.plan_subject import read_cluster, subject_from_options, with_published_kernels
 
     check_plot(plot)
+    if recipe is not None and not recipe.exists() and (near := nearest(str(recipe), COMMANDS)):
+        raise UsageError(
+            f"there is no recipe {str(recipe)!r}, and no command of that name; did you mean `hpcdist plan {near}`?"
+        )
     on = read_cluster(cluster)
     subject = with_published_kernels(subject_from_options(recipe, overrides, options), on)
     answer = plan_of_subject(subject, on, simulate=simulate)
@@ -180,38 +183,6 @@ def command(
         click.echo(text.text(answer, subject.description, on))
     if not answer.memory.fits:
         click.get_current_context().exit(FAILURE)
-
-
-def plan_of_subject(subject: "PlanSubject", cluster: "Cluster", *, simulate: bool = False) -> "PlanEstimate":
-    """Return the plan, with the notes among its flags. Raises ConfigurationError for a layout that cannot be.
-
-    One that does not fit into the memory can be: the plan tells what is too much. ``simulate``: run the passes of a
-    pipeline one by one, where that is possible here.
-    """
-    from hpcdist.planner.limits import checks
-    from hpcdist.planner.plan import plan
-    from hpcdist.planner.report import table
-
-    description, layout, batch = subject.description, subject.layout, subject.global_batch
-    wrong = [problem.text for problem in checks.shape_problems(description, layout, cluster, batch)]
-    if wrong:
-        raise ConfigurationError(f"this layout cannot be: {'; '.join(wrong)}")
-    answer, notes = with_simulator(
-        lambda runs: plan(description, layout, cluster, batch, subject.steps, simulate=runs),
-        wanted=simulate and layout.pipeline > 1,
-    )
-    flags = (*answer.flags, *table.layout_caveats(answer), *notes, *subject.notes, *table.assumption_line(cluster))
-    return dataclasses.replace(answer, flags=table.ordered(flags, [layout]))
-
-
-def with_simulator(make: Callable[[bool], PlanResult], *, wanted: bool) -> tuple[PlanResult, tuple[str, ...]]:
-    """Return ``make(wanted)``, or where the simulator cannot be loaded what closed forms give, and a note of it."""
-    try:
-        return make(wanted), ()
-    except ImportError as error:
-        if not wanted:
-            raise
-        return make(False), (f"pipelines are planned by closed forms: the simulator cannot be loaded ({error})",)
 
 
 def draw_plot(answer: "PlanEstimate", subject: "PlanSubject", cluster: "Cluster", file: Path) -> None:

@@ -1,8 +1,8 @@
 """Options of `hpcdist plan`: the model, the layout and the cluster, with headings of their own in the help.
 
-Each is a row of a table: its flags, what it takes and its help; an option of the layout also has the field of
-`hpcdist.planner.layout.ParallelLayout` that it sets, and the axis of a search that it fixes. All default to None, so
-that a command knows which of them were given.
+Each is a row of a table: its flags, what it takes and its help; an option of the layout also has the axis of a search
+that it fixes. All default to None, so that a command knows which of them were given. The fields that they set are in
+`hpcdist.planner.layout.LAYOUT_FIELDS` and `hpcdist.training.use_cases.plan_subject`.
 """
 
 import importlib
@@ -28,8 +28,6 @@ from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 MODEL_SECTION: Final = "Model in numbers"
 LAYOUT_SECTION: Final = "Layout"
 CLUSTER_SECTION: Final = "Cluster and run"
-
-PARAMETER_SERVER: Final = "parameter_server"  # the strategy that --servers is for
 
 CALIBRATE: Final = "calibrate"
 # Where each command is, and what the overview says of it.
@@ -81,17 +79,12 @@ SHARE: Final = FiniteNumber(0.0, 1.0)
 
 
 class PlanOption(NamedTuple):
-    """Option of the model, the layout or the run.
-
-    ``axis`` is the field of `SearchSpec` that has only its value where it is given; ``field`` is that of a layout where
-    it has another name than the option.
-    """
+    """Option of the model, the layout or the run; ``axis`` is the field of `SearchSpec` that it fixes to its value."""
 
     flags: str
     kind: Kind
     text: str
     axis: str = ""
-    field: str = ""
 
     @property
     def name(self) -> str:
@@ -135,8 +128,6 @@ _SHAPE: Final = (
     PlanOption("--bias/--no-bias", None, "Linears have biases.  [default: bias]"),
     PlanOption("--causal/--no-causal", None, "A token sees those before it alone.  [default: causal]"),
 )
-# Options that describe a transformer: fields of `hpcdist.planner.model.description.TransformerShape`, and mlp_ratio.
-SHAPE_OPTIONS: Final = tuple(option.name for option in _SHAPE)
 
 _RUN: Final = (
     PlanOption("--devices", COUNT, "Devices, or ranks, in all.  [default: as the degrees need]"),
@@ -149,10 +140,8 @@ _LAYOUT: Final = (
     PlanOption("--data", COUNT, "Replicas.  [default: what --devices leaves]"),
     PlanOption("--pipeline", COUNT, "Stages.  [default: 1]", "pipelines"),
     PlanOption("--tensor", COUNT, "Devices that compute each layer together.  [default: 1]", "tensors"),
-    PlanOption(
-        "--context-ranks", COUNT, "Devices that share the tokens of a sample.  [default: 1]", "contexts", "context"
-    ),
-    PlanOption("--expert-ranks", COUNT, "Data devices that share the experts.  [default: 1]", "experts", "expert"),
+    PlanOption("--context-ranks", COUNT, "Devices that share the tokens of a sample.  [default: 1]", "contexts"),
+    PlanOption("--expert-ranks", COUNT, "Data devices that share the experts.  [default: 1]", "experts"),
     PlanOption("--strategy", STRATEGIES, "How replicas meet.  [default: allreduce]"),
     PlanOption("--zero", click.IntRange(0, 3), "Its stage: --strategy zeroN, or allreduce for 0."),
     PlanOption("--servers", COUNT, "Dedicated parameter servers beside the other devices."),
@@ -198,8 +187,6 @@ _LAYOUT: Final = (
     ),
     PlanOption("--overlap", SHARE, "Share of the exchange that may hide behind computation.  [default: 1]"),
 )
-# Option of the layout -> the field of a `ParallelLayout` that it sets; --zero is the strategy.
-LAYOUT_FIELDS: Final = {option.name: option.field or option.name for option in _LAYOUT}
 # Option of the layout -> the field of `SearchSpec` that has only its value, where it is given.
 SEARCH_AXES: Final = {option.name: option.axis for option in _LAYOUT if option.axis}
 

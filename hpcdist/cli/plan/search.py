@@ -15,8 +15,6 @@ import click
 
 from hpcdist.cli.common import COUNT, check_plot, json_option, recipe_argument
 from hpcdist.cli.plan.options import (
-    LAYOUT_FIELDS,
-    PARAMETER_SERVER,
     SEARCH_AXES,
     SectionedCommand,
     cluster_option,
@@ -26,6 +24,7 @@ from hpcdist.cli.plan.options import (
     subject_options,
 )
 from hpcdist.errors import FAILURE, ConfigurationError, UsageError
+from hpcdist.planner.layout import LAYOUT_FIELDS, PARAMETER_SERVER
 from hpcdist.reporting.jsonable import jsonable
 
 if TYPE_CHECKING:
@@ -37,6 +36,9 @@ if TYPE_CHECKING:
 
 SEARCH_SECTION: Final = "Search"
 OBJECTIVES: Final = ("time", "energy", "cost", "energy-delay")
+# Which layouts were searched, as a note:
+WITH_OTHERS: Final = "layouts that this version of hpcdist cannot run were searched as well; --runnable leaves them out"
+RUNNABLE_ALONE: Final = "only layouts that this version of hpcdist runs were searched; others too without --runnable"
 _DERIVED_OPTIONS: Final = ("data", "servers")
 # Of the command that plans the best layout again: options that are written where the layout has another value than it
 # would have without them,
@@ -84,11 +86,12 @@ def command(
     an option of the layout that is given does not. Compression changes what is trained, and is tried where
     --compression names one. --plot draws the best. Where nothing fits the exit code is 1.
     """
-    from hpcdist.cli.plan.group import draw_plot, with_simulator
-    from hpcdist.cli.plan.subject import read_cluster, with_published_kernels
+    from hpcdist.cli.plan.group import draw_plot
     from hpcdist.planner.report import table, text
     from hpcdist.planner.report.table import search_table
     from hpcdist.planner.search import best_layouts
+    from hpcdist.training.use_cases.plan import with_simulator
+    from hpcdist.training.use_cases.plan_subject import read_cluster, with_published_kernels
 
     check_plot(plot)
     on = read_cluster(cluster)
@@ -104,7 +107,8 @@ def command(
         wanted=sought.simulate,
     )
     paid = {line for candidate in result.found for line in text.idle_devices_line(candidate.estimate.layout, on)}
-    notes = (*closed, *sorted(paid), *subject.notes, *table.assumption_line(on))
+    searched = RUNNABLE_ALONE if options["runnable"] else WITH_OTHERS
+    notes = (searched, *closed, *sorted(paid), *subject.notes, *table.assumption_line(on))
     kernels = subject.layout.implementation if options["runnable"] and on.device.is_accelerator else subject.kernels
     replan = _replan(result, recipe, overrides, options | {"cluster": cluster, "implementation": kernels}, subject)
     if as_json:
@@ -120,7 +124,7 @@ def command(
 
 def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> "PlanSubject":
     """Return what is to be laid out, with what never varies of its layout."""
-    from hpcdist.cli.plan.subject import options_given, subject_from_options
+    from hpcdist.training.use_cases.plan_subject import options_given, subject_from_options
 
     for name in options_given(options, _DERIVED_OPTIONS):
         raise UsageError(f"{name} is what a search finds; leave it out, and give --devices")
@@ -129,8 +133,8 @@ def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str
 
 
 def _search_request(subject: "PlanSubject", cluster: "Cluster", options: Mapping[str, Any]) -> "SearchSpec":
-    from hpcdist.cli.plan.subject import strategy_from_options
     from hpcdist.planner.search.space import SearchSpec
+    from hpcdist.training.use_cases.plan_subject import strategy_from_options
 
     values: dict[str, Any] = {
         field: (options[name],) for name, field in SEARCH_AXES.items() if options.get(name) is not None

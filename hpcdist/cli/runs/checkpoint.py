@@ -122,13 +122,14 @@ def stripe(directory: Path, nbytes: int, writers: int, wish: str, plan_only: boo
     """Stripe DIR for checkpoints of a given size: on Lustre with lfs setstripe, on BeeGFS with its own tool.
 
     Files that are made in DIR later follow it. A training does the same before its first save. Elsewhere there is
-    nothing to do, which is said.
+    nothing to do, which is said, with what it would be on Lustre.
 
     Exit code 0 when it is done, or nothing is to be done, 74 when the tool fails.
     """
     from hpcdist.checkpoint import stripe as stripes
+    from hpcdist.checkpoint.config import CheckpointConfig
 
-    striping = stripes.plan(directory, nbytes, writers, wish)
+    striping = stripes.plan(directory, nbytes, writers, CheckpointConfig(stripe=wish).stripe)
     failure = ""
     if not plan_only and striping.command:
         directory.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ in a line or two; a job is never held up by what cannot be planned.
 """
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +18,7 @@ from hpcdist.comm.launch.exit_file import SURVIVE_MODES
 
 if TYPE_CHECKING:
     from hpcdist.batch.job import BatchJob
+    from hpcdist.planner.cluster.hardware import Cluster, LinkLevel
     from hpcdist.training.recipe.recipe import Recipe
     from hpcdist.training.use_cases.batch_job import PlannedJob
 
@@ -41,12 +43,12 @@ def estimate_lines(planned: "PlannedJob", cluster: str | None) -> list[str]:
 
 
 def _estimate_lines(job: "BatchJob", recipe: "Recipe", named: str) -> list[str]:
-    from hpcdist.cli.plan.group import plan_of_subject
-    from hpcdist.cli.plan.subject import subject_of_recipe, with_published_kernels
     from hpcdist.planner.cluster import toml_file
     from hpcdist.planner.report.text import one_line
+    from hpcdist.training.use_cases.plan import plan_of_subject
+    from hpcdist.training.use_cases.plan_subject import subject_of_recipe, with_published_kernels
 
-    on = toml_file.read(named)
+    on = _part_of_nodes(toml_file.read(named), job.ranks_per_node)
     answer = plan_of_subject(
         with_published_kernels(subject_of_recipe(recipe, job.name, {"devices": job.ranks}), on), on
     )
@@ -55,6 +57,32 @@ def _estimate_lines(job: "BatchJob", recipe: "Recipe", named: str) -> list[str]:
     if limit_s is not None and 0 < limit_s < answer.run.wall_s:
         lines.append(f"estimate: that is {math.ceil(answer.run.wall_s / limit_s)} jobs of {job.walltime} after another")
     return lines
+
+
+def _part_of_nodes(cluster: "Cluster", devices: int) -> "Cluster":
+    """Return ``cluster`` with nodes of the ``devices`` that a job has of each; all of them where it has as many.
+
+    The other devices of a node are other jobs': links within it join those of the job alone, and of the power and the
+    memory of the host the job has its share.
+    """
+    node = cluster.node
+    if devices >= node.devices:
+        return cluster
+    share = devices / node.devices
+    levels: list[LinkLevel] = []
+    for level in cluster.levels:
+        if 0 < level.devices < devices and devices % level.devices:
+            continue  # it would cut the job's part of a node unevenly
+        joined = min(level.devices, devices) if level.devices <= node.devices else round(level.devices * share)
+        if level.devices == 0 or joined > (levels[-1].devices if levels else 1):
+            levels.append(replace(level, devices=joined))
+    hosts = {name: getattr(node, name) * share for name in ("host_w", "network_w", "host_memory_bytes")}
+    return replace(
+        cluster,
+        devices=cluster.nodes * devices,
+        node=replace(node, devices=devices, **hosts),
+        levels=tuple(levels) or cluster.levels[-1:],
+    )
 
 
 class SubmitCommand(click.Command):

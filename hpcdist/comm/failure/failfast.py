@@ -78,6 +78,7 @@ def error_summary(error: BaseException, thread: str | None) -> str:
 
 FAILURE_DIR: Final = "HPCDIST_FAILURE_DIR"  # set by `hpcdist run`, which shows the first failure last
 PRECEDENCE_S: Final = 1.0  # head start of the rank that failed first over those that failed because of it
+GIVE_WAY_S: Final = 3.0  # head start of rank 0 before the job has begun: ranks start within seconds of each other
 DRAIN_S: Final = 0.2  # launchers forward stderr through pipes, and drop their content at an abort
 READ_S: Final = 5.0  # for a launcher on a busy machine to read the pipe
 ABORT_S: Final = 3.0  # after this the process leaves by itself, whatever the MPI library is doing
@@ -291,7 +292,7 @@ def fail(error: BaseException, thread: str | None = None) -> NoReturn:
     state.failing.acquire()  # never released: the process ends here
     code = exit_code(error) or FAILURE
     # A failure in the report, or an abort that waits for a lock of the failed thread, must not keep the process alive.
-    _leave_by(time.monotonic() + PRECEDENCE_S + READ_S + DRAIN_S + ABORT_S, code)
+    _leave_by(time.monotonic() + GIVE_WAY_S + READ_S + DRAIN_S + ABORT_S, code)
     try:
         copy = _report(state, error, code, thread)
         if copy and state.title is not None:
@@ -309,18 +310,23 @@ def fail(error: BaseException, thread: str | None = None) -> NoReturn:
 
 def _report(state: _Installed, error: BaseException, code: int, thread: str | None) -> str:
     """Publish ``error``; return the path of its copy, as `publish` does."""
-    if isinstance(error, CommunicationError) or type(error).__module__.startswith("mpi4py"):
+    # Before the job has begun the ranks cannot agree, and most likely all have the same error of the user.
+    launched = state.all_agree is None and environment.launch_environment() is not None
+    alike = launched and isinstance(error, USER_ERRORS)
+    if alike and state.rank:
+        time.sleep(GIVE_WAY_S)  # once rank 0 has reported it and left, the launcher ends this one
+    elif isinstance(error, CommunicationError) or type(error).__module__.startswith("mpi4py"):
         time.sleep(PRECEDENCE_S)  # most often caused by another rank's failure, which is to be reported first
     where = f"rank {state.rank}" + (f", thread {thread}" if thread else "")
     if state.recorder is not None:
         state.recorder.note("raised", error_summary(error, thread))
-    return publish(state.rank, f"{where} failed: exit code {code}", "".join(error_lines(error)))
+    return publish(state.rank, f"{where} failed: exit code {code}", "".join(error_lines(error)), alone=alike)
 
 
 def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> str:
     """Write ``text``, tagged with the rank, to a file that `hpcdist run` shows last, and in one piece to stderr.
 
-    With ``alone`` no other rank reports, so that a text left for `hpcdist run` is not written to stderr as well. Other
+    With ``alone`` no other rank has more to say: a text left for `hpcdist run` is not written to stderr as well. Other
     launchers may drop stderr: for them the text is first kept in a file, whose path is returned (else ""), and this
     waits up to READ_S seconds until the pipe has been read.
     """
@@ -400,7 +406,10 @@ def write_for_launcher(rank: int, text: str) -> bool:
 
 
 def _on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    fail(error.with_traceback(trace))
+    error = error.with_traceback(trace)
+    if _installed is not None:
+        _fail_together(_installed, error)  # its AgreedExit ends Python as if the program had raised it
+    fail(error)
 
 
 def _on_thread_exception(arguments: threading.ExceptHookArgs) -> None:

@@ -35,7 +35,7 @@ from hpcdist.training.observe.energy import EnergyRecorder, energy_attributes
 from hpcdist.training.observe.instrumentation import ConsoleProgress
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run.async_loop import loop_class
-from hpcdist.training.run.loop import Protect, RunOutcome, TrainingLoop, mean_validation_loss
+from hpcdist.training.run.loop import Protect, RunOutcome, TrainingLoop
 from hpcdist.training.run.stop_requests import EXIT_CODES, StopRequests
 from hpcdist.training.run.summary import LOADED_FIGURE, OVERLAP_FIGURES, describe, summarise
 
@@ -134,7 +134,7 @@ class TrainingJob:
             val_loss = float("nan")
             if outcome.stop_request is None:
                 with loop.instrumentation.phase("validation", "validation"), loop.stop_requests.all_saved():
-                    val_loss = mean_validation_loss(loop.trainer)
+                    val_loss = loop.validation_loss()
         loop.metrics.flush()
         return outcome, val_loss
 

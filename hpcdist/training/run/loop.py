@@ -56,6 +56,8 @@ def mean_validation_loss(trainer: Trainer) -> float:
     return trainer.evaluate(placed, most)
 
 
+ANNOUNCED_S: Final = 5.0  # a validation that takes so long is announced
+FORWARD_SHARE: Final = 1 / 3  # of the time of a micro-batch: the backward has two products for each of the forward
 SAMPLED_STEPS: Final = 2048  # steps whose figures are kept for medians; of all others only sums
 
 
@@ -324,12 +326,30 @@ class TrainingLoop:
         """Write the consensus distances and noise scales that were measured since the last call."""
         figures.write_side_tables(self.metrics, self.trainer)
 
+    def validation_loss(self) -> float:
+        """Return the mean validation loss, announced on the console where it takes long. Collective."""
+        if (expected_s := self._validation_s()) >= ANNOUNCED_S:
+            self.progress.say(f"computing the validation loss: about {expected_s:.0f} s")
+        return mean_validation_loss(self.trainer)
+
+    def _validation_s(self) -> float:
+        """Return how long a validation takes by the mean of the steps, 0 where that is not known (local)."""
+        recipe, steps, validation = self.trainer.recipe, self.outcome.steps, self.trainer.source.validation
+        if validation is None or steps.count < 2:
+            return 0.0
+        samples = min(recipe.run.validation_samples or validation.count, validation.count)
+        microbatches, pipeline = recipe.parallel.microbatches, self.trainer.grid.pipeline
+        evaluations = samples * microbatches / recipe.run.global_batch
+        # Each of them passes all stages of a pipeline before the next; micro-batches of a step follow one another.
+        microbatch_s = steps.sums["step_s"] / (steps.count - 1) / (microbatches + pipeline - 1)
+        return evaluations * pipeline * microbatch_s * FORWARD_SHARE
+
     def _validated(self) -> dict[str, float | None]:
         """Return the validation loss for a checkpoint, where the best checkpoints are kept."""
         if not self.trainer.recipe.checkpoint.keep_best:
             return {}
         with self.instrumentation.phase("validation", "validation"):
-            loss = mean_validation_loss(self.trainer)
+            loss = self.validation_loss()
         self.streaming.evaluated(self.outcome.done, loss)
         return {VAL_LOSS: None if math.isnan(loss) else loss}
 

@@ -25,7 +25,7 @@ from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityEr
 from hpcdist.reporting.units import counted
 from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
 from hpcdist.training.recipe import recipe as recipes
-from hpcdist.training.recipe import requirements
+from hpcdist.training.recipe import requirements, settings
 from hpcdist.training.recipe.requirements import degrees_equation
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ def plan_script(
 ) -> PlannedJob:
     """Return the job of this ``kind``, with ``more`` fields, that runs ``program`` on all of its ranks.
 
-    The same command line in the same directory is the same run. Raises ConfigurationError and UsageError for what the
-    site refuses.
+    Variables HPCDIST_SET__... of this process are part of the job. The same command line in the same directory is the
+    same run. Raises ConfigurationError and UsageError for what the site refuses.
     """
     site = search.load_selected(options["site"])
     words = "\0".join((os.getcwd(), *program))
@@ -122,6 +122,7 @@ def plan_script(
         **more,
         recipe="",
         program=program,
+        program_keys=tuple(sorted(item for item in os.environ.items() if item[0].startswith(settings.PREFIX))),
         run_dir=run_dir,
         gpus_per_node=options["gpus_per_node"] or 0,
         environment=options["environment"] and options["environment"].absolute(),

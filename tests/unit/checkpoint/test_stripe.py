@@ -86,6 +86,9 @@ def test_plans(site):
     assert stripe.plan(lustre, GIB, 1, "none").command == ()
     nothing = stripe.plan(site / "bin", GIB, 1)
     assert nothing.command == () and "ext4, which has no stripes" in nothing.why
+    there = f"on Lustre it would be `lfs setstripe -c 1 -S 4M {site / 'bin'}` (1.0 GiB by 1 writer on an unknown number"
+    assert there in nothing.why
+    assert "`lfs setstripe -c 2 " in stripe.plan(site / "bin", GIB, 1, "-c 2").why
     assert stripe.plan(bee, 64 * GIB, 2).command == (
         *("beegfs-ctl", "--setpattern", "--chunksize=4m", "--numtargets=8"),
         str(bee),
@@ -139,11 +142,13 @@ def test_the_command(site, capsys):
     found = json.loads(hpcdist(folder, "--json")[1])
     assert found["file_system"] == "lustre" and found["done"] and folder.is_dir()
     assert calls(site)[-1] == f"lfs setstripe -c 1 -S 4M {folder}"
-    assert hpcdist(site / "bin")[:2] == (0, "nothing to do\n")
+    code, out, err = hpcdist(site / "bin", "--plan", "--bytes", "40G", "--writers", 4)
+    assert (code, out) == (0, "nothing to do\n") and "lies on ext4" in err and "lfs setstripe -E 64M" in err
     tool(site / "bin", "lfs", "exit 3")
     code, _, err = hpcdist(folder)
     assert code == 74 and "failed: lfs: exit code 3" in err
     assert hpcdist(folder, "--bytes", "lots")[0] == 2
+    assert hpcdist(site / "bin", "--set", "-c '4")[0] == 78
 
 
 @pytest.mark.parametrize("text", ("4", "lfs setstripe -c 4", "-c '4", ""))

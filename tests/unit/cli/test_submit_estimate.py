@@ -7,7 +7,9 @@ import pytest
 from harness.jobs import called
 from hpcdist.batch.sites import search
 from hpcdist.cli.submit import command
-from hpcdist.planner.cluster import toml_file
+from hpcdist.planner.cluster import hardware, toml_file
+from hpcdist.training.use_cases import plan
+from hpcdist.training.use_cases.plan import plan_of_subject
 
 RECIPE = """
 [model]
@@ -78,9 +80,31 @@ def test_a_profile_shows_its_cluster(submit, profile, capsys):
 
 def test_a_file_lies_beside_the_profile(submit, profile):
     folder = profile("ours.toml")
-    own = replace(toml_file.read("a100-selene"), name="ours", devices=8)
+    own = replace(toml_file.read("a100-selene"), name="ours", devices=16)  # two nodes
     (folder / "ours.toml").write_text(toml_file.dump(own))
     assert "(ours)" in submit(site="mine")[1][0]
+
+
+def test_of_a_node_what_the_job_asks_for_is_planned(monkeypatch, submit):
+    seen = []
+    monkeypatch.setattr(plan, "plan_of_subject", lambda subject, on: seen.append(on) or plan_of_subject(subject, on))
+    submit("--cluster", "h100-hgx")  # 4 of the 8 GPUs of 2 nodes
+    submit("--cluster", "h100-hgx", "--ranks-per-node", "8")
+    part, whole = seen
+    assert whole == toml_file.read("h100-hgx")
+    assert (part.node.devices, part.nodes) == (4, whole.nodes)
+    assert (part.node.host_w, part.levels[0].devices) == (whole.node.host_w / 2, 4)
+
+
+@pytest.mark.parametrize("cluster", toml_file.names())
+def test_each_part_of_a_node_is_a_cluster(cluster):
+    whole = replace(toml_file.read(cluster), fits=())
+    for devices in range(1, whole.node.devices + 1):
+        part = command._part_of_nodes(whole, devices)
+        hardware.validate(part)
+        assert (part.node.devices, part.nodes) == (devices, whole.nodes)
+        assert part.levels[-1] == whole.levels[-1]
+    assert part == whole
 
 
 def test_jobs_after_another_are_counted(submit):

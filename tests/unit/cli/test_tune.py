@@ -14,8 +14,8 @@ KEY = {"kind": "allreduce", "ranks": 2, "mpi_library": "an MPI", "settings": {},
 TUNED = Tuning("native<=64,ring", (TuningRow(64, {"ring": 1e-6}, {"native": 1e-6, "ring": 2e-6}, "native"),), None, 0.5)
 
 
-def tune(home, *arguments):
-    env = {**os.environ, "XDG_CACHE_HOME": str(home)}
+def tune(home, *arguments, **variables):
+    env = {**os.environ, "XDG_CACHE_HOME": str(home), **variables}
     return jobs.run([sys.executable, "-m", "hpcdist", "tune", *arguments], env=env)
 
 
@@ -48,6 +48,16 @@ def test_clear_removes_it(home):
     cache.save(TUNED, KEY)
     assert json.loads(tune(home, "--clear", "--json").stdout) == {"removed": 1}
     assert tune(home, "--show").stdout.startswith("0 in ")
+
+
+@pytest.mark.parametrize("word", ["--show", "--clear"])
+def test_of_several_ranks_one_speaks(home, word):
+    cache.save(TUNED, KEY)
+    for rank in (1, 0):  # the other first: it removes nothing
+        done = tune(home, word, OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK=str(rank))
+        assert done.returncode == 0, done.stderr
+        assert bool(done.stdout) == (rank == 0)
+        assert len(list(cache.directory().glob("*.json"))) == (word == "--show" or rank == 1)
 
 
 @pytest.mark.parametrize("arguments", [("--show", "--clear"), ("--max-bytes", "much"), ("--dtype", "float16")])

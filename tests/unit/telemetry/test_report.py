@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from harness.marks import cases
 from hpcdist.cli.runs.report import report as command
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 from hpcdist.reporting.jsonable import jsonable
@@ -65,6 +66,23 @@ def test_what_was_loaded_from_memory_of_the_node_is_told_apart(run_dir):
         writer.describe(bytes_loaded_per_step=8192)
     said = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
     assert "moved      4.0 KiB in messages, 8.0 KiB through shared memory a step and rank" in said
+
+
+@cases(
+    "world, sent, said",
+    (2, 0.0, "nothing in messages; what takes other ways is noted at the end of the run"),
+    (2, 4096.0, "4.0 KiB in messages a step and rank; what takes other ways is noted at the end of the run"),
+    (2, np.nan, "not known before the end of the run"),
+    (1, 0.0, "one rank moves nothing"),
+)
+def test_of_a_run_under_way_what_is_not_known_yet_is_told(world, sent, said, tmp_path):
+    with MetricsWriter(tmp_path / "metrics.h5", world) as writer:
+        seconds = dict.fromkeys(("step_s", "compute_s", "communication_s", "update_s"), np.ones(world))
+        sent_bytes = np.full(world, sent)
+        writer.append(step=1, loss=5.0, learning_rate=0.1, tokens=512, sent_bytes=sent_bytes, **seconds)
+    text = report.text(report.report(tmp_path))
+    assert f"\nmoved      {said}\n" in text and "not measured" not in text
+    assert ", no validation\nstep       no times yet: the first step" in text
 
 
 def test_energy_of_a_run_under_way_by_phase(run_dir):

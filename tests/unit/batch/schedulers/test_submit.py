@@ -510,6 +510,18 @@ def test_a_program_is_submitted_as_it_is(sbatch):
     assert "hpcdist-4711_%a.out" in array.stderr
 
 
+@pytest.mark.parametrize("tasks", [[], ["--tasks", "2"]])
+def test_keys_in_variables_of_the_shell_are_part_of_the_job_of_a_program(sbatch, tasks):
+    line = ["--nodes", "1", *tasks, "--dry-run", "--", "python", "train.py"]
+    plain = submit(*line, folder=sbatch).stdout
+    keys = {"HPCDIST_SET__RUN__STEPS": "7", "HPCDIST_SET__DATA__PATH": "it's $HOME"}
+    done = submit(*line, folder=sbatch, **keys)
+    exports = "export HPCDIST_SET__DATA__PATH='it'\"'\"'s $HOME'\nexport HPCDIST_SET__RUN__STEPS=7\n"
+    assert done.returncode == 0 and "HPCDIST_SET__" not in plain, done.stderr
+    about = "# Keys of the recipe of the script, as they were set where the job was submitted.\n"
+    assert done.stdout.replace(about + exports, "") == plain != done.stdout
+
+
 @cases(
     "arguments, words",
     (["recipe.toml", "--", "python", "train.py"], "-- python with recipe.toml"),

@@ -2,18 +2,20 @@
 
 import json
 import shlex
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import click
 import pytest
 
+import hpcdist as toolkit
 from harness import jobs
 from harness.jobs import called
 from harness.marks import cases
 from hpcdist.cli.plan import group
-from hpcdist.cli.plan.options import LAYOUT_FIELDS
+from hpcdist.cli.plan.search import RUNNABLE_ALONE, WITH_OTHERS
+from hpcdist.errors import UsageError
 from hpcdist.planner.cluster import toml_file
-from hpcdist.planner.layout import ParallelLayout
+from hpcdist.training.use_cases import plan as use_case
 
 ABSENT = ("mpi4py", "cupy", "numba", "pynvml", "torch")
 GPT = ["--layers", "4", "--hidden", "256", "--heads", "4", "--vocabulary", "1000", "--context", "128", "--batch", "32"]
@@ -119,11 +121,20 @@ def test_the_help_of_a_command_names_it(run):
     assert code == 0 and out.startswith("Usage: hpcdist plan [OPTIONS] [RECIPE]") and "\n  compare " in out
 
 
-def test_every_field_of_a_layout_has_an_option():
-    renamed = {field: option for option, field in LAYOUT_FIELDS.items()}
-    assert {renamed.get(item.name, item.name) for item in fields(ParallelLayout)} <= {
-        one.name for one in group.command.params
-    }
+def test_the_options_are_those_of_the_public_function():
+    """Which knows every field of a layout, and of a transformer."""
+    apart = {"recipe", "overrides", "cluster", "plot", "as_json"}
+    assert {one.name for one in group.command.params} - apart == set(use_case.OPTIONS)
+
+
+def test_the_public_function_returns_what_json_prints_and_needs_no_click(planned, recipe):
+    words = (recipe(RECIPE), "--set", "model.layers=2", *ON, "--devices", 2, "--batch", 8, "--zero", 1)
+    keys = {"model.layers": 2}
+    assert toolkit.plan(words[0], keys=keys, cluster=ON[1], devices=2, batch=8, zero=1) == planned(*words)
+    with pytest.raises(UsageError, match="plan has no option 'tensr'; did you mean 'tensor'"):
+        toolkit.plan(cluster=ON[1], tensr=2)
+    code = "import sys, hpcdist; hpcdist.plan; print({'click', 'mpi4py'} & set(sys.modules))"
+    assert jobs.python(code).stdout == "set()\n"
 
 
 def test_the_layout_of_the_options_is_planned(planned):
@@ -571,6 +582,14 @@ def test_a_gpu_that_nobody_has_measured_is_planned_with_published_kernels(planne
     own_kernels = planned("search", *SEVEN, "--first", "1", "--runnable", "--no-simulate")
     assert own_kernels["found"][0]["layout"]["implementation"] == "hpcdist"
     assert "--implementation hpcdist" in own_kernels["again"]
+
+
+@pytest.mark.parametrize("runnable", [False, True])
+def test_a_search_tells_whether_it_is_of_runnable_layouts_alone(run, runnable):
+    arguments = ["search", *GPT, *ON, "--devices", "2", "--first", "1", "--no-simulate"]
+    _, out, _ = run(*arguments, *(["--runnable"] if runnable else []))
+    (note,) = [line for line in out.splitlines() if "--runnable" in line]
+    assert note == f"note: {RUNNABLE_ALONE if runnable else WITH_OTHERS}"
 
 
 def test_zero3_carries_its_known_error(run, planned):

@@ -11,6 +11,7 @@ import hpcdist
 from harness import jobs
 from harness.jobs import called
 from hpcdist.cli import main
+from hpcdist.comm.failure import failfast
 from hpcdist.comm.failure.rank_failures import all_agree
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
@@ -65,25 +66,29 @@ failfast.install(abort, rank)
 failfast.set_agreement(lambda text: print("asked", text) or agree, lambda: print("withdrawn", flush=True))
 failfast.guarded(main)
 """
+SCRIPT = PROGRAM.replace("failfast.guarded(main)", "main()")  # not a command of ours: its error is not caught
+EARLY = "\n".join(line for line in SCRIPT.splitlines() if "set_agreement" not in line)  # before the job has begun
 
 
-def run(rank, agree, error="DataError('no data')", **environment):
+def run(rank, agree, error="DataError('no data')", program=PROGRAM, **environment):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HPCDIST_")}
     kept["PYTHONPATH"] = str(Path(hpcdist.__file__).parents[1])
-    done = jobs.run([sys.executable, "-c", PROGRAM.format(error=error), str(rank), agree], env=kept | environment)
+    done = jobs.run([sys.executable, "-c", program.format(error=error), str(rank), agree], env=kept | environment)
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_first_rank_speaks_for_all():
-    code, out, errors = run(0, "yes")
+@pytest.mark.parametrize("program", [PROGRAM, SCRIPT], ids=["command", "script"])
+def test_the_first_rank_speaks_for_all(program):
+    code, out, errors = run(0, "yes", program=program)
     assert code == 78 and out == "asked DataError: no data\nwithdrawn\n"
     assert "[rank 0] every rank failed alike: exit code 78" in errors and errors.count("no data") == 1
-    code, out, errors = run(3, "yes")
+    code, out, errors = run(3, "yes", program=program)
     assert (code, out, errors) == (78, "asked DataError: no data\nwithdrawn\n", "")
 
 
-def test_a_rank_that_fails_alone_speaks_and_aborts():
-    code, out, errors = run(3, "no")
+@pytest.mark.parametrize("program", [PROGRAM, SCRIPT], ids=["command", "script"])
+def test_a_rank_that_fails_alone_speaks_and_aborts(program):
+    code, out, errors = run(3, "no", program=program)
     assert code == 78 and out == "asked DataError: no data\nabort 78\n"
     assert "[rank 3] rank 3 failed: exit code 78" in errors and "no data" in errors
 
@@ -107,7 +112,18 @@ def test_what_the_launcher_will_show_is_not_said_twice(tmp_path):
     assert "no data" in errors, "the launcher will not see it"
 
 
-@pytest.mark.parametrize(("rank", "waits"), [(None, []), ("0", []), ("2", [main.GIVE_WAY_S])])
+@pytest.mark.parametrize(("rank", "waited"), [("0", ""), ("2", f"{failfast.GIVE_WAY_S}\n")])
+def test_before_the_job_of_a_script_has_started_rank_0_speaks_first(rank, waited, tmp_path):
+    launched = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": rank, "HPCDIST_FAILURE_DIR": str(tmp_path)}
+    program = EARLY.replace("def main():", "failfast.time.sleep = lambda s: s >= 1 and print(s)\ndef main():")
+    code, out, errors = run(int(rank), "no", program=program, **launched)
+    assert (code, out, errors) == (78, f"{waited}abort 78\n", ""), "the launcher shows it"
+    assert "DataError: no data" in (tmp_path / f"rank-{rank}.txt").read_text()
+    code, _, errors = run(int(rank), "no", "RuntimeError('a bug')", program, **launched)
+    assert code == 1 and "a bug" in errors, "the first traceback may be another rank's"
+
+
+@pytest.mark.parametrize(("rank", "waits"), [(None, []), ("0", []), ("2", [failfast.GIVE_WAY_S])])
 def test_before_a_job_has_started_rank_0_speaks_first(rank, waits, monkeypatch, capsys):
     slept = []
     monkeypatch.setattr(main.time, "sleep", slept.append)

@@ -1,8 +1,13 @@
 """What a log shows: the first step, the last, and a line now and then; nothing on other ranks."""
 
+from types import SimpleNamespace
+
+from harness.marks import cases
 from hpcdist.comm.launch.exit_file import TERMINAL_COLUMNS
 from hpcdist.training.observe import instrumentation as subject
 from hpcdist.training.observe.instrumentation import ConsoleProgress
+from hpcdist.training.run import loop as loops
+from hpcdist.training.run.loop import StepStatistics, TrainingLoop
 
 
 def test_a_log_gets_the_first_and_the_last_step(capsys):
@@ -55,3 +60,33 @@ def test_a_bar_where_the_terminal_is_that_of_hpcdist_run(capsys, monkeypatch):
     text = capsys.readouterr().err
     assert "a line\n" in text and "3/3" in text and "comm 25%" in text and "step 3/3" not in text
     assert max(map(len, text.replace("\n", "\r").split("\r"))) <= 90
+
+
+@cases(
+    "step_s, samples, pipeline, microbatches, said",
+    ((9.0, 0.3, 0.3), 1024, 1, 1, "about 6 s"),  # 1024 / 16 steps, of which it is the third part
+    ((9.0, 0.3, 0.3), 1024, 1, 4, "about 6 s"),
+    ((9.0, 0.3, 0.3), 1024, 4, 4, "about 15 s"),  # no two samples are in the pipeline at once
+    ((9.0, 0.3, 0.3), 0, 1, 1, "about 12 s"),  # all that there are
+    ((9.0, 0.1, 0.1), 1024, 1, 1, ""),
+    ((9.0,), 1024, 1, 1, ""),  # which compiled, and tells nothing
+    ((9.0, 0.3), 0, 0, 1, ""),  # there is no validation data
+)
+def test_a_long_validation_is_announced(step_s, samples, pipeline, microbatches, said, monkeypatch, capsys):
+    monkeypatch.setattr(loops, "mean_validation_loss", lambda trainer: 2.5)
+    steps = StepStatistics()
+    for seconds in step_s:
+        steps.add(seconds, 0.0)
+    loop = object.__new__(TrainingLoop)
+    loop.outcome = SimpleNamespace(steps=steps)
+    loop.progress = ConsoleProgress(steps=3, first=0, every_s=1e9, shown=True)
+    loop.trainer = SimpleNamespace(
+        recipe=SimpleNamespace(
+            run=SimpleNamespace(validation_samples=samples, global_batch=16),
+            parallel=SimpleNamespace(microbatches=microbatches),
+        ),
+        grid=SimpleNamespace(pipeline=pipeline),
+        source=SimpleNamespace(validation=SimpleNamespace(count=2000) if pipeline else None),
+    )
+    assert loop.validation_loss() == 2.5
+    assert capsys.readouterr().err == (f"computing the validation loss: {said}\n" if said else "")

@@ -11,14 +11,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hpcdist.cli.plan.options import COMMANDS, LAYOUT_FIELDS, PARAMETER_SERVER, SHAPE_OPTIONS
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.planner.cluster.hardware import Cluster
-from hpcdist.planner.layout import HALVES, ParallelLayout
+from hpcdist.planner.layout import HALVES, LAYOUT_FIELDS, PARAMETER_SERVER, ParallelLayout
 from hpcdist.planner.limits import checks
 from hpcdist.planner.limits.unsupported import unsupported
 from hpcdist.planner.model.description import ModelDescription, TransformerShape
-from hpcdist.reporting.nearest import nearest
 from hpcdist.reporting.units import counted
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 from hpcdist.training.use_cases.recipe_plan import PlanSubject, plan_of_recipe
@@ -26,6 +24,10 @@ from hpcdist.training.use_cases.recipe_plan import PlanSubject, plan_of_recipe
 if TYPE_CHECKING:
     from hpcdist.training.recipe.recipe import Recipe
 
+# Options of `hpcdist plan`: of a transformer in numbers (mlp_ratio is another way to say feed_forward), and of the run.
+_SHAPE_FIELDS: Final = tuple(item.name for item in dataclasses.fields(TransformerShape) if item.name != "dropout")
+SHAPE_OPTIONS: Final = (*_SHAPE_FIELDS, "mlp_ratio")
+RUN_OPTIONS: Final = ("model", "devices", "batch", "steps", "tokens")
 DEFAULT_STEPS: Final = 1000  # of a run of which nobody says how long it is
 MAX_STEPS: Final = 10**12  # more is a slip of the keyboard
 _OWN_RULES: Final = ("zero", "strategy", "servers", "data")  # options that decide fields together with others
@@ -183,8 +185,8 @@ def subject_from_options(path: Path | None, overrides: tuple[str, ...], options:
     if not (named or numbers):
         from hpcdist.training.recipe import recipe as recipes
 
-        if path is not None:
-            _check_recipe_exists(path)
+        if path is not None and not path.exists():
+            raise StorageError(f"recipe {path}: there is no such file")
         recipe = recipes.load(path, overrides).recipe
         return subject_of_recipe(recipe, "the default recipe" if path is None else path.stem, options)
     if overrides:
@@ -202,17 +204,6 @@ def subject_from_options(path: Path | None, overrides: tuple[str, ...], options:
         notes=notes,
         kernels=options.get("implementation"),
     )
-
-
-def _check_recipe_exists(path: Path) -> None:
-    """Raise where there is no file ``path``: UsageError for what looks like a command, else StorageError."""
-    if path.exists():
-        return
-    if near := nearest(str(path), COMMANDS):
-        raise UsageError(
-            f"there is no recipe {str(path)!r}, and no command of that name; did you mean `hpcdist plan {near}`?"
-        )
-    raise StorageError(f"recipe {path}: there is no such file")
 
 
 def read_cluster(named: str | None) -> Cluster:

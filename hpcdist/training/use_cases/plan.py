@@ -1,0 +1,83 @@
+"""Plan of one layout: `plan_of_subject` as an estimate of the planner, `plan` (`hpcdist.plan`) as JSON values."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.planner import plan as planner
+from hpcdist.planner.cluster.hardware import Cluster
+from hpcdist.planner.estimate import PlanEstimate
+from hpcdist.planner.layout import LAYOUT_FIELDS
+from hpcdist.planner.limits import checks
+from hpcdist.planner.report import table
+from hpcdist.planner.report.quantities import estimate_json
+from hpcdist.reporting.nearest import nearest
+from hpcdist.training.use_cases.plan_subject import (
+    RUN_OPTIONS,
+    SHAPE_OPTIONS,
+    read_cluster,
+    subject_from_options,
+    with_published_kernels,
+)
+from hpcdist.training.use_cases.recipe_plan import PlanSubject
+
+OPTIONS: Final = (*RUN_OPTIONS, *SHAPE_OPTIONS, *LAYOUT_FIELDS, "simulate")
+PlanResult = TypeVar("PlanResult")
+
+
+def plan(
+    recipe: str | os.PathLike[str] | None = None,
+    *,
+    cluster: str,
+    keys: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return memory, time and energy of a training on a cluster, as JSON values. Local: starts no MPI, needs no GPU.
+
+    ``recipe`` is a TOML file, ``keys`` change it (``{"model.layers": 12}``); without both and without a model it is
+    the default recipe. ``cluster`` is a name of `hpcdist plan clusters` or a file. ``options`` are those of `hpcdist
+    plan` with underscores: ``model="gpt3-175b", devices=64, tensor=8, batch=1536``. "step_s" has the seconds of a step,
+    "memory" ``bytes`` and ``fits``, "mfu" the model FLOPs utilization; null where a number is not known. Raises
+    UsageError for options that are unknown or contradict each other, ConfigurationError for what cannot be planned.
+    """
+    for name in options:
+        if name not in OPTIONS:
+            near = nearest(name, OPTIONS)
+            raise UsageError(f"plan has no option {name!r}" + (f"; did you mean {near!r}?" if near else ""))
+    simulate = options.pop("simulate", True)
+    on = read_cluster(cluster)
+    changes = tuple(f"{key}={value}" for key, value in (keys or {}).items())
+    subject = subject_from_options(None if recipe is None else Path(recipe), changes, options)
+    subject = with_published_kernels(subject, on)
+    return estimate_json(plan_of_subject(subject, on, simulate=simulate), subject.description, on)
+
+
+def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = False) -> PlanEstimate:
+    """Return the plan, with the notes among its flags. Raises ConfigurationError for a layout that cannot be.
+
+    One that does not fit into the memory can be: the plan tells what is too much. ``simulate``: run the passes of a
+    pipeline one by one, where that is possible here.
+    """
+    description, layout, batch = subject.description, subject.layout, subject.global_batch
+    wrong = [problem.text for problem in checks.shape_problems(description, layout, cluster, batch)]
+    if wrong:
+        raise ConfigurationError(f"this layout cannot be: {'; '.join(wrong)}")
+    answer, notes = with_simulator(
+        lambda runs: planner.plan(description, layout, cluster, batch, subject.steps, simulate=runs),
+        wanted=simulate and layout.pipeline > 1,
+    )
+    flags = (*answer.flags, *table.layout_caveats(answer), *notes, *subject.notes, *table.assumption_line(cluster))
+    return dataclasses.replace(answer, flags=table.ordered(flags, [layout]))
+
+
+def with_simulator(make: Callable[[bool], PlanResult], *, wanted: bool) -> tuple[PlanResult, tuple[str, ...]]:
+    """Return ``make(wanted)``, or where the simulator cannot be loaded what closed forms give, and a note of it."""
+    try:
+        return make(wanted), ()
+    except ImportError as error:
+        if not wanted:
+            raise
+        return make(False), (f"pipelines are planned by closed forms: the simulator cannot be loaded ({error})",)
