@@ -35,7 +35,7 @@ _SEEN_AS: Final = {
 class Buffer:
     """The memory of ``tensor``, or of a contiguous copy.
 
-    Raises BufferHandoverError for a sparse or quantised tensor.
+    Raises BufferHandoverError for a sparse or quantised tensor, or one on a device that is neither CPU nor CUDA.
     """
 
     __slots__ = ("_copy", "_tensor", "array")
@@ -46,6 +46,8 @@ class Buffer:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             kind = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
             raise BufferHandoverError(f"a {kind} tensor cannot travel; pass tensor.to_dense() or its parts")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise BufferHandoverError(f"a tensor on the device {tensor.device} cannot travel; bring it to cpu or cuda")
         memory = self._tensor
         if not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
             memory = self._copy = memory.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)

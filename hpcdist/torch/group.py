@@ -23,7 +23,7 @@ from hpcdist.comm.events import call_site
 from hpcdist.errors import UsageError
 from hpcdist.torch import calls
 from hpcdist.torch.buffers import Buffer
-from hpcdist.torch.messages import Mailbox, MessageWork
+from hpcdist.torch.messages import Mailbox
 from hpcdist.torch.reductions import reduction_of
 from hpcdist.torch.work import BatchWork, CollectiveWork, Lane, Work
 
@@ -62,6 +62,7 @@ class Group(_ProcessGroup):
         self._mailbox = Mailbox(comm.dup("messages"), has_thread)
         self._group_name, self._group_description = comm.name, ""
         self._batch: list[Work] | None = None  # of a coalescing manager
+        self._ended = False
 
     def submit(self, run: Callable[[], object], result: Sequence[torch.Tensor]) -> Work:
         """Let ``run``, a collective over `comm`, be run in the order of this group; ``result`` is what it writes."""
@@ -69,10 +70,15 @@ class Group(_ProcessGroup):
 
     def _run(self, run: Callable[[], object], result: Sequence[torch.Tensor], opts: Any) -> Work:
         """Return the handle of the operation ``run``, which has ended unless ``opts`` want it asynchronous."""
+        self._check_lives()
         work = CollectiveWork(self._lane, run, result, call_site(sys._getframe(1), OUTSIDE))
         if result and result[0].is_cuda:  # the streams of a GPU belong to the thread that computes
             return self._entered(self._lane.run(work))
         return self._entered(self._lane.start(work) if _is_asynchronous(opts) else self._lane.run(work))
+
+    def _check_lives(self) -> None:
+        if self._ended:
+            raise UsageError(f"the process group {self._group_name} was destroyed; make another one")
 
     def _entered(self, handle: Work) -> Work:
         if self._batch is not None:
@@ -130,7 +136,9 @@ class Group(_ProcessGroup):
 
         return self._run(run, [tensor for ones in outputs for tensor in ones], opts)
 
-    allgather_coalesced = allgather
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """Fill ``outputs[r]`` with the tensors of each rank r, which are ``inputs`` there. Collective."""
+        return self.allgather([[ones[place] for ones in outputs] for place in range(len(inputs))], inputs, opts)
 
     def all_gather_single(self, output: Any, own: Any, opts: Any = None, *_: Any) -> Work:
         """Fill ``output`` with the tensors of all ranks, one behind the other. Collective."""
@@ -138,12 +146,7 @@ class Group(_ProcessGroup):
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(
-        self,
-        outputs: Any,
-        inputs: Any,
-        opts: Any = None,
-    ) -> Work:
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
         """Do as `all_gather_single` does for several tensors. Collective."""
         for output, own in zip(outputs, inputs, strict=True):
             if output.dtype != own.dtype:
@@ -180,23 +183,13 @@ class Group(_ProcessGroup):
 
         return self._run(run, outputs, opts)
 
-    def reduce_scatter_single(
-        self,
-        output: Any,
-        own: Any,
-        opts: Any = None,
-    ) -> Work:
+    def reduce_scatter_single(self, output: Any, own: Any, opts: Any = None, *_: Any) -> Work:
         """Put this rank's part of the reduction of ``own`` into ``output``. Collective."""
         return self.reduce_scatter_single_coalesced([output], [own], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(
-        self,
-        outputs: Any,
-        inputs: Any,
-        opts: Any = None,
-    ) -> Work:
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
         """Do as `reduce_scatter_single` does for several tensors. Collective."""
         for output, own in zip(outputs, inputs, strict=True):
             if output.dtype != own.dtype:
@@ -233,11 +226,7 @@ class Group(_ProcessGroup):
         sent = _row_ranges(own, input_sizes, self.comm.size, "input")
         received = _row_ranges(output, output_sizes, self.comm.size, "output")
         source, target = Buffer(own), Buffer(output)
-        return self._run(
-            lambda: calls.all_to_all(self.comm, source, target, sent, received),
-            [output],
-            opts,
-        )
+        return self._run(lambda: calls.all_to_all(self.comm, source, target, sent, received), [output], opts)
 
     alltoall_base = all_to_all_single
 
@@ -246,11 +235,7 @@ class Group(_ProcessGroup):
         _check_count(outputs, self.comm.size, "all_to_all")
         _check_count(inputs, self.comm.size, "all_to_all")
         sources, targets = [Buffer(tensor) for tensor in inputs], [Buffer(tensor) for tensor in outputs]
-        return self._run(
-            lambda: calls.all_to_all_list(self.comm, sources, targets),
-            outputs,
-            opts,
-        )
+        return self._run(lambda: calls.all_to_all_list(self.comm, sources, targets), outputs, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
         """Fill the root's list with the tensors of all ranks. Collective."""
@@ -286,25 +271,27 @@ class Group(_ProcessGroup):
             CollectiveWork(self._lane, lambda: calls.monitored_barrier(self.comm, seconds, wait_all_ranks), [])
         ).wait()
 
-    def send(self, tensors: Any, peer: int, tag: int) -> MessageWork:
+    def send(self, tensors: Any, peer: int, tag: int) -> Work:
         """Begin to send one tensor to ``peer`` (local)."""
-        _check_peer(peer, self.comm.size)
-        message = self._mailbox.send(_only(tensors), peer, tag)
-        self._entered(message)
-        return message
+        self._check_message(tensors, peer)
+        return self._entered(self._mailbox.send(tensors[0], peer, tag))
 
-    def recv(self, tensors: Any, peer: int, tag: int) -> MessageWork:
+    def recv(self, tensors: Any, peer: int, tag: int) -> Work:
         """Begin to receive one tensor from ``peer`` (local)."""
-        _check_peer(peer, self.comm.size)
-        message = self._mailbox.receive(_only(tensors), peer, tag)
-        self._entered(message)
-        return message
+        self._check_message(tensors, peer)
+        return self._entered(self._mailbox.receive(tensors[0], peer, tag))
 
-    def recv_anysource(self, tensors: Any, tag: int) -> MessageWork:
+    def recv_anysource(self, tensors: Any, tag: int) -> Work:
         """Begin to receive one tensor from any rank (local)."""
-        message = self._mailbox.receive(_only(tensors), ANY, tag)
-        self._entered(message)
-        return message
+        self._check_message(tensors, 0)
+        return self._entered(self._mailbox.receive(tensors[0], ANY, tag))
+
+    def _check_message(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
+        self._check_lives()
+        if len(tensors) != 1:
+            raise UsageError(f"a message is one tensor, got {len(tensors)}")
+        if not 0 <= peer < self.comm.size:
+            raise UsageError(f"rank {peer} is none of this group: they are 0 to {self.comm.size - 1}")
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._batch = []
@@ -334,6 +321,7 @@ class Group(_ProcessGroup):
 
     def shutdown(self) -> None:
         """End what is under way, and give the communicators back. Collective."""
+        self._ended = True
         self._lane.close()
         self._mailbox.close()
         self._at_end()
@@ -411,17 +399,6 @@ def _op(options: Any) -> Any:
 
 def _is_asynchronous(options: Any) -> bool:
     return bool(getattr(options, "asyncOp", True))
-
-
-def _only(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    if len(tensors) != 1:
-        raise UsageError(f"a message is one tensor, got {len(tensors)}")
-    return tensors[0]
-
-
-def _check_peer(peer: int, size: int) -> None:
-    if not 0 <= peer < size:
-        raise UsageError(f"rank {peer} is none of this group: they are 0 to {size - 1}")
 
 
 def _check_count(tensors: Sequence[Any], size: int, name: str) -> None:

@@ -30,28 +30,20 @@ Path(folder, "test_dir").mkdir(exist_ok=True)
 # Where tests ask what a backend can do, they ask for gloo: ours has to pass what that does.
 os.environ |= {"BACKEND": "gloo", "TEMP_DIR": folder, "PYTORCH_TESTING_DEVICE_ONLY_FOR": "cpu"}
 
-import torch
 import torch.distributed as dist
+from torch.testing._internal import common_utils
 from torch.testing._internal.common_distributed import TEST_SKIPS
 from torch.testing._internal.distributed import distributed_test
 
 REASONS = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
 
 
-class Suite(unittest.TestCase, distributed_test.DistributedTest._DistTestBase):
+class Suite(common_utils.TestCase, distributed_test.DistributedTest._DistTestBase):
     """The tests, with what their base classes have beside them."""
 
     rank, world_size = world.rank, world.size
     init_method = "env://"
     file_name = os.path.join(folder, "store")
-
-    def assertEqual(self, first, second, msg=None, **options):
-        if isinstance(first, torch.Tensor | float) or isinstance(second, torch.Tensor | float) or options:
-            options.pop("exact_dtype", None)
-            first, second = torch.as_tensor(first), torch.as_tensor(second)
-            torch.testing.assert_close(first, second, check_dtype=False, equal_nan=True, **options)
-        else:
-            assert first == second, msg
 
     def _barrier(self, *_, **__):
         world.barrier()

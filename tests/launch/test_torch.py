@@ -93,32 +93,23 @@ CHOSEN = [
     "test_all_to_all_single_unequal_split",
     "test_barrier",
     "test_batch_isend_irecv_gloo",
-    "test_broadcast_object_list",
     "test_gather",
     "test_gather_object",
     "test_isend",
     "test_reduce_min",
-    "test_reduce_scatter_v_cuda",
     "test_scatter",
     "test_scatter_object_list",
     "test_send_recv_any_source",
-    "test_new_subgroups",
     "test_static_graph_api_cpu",
-    "test_ddp_comm_hook_logging",
-    "test_undefined_grad_parity_unused_parameters",
 ]
 
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_tests_of_pytorch(mpiexec, tmp_path, ranks):
+def test_tests_of_pytorch(mpiexec, tmp_path):
     pytest.importorskip("expecttest", reason="expecttest, which PyTorch's tests need, is not installed")
     out = tmp_path / "outcomes.json"
-    done = mpiexec(ranks, [str(SUITE), "hpcdist", str(out), *CHOSEN], timeout=300)
+    done = mpiexec(2, [str(SUITE), "hpcdist", str(out), *CHOSEN], timeout=300)
     assert done.returncode == 0, done.stdout[-5000:]
     outcomes = json.loads(out.read_text())
-    failed = {name: ends for name, ends in outcomes.items() if any(end.startswith("failed") for end in ends)}
-    assert not failed and len(outcomes) == len(CHOSEN), failed
-    passed = [name for name, ends in outcomes.items() if all(end == "passed" for end in ends)]
-    assert len(passed) >= 12, outcomes
+    assert outcomes == {name: ["passed", "passed"] for name in CHOSEN}, outcomes

@@ -279,6 +279,10 @@ def test_rank_groups(comm, rng):
     assert torch.equal(own, sum(inputs[::2]))
     dist.destroy_process_group(reverse)
     dist.destroy_process_group(local)
+    with pytest.raises(UsageError, match="was destroyed"):
+        reverse.allreduce([own])
+    with pytest.raises(UsageError, match="was destroyed"):
+        local.send([own], 0, 0)
 
 
 def test_rank_coalesced(comm, rng):
@@ -387,6 +391,8 @@ def test_rank_bad_arguments(comm):
     ones = torch.ones(4)
     with pytest.raises(BufferHandoverError, match="a sparse_coo tensor cannot travel"):
         dist.distributed_c10d._get_default_group().allreduce([ones.to_sparse()])
+    with pytest.raises(BufferHandoverError, match="the device meta cannot travel"):
+        dist.all_reduce(ones.to("meta"))
     with pytest.raises(UsageError, match="BAND of torch.float32 is none"):
         dist.all_reduce(ones, dist.ReduceOp.BAND)
     with pytest.raises(UsageError, match="too few bits"):
