@@ -25,6 +25,7 @@ from hpcdist.reporting.table import aligned
 from hpcdist.reporting.units import format_bytes
 
 SCHEMA, RANKS = "hpcdist-benchmark-process-groups", 2
+COMMITTED = "wrapped/2026-11-27-process-groups-2-ranks.h5"
 SMALL = {"rounds": 6}
 OPERATIONS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 STEPS: Final = ("ddp", "fsdp2")
@@ -131,7 +132,8 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     slowest = harness.of_ranks(comm, times).max(axis=2)
     begin()
     dist.destroy_process_group()
-    about = {"contenders": ";".join(named), "cases": ";".join(cases), "ranks": comm.size, "torch": torch.__version__}
+    about = {"contenders": ";".join(named), "cases": ";".join(cases), "ranks": comm.size}
+    about["torch"] = str(torch.__version__)
     return Results({"time_s": slowest}, {"time_s": "contenders, rounds"}, about)
 
 
