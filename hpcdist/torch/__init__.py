@@ -1,10 +1,10 @@
-"""Backend "hpcdist" of torch.distributed: importing this package starts MPI and registers it. Floor 6.
+"""Backend "hpcdist" of torch.distributed: importing this package starts MPI and registers it.
 
     import hpcdist.torch
     torch.distributed.init_process_group("hpcdist")
 
-Begin with `group.Group` and `calls`. `Options` are the ``pg_options`` of a group; `compress` and `should_stop` are for
-training loops.
+Between floors 6 and 7. Begin with `group.Group` and `calls`. `Options` are the ``pg_options`` of a group; `compress`
+and `should_stop` are for training loops.
 """
 
 from datetime import timedelta

@@ -49,8 +49,9 @@ def start() -> World:
         )
     os.environ |= {name: str(value) for name, value in wanted.items()}
     os.environ |= {"LOCAL_RANK": str(world.local_rank), "LOCAL_WORLD_SIZE": str(world.local_size)}
-    if not given:  # torchrun has a store of its own
-        os.environ |= world.bcast(_address() if world.rank == 0 else {})
+    for name, value in world.bcast(_address() if world.rank == 0 else {}).items():
+        if not given or name not in os.environ:  # who sets ranks may have a store of its own
+            os.environ[name] = value
     if on_gpu:
         torch.cuda.set_device(device.index())
     return world
@@ -80,7 +81,7 @@ def begin(world: World, timeout: timedelta) -> Callable[[], None]:
     if world.session.recorder is None and world.size > 1:
         folder = Path(run_dir or world.bcast(_temporary() if world.rank == 0 else ""))
         folder.mkdir(parents=True, exist_ok=True)  # on every node
-        world.session.record(folder, float(os.environ.get(DEADLINE) or timeout.total_seconds()))
+        world.session.record(folder, _deadline_s(timeout))
         assert world.session.watchdog is not None
         world.session.watchdog.tighten()  # the deadline is the program's: long enough for a first step
         if not run_dir:
@@ -89,6 +90,14 @@ def begin(world: World, timeout: timedelta) -> Callable[[], None]:
         program.callback(_print_joules, world)
         program.enter_context(phases.window("program"))
     return program.close
+
+
+def _deadline_s(timeout: timedelta) -> float:
+    text = os.environ.get(DEADLINE)
+    try:
+        return float(text) if text else timeout.total_seconds()
+    except ValueError:
+        raise ConfigurationError(f"{DEADLINE}={text!r}; set it to seconds, such as 300") from None
 
 
 def _temporary() -> str:
