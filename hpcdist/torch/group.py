@@ -1,8 +1,8 @@
 """Process group of PyTorch over a communicator of hpcdist: every operation of `torch.distributed`.
 
 `Group` takes the arguments that PyTorch passes to a backend: lists of tensors and options. What an operation does is
-in `calls`, as functions of a communicator and buffers; here are their order (`work.Lane`) and their handles. A group
-has two communicators of its own: collectives never meet messages of the user, whatever their tags.
+in `calls`, as functions of a communicator and buffers; here are their order (`work.OperationQueue`) and their handles.
+A group has two communicators of its own: collectives never meet messages of the user, whatever their tags.
 """
 
 import os
@@ -25,7 +25,7 @@ from hpcdist.torch import calls
 from hpcdist.torch.buffers import Buffer
 from hpcdist.torch.messages import Mailbox
 from hpcdist.torch.reductions import reduction_of
-from hpcdist.torch.work import BatchWork, CollectiveWork, Lane, Work
+from hpcdist.torch.work import BatchWork, CollectiveWork, OperationQueue, Work
 
 NAME: Final = "hpcdist"
 # Operations are attributed to the line of the program, behind the files of PyTorch and of this package.
@@ -58,7 +58,7 @@ class Group(_ProcessGroup):
         super().__init__(comm.rank, comm.size)
         self.comm, self.options, self._at_end = comm, options, at_end
         has_thread = comm.size > 1 and comm.supports("thread_multiple")
-        self._lane = Lane(comm.name, has_thread, lambda: comm.events)
+        self._queue = OperationQueue(comm.name, has_thread, lambda: comm.events)
         self._mailbox = Mailbox(comm.dup("messages"), has_thread)
         self._group_name, self._group_description = comm.name, ""
         self._batch: list[Work] | None = None  # of a coalescing manager
@@ -66,15 +66,15 @@ class Group(_ProcessGroup):
 
     def submit(self, run: Callable[[], object], result: Sequence[torch.Tensor]) -> Work:
         """Let ``run``, a collective over `comm`, be run in the order of this group; ``result`` is what it writes."""
-        return self._lane.start(CollectiveWork(self._lane, run, result, call_site(sys._getframe(1), OUTSIDE)))
+        return self._queue.start(CollectiveWork(self._queue, run, result, call_site(sys._getframe(1), OUTSIDE)))
 
     def _run(self, run: Callable[[], object], result: Sequence[torch.Tensor], opts: Any) -> Work:
         """Return the handle of the operation ``run``, which has ended unless ``opts`` want it asynchronous."""
         self._check_lives()
-        work = CollectiveWork(self._lane, run, result, call_site(sys._getframe(1), OUTSIDE))
+        work = CollectiveWork(self._queue, run, result, call_site(sys._getframe(1), OUTSIDE))
         if result and result[0].is_cuda:  # the streams of a GPU belong to the thread that computes
-            return self._entered(self._lane.run(work))
-        return self._entered(self._lane.start(work) if _is_asynchronous(opts) else self._lane.run(work))
+            return self._entered(self._queue.run(work))
+        return self._entered(self._queue.start(work) if _is_asynchronous(opts) else self._queue.run(work))
 
     def _check_lives(self) -> None:
         if self._ended:
@@ -149,13 +149,7 @@ class Group(_ProcessGroup):
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
         """Do as `all_gather_single` does for several tensors. Collective."""
         for output, own in zip(outputs, inputs, strict=True):
-            if output.dtype != own.dtype:
-                raise UsageError(f"the output of all_gather is {output.dtype}, the input {own.dtype}; make them alike")
-            if output.numel() != own.numel() * self.comm.size:
-                raise UsageError(
-                    f"the output of all_gather has {output.numel()} elements; the input has {own.numel()}, times "
-                    f"{self.comm.size} ranks"
-                )
+            _check_pair("all_gather", output, own, output.numel(), own.numel() * self.comm.size)
         pairs = [(Buffer(output), Buffer(own)) for output, own in zip(outputs, inputs, strict=True)]
 
         def run() -> None:
@@ -192,15 +186,7 @@ class Group(_ProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
         """Do as `reduce_scatter_single` does for several tensors. Collective."""
         for output, own in zip(outputs, inputs, strict=True):
-            if output.dtype != own.dtype:
-                raise UsageError(
-                    f"the output of reduce_scatter is {output.dtype}, the input {own.dtype}; make them alike"
-                )
-            if own.numel() != output.numel() * self.comm.size:
-                raise UsageError(
-                    f"the input of reduce_scatter has {own.numel()} elements; the output has {output.numel()}, times "
-                    f"{self.comm.size} ranks"
-                )
+            _check_pair("reduce_scatter", output, own, output.numel() * self.comm.size, own.numel())
         hows = [reduction_of(_op(opts), output) for output in outputs]
         pairs = [(Buffer(output), Buffer(own)) for output, own in zip(outputs, inputs, strict=True)]
 
@@ -221,8 +207,7 @@ class Group(_ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Send rows of ``own`` to all ranks, and theirs to ``output``; without sizes as many to each. Collective."""
-        if output.dtype != own.dtype:
-            raise UsageError(f"the output of all_to_all is {output.dtype}, the input {own.dtype}; make them alike")
+        _check_pair("all_to_all", output, own)
         sent = _row_ranges(own, input_sizes, self.comm.size, "input")
         received = _row_ranges(output, output_sizes, self.comm.size, "output")
         source, target = Buffer(own), Buffer(output)
@@ -267,8 +252,8 @@ class Group(_ProcessGroup):
         of them with ``wait_all_ranks``.
         """
         seconds = timeout.total_seconds()
-        self._lane.run(
-            CollectiveWork(self._lane, lambda: calls.monitored_barrier(self.comm, seconds, wait_all_ranks), [])
+        self._queue.run(
+            CollectiveWork(self._queue, lambda: calls.monitored_barrier(self.comm, seconds, wait_all_ranks), [])
         ).wait()
 
     def send(self, tensors: Any, peer: int, tag: int) -> Work:
@@ -322,7 +307,7 @@ class Group(_ProcessGroup):
     def shutdown(self) -> None:
         """End what is under way, and give the communicators back. Collective."""
         self._ended = True
-        self._lane.close()
+        self._queue.close()
         self._mailbox.close()
         self._at_end()
         collectives.release(self.comm)
@@ -399,6 +384,17 @@ def _op(options: Any) -> Any:
 
 def _is_asynchronous(options: Any) -> bool:
     return bool(getattr(options, "asyncOp", True))
+
+
+def _check_pair(name: str, output: torch.Tensor, own: torch.Tensor, expected: int = 0, given: int = 0) -> None:
+    """Raise UsageError unless both are of one type and the elements of all ranks together are as many."""
+    if output.dtype != own.dtype:
+        raise UsageError(f"the output of {name} is {output.dtype}, the input {own.dtype}; make them alike")
+    if expected != given:
+        raise UsageError(
+            f"the output of {name} has {output.numel()} elements, the input {own.numel()}; the whole has to be the "
+            "part times the number of ranks"
+        )
 
 
 def _check_count(tensors: Sequence[Any], size: int, name: str) -> None:

@@ -93,7 +93,7 @@ class MessageWork(Work):
 
 
 class Mailbox:
-    """Messages of one group, over a communicator that nothing else uses; ``has_thread`` as of a `Lane`."""
+    """Messages of one group, over a communicator that nothing else uses; ``has_thread`` as of a `OperationQueue`."""
 
     def __init__(self, comm: Communicator, has_thread: bool) -> None:
         self.comm, self.has_thread, self.name = comm, has_thread, comm.name

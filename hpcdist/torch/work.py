@@ -1,9 +1,9 @@
-"""Operations of a process group in their order: `Lane` runs them, a `Work` is the handle of each.
+"""Operations of a process group in their order: `OperationQueue` runs them, a `Work` is the handle of each.
 
-A synchronous operation runs in the thread that calls it. An asynchronous one is put into the lane of its group, from
-which a thread of the lane takes it, or whoever waits for it: then it is run there, after those before it, and no thread
-has to be woken. All ranks start the operations of a group in the same order, so each lane has one order as well;
-lanes of several groups go on side by side.
+A synchronous operation runs in the thread that calls it. An asynchronous one is put into the queue of its group, from
+which a thread of the queue takes it, or whoever waits for it: then it is run there, after those before it, and no
+thread has to be woken. All ranks start the operations of a group in the same order, so each queue has one order as
+well; queues of several groups go on side by side.
 
 A thread beside the one that computes needs MPI_THREAD_MULTIPLE. Without it an operation runs when it is waited for.
 """
@@ -115,22 +115,26 @@ class CollectiveWork(Work):
     """A collective operation.
 
     Args:
-        lane: The lane that runs it.
+        queue: The queue that runs it.
         run: The operation.
         result: The tensors that hold its result.
         site: The line of the program that asked for it.
     """
 
     def __init__(
-        self, lane: "Lane", run: Callable[[], object], result: Sequence[torch.Tensor], site: CallSite | None = None
+        self,
+        queue: "OperationQueue",
+        run: Callable[[], object],
+        result: Sequence[torch.Tensor],
+        site: CallSite | None = None,
     ) -> None:
         super().__init__(result)
-        self._lane = lane
+        self._queue = queue
         self.site = site
         self._run: Callable[[], object] | None = run
 
     def perform(self) -> None:
-        """Run the operation; what it raises is raised by `wait`. Called by the lane, once."""
+        """Run the operation; what it raises is raised by `wait`. Called by the queue, once."""
         assert self._run is not None
         error = None
         try:
@@ -141,11 +145,11 @@ class CollectiveWork(Work):
         self.end(error)
 
     def _complete(self, timeout: timedelta) -> None:
-        self._lane.complete(self, timeout)
+        self._queue.complete(self, timeout)
 
     def _let_end(self) -> None:
-        if not self._lane.has_thread:
-            self._lane.complete(self, NO_TIMEOUT)  # a future waits for no lane
+        if not self._queue.has_thread:
+            self._queue.complete(self, NO_TIMEOUT)  # a future waits for no queue
 
 
 class BatchWork(Work):
@@ -172,7 +176,7 @@ class BatchWork(Work):
         self._complete(NO_TIMEOUT)  # none of them knows that it belongs to a batch
 
 
-class Lane:
+class OperationQueue:
     """The operations of one group. Its thread starts with the first asynchronous operation, and ends with `close`.
 
     Args:

@@ -45,9 +45,11 @@ def _watch(held: int, launch_dir: Path) -> NoReturn:
         null = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(null, stream)  # whoever reads the output of the supervisor does not wait for this process
-        # The other end of the pipe among them: the supervisor alone holds it.
-        os.closerange(3, held)
-        os.closerange(held + 1, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") > 0 else 1 << 16)
+        # Those that are open, not all that may be: where their number is not limited, that would take minutes. The
+        # other end of the pipe is among them: the supervisor alone holds it.
+        for number in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, held}:
+            with suppress(OSError):  # that of the list itself
+                os.close(number)
         if os.read(held, 1) == b"":
             time.sleep(TEARDOWN_S)
             _end(launch_dir)
