@@ -2,9 +2,11 @@
 
 The only importer of numba. Importing a module that uses `jit` imports and compiles nothing. The machine code is cached
 in a private directory of the user (it is code, so owner and mode of the directory are checked), or in NUMBA_CACHE_DIR.
+Of the processes on a node that need a kernel at the same time, one compiles it, and the others load it.
 """
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -127,6 +129,23 @@ def _warn(text: str) -> None:
     sys.stderr.flush()
 
 
+@contextlib.contextmanager
+def _alone(function: Callable[..., Any], is_cached: bool) -> Iterator[None]:
+    """Be the only process with this cache that compiles ``function``, or loads its code (local).
+
+    Processes that do not wait for each other compile the same code, and one loses what the other has kept: numba reads
+    the index of a function's code and writes it anew.
+    """
+    if not is_cached:
+        yield
+        return
+    name = Path(os.environ["NUMBA_CACHE_DIR"]) / f"{function.__module__}.{function.__qualname__}.lock"
+    with name.open("w") as file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 @functools.cache
 def _digest_of_sources() -> str:
     """Return a name for the text of all modules with kernels.
@@ -175,6 +194,7 @@ class Kernel:
         self._inner: Any = None
         self._exported: dict[tuple[str, ...], Any] = {}
         self._samples: list[Callable[..., tuple[Any, ...]]] = []
+        self._addressed: list[tuple[str, ...]] = []
         _kernels.append(self)
 
     @property
@@ -187,14 +207,23 @@ class Kernel:
                     import numba  # 0.4 s: paid by the first kernel, not by `hpcdist --help`
                     import numba.extending
 
-                    self._compiled = numba.njit(
+                    dispatcher: Any = numba.njit(
                         _linked(self.function, numba),
                         nogil=True,
                         cache=is_cached,
                         fastmath=self.fastmath,
                         error_model="numpy",  # a check for zero before every division keeps loops scalar
                     )
+                    dispatcher.compile = self._compiled_alone(dispatcher.compile, is_cached)
+                    self._compiled = dispatcher
         return self._compiled
+
+    def _compiled_alone(self, compile_for: Callable[[Any], Any], is_cached: bool) -> Callable[[Any], Any]:
+        def compile_alone(signature: Any) -> Any:
+            with _alone(self.function, is_cached):
+                return compile_for(signature)
+
+        return compile_alone
 
     def inner(self, numba: Any) -> Any:
         """Return the numba function that other kernels call, one for all callers, so that it is compiled once.
@@ -227,7 +256,8 @@ class Kernel:
                 export = numba.cfunc(
                     numba.types.void(*taken), cache=is_cached, fastmath=self.fastmath, error_model="numpy", nogil=True
                 )
-                self._exported[types] = export(_linked(self.function, numba))
+                with _alone(self.function, is_cached):
+                    self._exported[types] = export(_linked(self.function, numba))
             return int(self._exported[types].address)
 
     def __call__(self, *args: Any) -> Any:
@@ -245,6 +275,10 @@ class Kernel:
     def sample(self, arguments: Callable[..., tuple[Any, ...]]) -> None:
         """Register arguments with which `warm` calls the kernel, once for each set of types."""
         self._samples.append(arguments)
+
+    def sample_address(self, *types: str) -> None:
+        """Register argument types for which `warm` asks `address`."""
+        self._addressed.append(types)
 
 
 def _linked(function: Callable[..., Any], numba: Any) -> FunctionType:
@@ -300,4 +334,6 @@ def warm(part: int = 0, parts: int = 1) -> Iterator[str]:
     for kernel in _kernels[part::parts]:
         for arguments in kernel._samples:
             kernel(*arguments())
+        for types in kernel._addressed:
+            kernel.address(*types)
         yield kernel.__name__

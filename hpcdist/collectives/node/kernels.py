@@ -282,11 +282,16 @@ def reduce_bfloat16_at(
     reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, True)
 
 
+_NUMBERS: Final = ("int64",) * 6 + ("float64",)  # the types of all arguments but the last
+for _kernel in (reduce_float16_at, reduce_bfloat16_at, reduce_at):
+    _kernel.sample_address(*_NUMBERS, "float32*")
+reduce_at.sample_address(*_NUMBERS, "float64*")
+
+
 def address_of(dtype: np.dtype) -> int:
     """Return the address of the machine code that reduces ``dtype`` (local; compiled when the cache lacks it)."""
-    plain = ("int64",) * 6 + ("float64",)
     if dtype == BFLOAT16:
-        return reduce_bfloat16_at.address(*plain, "float32*")
+        return reduce_bfloat16_at.address(*_NUMBERS, "float32*")
     if dtype == np.float16:
-        return reduce_float16_at.address(*plain, "float32*")
-    return reduce_at.address(*plain, name_of(dtype) + "*")
+        return reduce_float16_at.address(*_NUMBERS, "float32*")
+    return reduce_at.address(*_NUMBERS, name_of(dtype) + "*")

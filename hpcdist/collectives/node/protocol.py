@@ -315,3 +315,17 @@ def start_call(
     store_release(places[0, rank] + 8 * ARRIVED, number)
     answer: int = advance(state, places, regions, bounds, plan, scale, buffer)
     return answer
+
+
+_SAMPLE: Final = np.zeros(LINE_BYTES // 8, np.int64)  # a line of flags
+
+
+def _call_of_nothing() -> tuple[Any, ...]:
+    """Return the arguments of a call without bytes by the only rank of a node."""
+    state, places = np.zeros(SCRATCH + 3, np.int64), np.full((5, 1), _SAMPLE.ctypes.data)
+    bounds, plan = np.zeros((2, 1), np.int64), np.zeros(PLAN_WORDS, np.int64)
+    return state, places, np.zeros((0, 3), np.int64), bounds, plan, 1.0, np.empty(0, np.uint8)
+
+
+start_call.sample(lambda: (*_call_of_nothing(), 0))
+advance.sample(_call_of_nothing)

@@ -1,10 +1,13 @@
 """The directory of compiled kernels: where it cannot be written, a node compiles once, and not each of its ranks."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from harness.jobs import LIMIT_S
 from hpcdist.arrays import jit
 from hpcdist.errors import MissingCapabilityError
 
@@ -62,3 +65,41 @@ def test_a_directory_of_others_is_refused(tmp_path, temporary):
     temporary.parent.chmod(0o777)
     with pytest.raises(MissingCapabilityError, match="not a private directory"):
         jit.prepare_cache()
+
+
+COMPILES = """
+import sys
+import numpy as np
+from hpcdist.optim.update.kernels import _squares_loop
+print("ready", flush=True)
+sys.stdin.readline()
+_squares_loop(np.ones(8, sys.argv[1]), np.zeros(16), 0)
+print(_squares_loop.compiled.stats.cache_misses.total())
+"""
+
+
+def test_of_processes_that_need_a_kernel_at_once_one_compiles_it(tmp_path):
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", COMPILES, dtype],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for dtype in ("float32", "float64", "float32", "float64")
+    ]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    misses = [int(process.communicate(timeout=LIMIT_S)[0]) for process in processes]
+    assert sum(misses) == 2, "one of each type"
+    for dtype in ("float32", "float64"):
+        line = [sys.executable, "-c", COMPILES, dtype]
+        done = subprocess.run(
+            line, env=environment, input="\n", capture_output=True, text=True, timeout=LIMIT_S, check=True
+        )
+        assert done.stdout == "ready\n0\n", "what one has kept the other has not overwritten"
