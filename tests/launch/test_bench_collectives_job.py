@@ -16,7 +16,6 @@ from hpcdist.errors import STORAGE, USAGE
 
 pytestmark = pytest.mark.full
 
-LIMIT_S = 120.0
 FEW = ["--algorithm", "ring", "--algorithm", "node_shared", "--bytes", "4K 64K", "--iterations", "12", "--hot"]
 
 

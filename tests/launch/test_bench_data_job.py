@@ -8,8 +8,7 @@ import pytest
 from harness import jobs
 from hpcdist.bench.sweep import results
 
-LIMIT_S = 120.0
-pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi"), pytest.mark.full]
+pytestmark = [pytest.mark.usefixtures("mpi"), pytest.mark.full]
 
 
 def test_two_scenarios_are_compared_and_kept(tmp_path, rng):

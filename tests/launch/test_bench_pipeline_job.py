@@ -8,7 +8,6 @@ import pytest
 from harness import jobs
 from harness.jobs import figures
 
-LIMIT_S = 120.0
 FEW = ["--layers", 2, "--hidden", 8, "--context", 8, "--microbatches", 2, "--steps", 2, "--warmup", 1]
 
 

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from harness import jobs
-from harness.jobs import figures
+from harness.jobs import LIMIT_S, figures
 from hpcdist.bench.power import report
 from hpcdist.bench.sweep import results
 
-LIMIT_S = 300
 FOUND_W, FREE_W, POWER_W = 700, 600, (300, 30)
 RECIPE = """
 model = {layers = 1, hidden = 32, heads = 2}
@@ -24,7 +23,7 @@ run = {steps = 200, global_batch = 6, validation_samples = 8}
 energy = {interval_s = 0.01, powercap = "nowhere"}
 """
 
-pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi"), pytest.mark.full]
+pytestmark = [pytest.mark.usefixtures("mpi"), pytest.mark.full]
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ def line(folder, *arguments):
 
 
 def hpcdist(folder, environment, *arguments):
-    return jobs.run(line(folder, *arguments), env=environment, cwd=folder, timeout=LIMIT_S)
+    return jobs.run(line(folder, *arguments), env=environment, cwd=folder)
 
 
 def in_force(folder):
@@ -119,7 +118,7 @@ def test_however_a_sweep_ends_limits_come_back(folder, environment, number, code
         assert in_force(folder) == {"GPU-01": 250, "GPU-02": 250}
         refused = hpcdist(folder, environment, *asked)
         assert refused.returncode == 69 and "put them back first: hpcdist bench power --restore" in refused.stderr
-        restored = jobs.hpcdist("bench", "power", "--restore", env=environment, timeout=LIMIT_S)
+        restored = jobs.hpcdist("bench", "power", "--restore", env=environment)
         assert restored.returncode == 0, restored.stderr
         assert restored.stdout.count("700 W again (it was at 250 W)") == 2
     assert in_force(folder) == {"GPU-01": FOUND_W, "GPU-02": FOUND_W}

@@ -8,7 +8,6 @@ import pytest
 from harness import jobs
 from harness.jobs import figures
 
-LIMIT_S = 240.0
 FEW = ["--layers", 1, "--hidden", 16, "--heads", 2, "--context", 16, "--samples", 2, "--steps", 3, "--warmup", 1]
 
 

@@ -16,10 +16,7 @@ from harness.marks import cases
 from hpcdist.comm.launch import core_binding, mpirun
 from hpcdist.comm.launch.core_binding import CoreBinding, NodeCores
 
-LIMIT_S = 60
 Mapped = Callable[[Path, CoreBinding], list[set[int]] | None]
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def job(processors):

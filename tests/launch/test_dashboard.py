@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from harness.jobs import LIMIT_S
 from hpcdist.arrays.memory import CATEGORIES
 from hpcdist.batch import job
 from hpcdist.energy.sources.utilisation import SHARES
@@ -41,7 +42,6 @@ LABELS = {
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.timeout(400),
     pytest.mark.skipif(
         not (shutil.which("prometheus") and shutil.which("promtool")),
         reason="there is no prometheus: apt-get install prometheus",
@@ -118,7 +118,7 @@ def test_variables_find_the_run(prometheus):
 
 def test_rules_are_evaluated(prometheus):
     server, *_ = prometheus
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT_S
     while True:
         rules = [rule for group in server.get("rules")["groups"] for rule in group["rules"]]
         if all(rule["health"] == "ok" for rule in rules):

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 import hpcdist
 from harness import pages
+from harness.jobs import LIMIT_S
 from hpcdist.cli import help as pages_of_help
 from hpcdist.training.recipe import recipe as recipes
 
@@ -20,7 +21,6 @@ ROOT = Path(hpcdist.__file__).parents[1]
 README = Path(__file__).parents[2] / "README.md"
 STUDIES = Path(__file__).parents[2] / "benchmarks" / "README.md"
 PAGES = {topic: pages_of_help.DOCS / f"{topic}.md" for topic in pages_of_help.TOPICS}
-LIMIT_S = 120
 
 
 def environment():
@@ -81,7 +81,6 @@ def check_block(block, folder):
         assert block.language == "text", f"a block of {block.language!r}: nobody checks it"
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.full_except("start")
 @pytest.mark.parametrize("topic", PAGES)
 def test_what_a_page_says_runs(topic, tmp_path):

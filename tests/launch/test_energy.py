@@ -13,14 +13,11 @@ from harness import jobs
 from harness.trainings import recipe_keys
 from hpcdist.checkpoint.format import manifest
 
-LIMIT_S = 240
 WATTS = {"GPU-00": 100.0, "GPU-01": 50.0, "GPU-02": 7.0}  # each steps every 10 ms
 SMALL = recipe_keys(
     "layers=1 hidden=32 heads=2 data.context=16 global_batch=6 steps=60 checkpoint.every_steps=20 "
     "energy.interval_s=0.01"
 )
-
-pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
 @pytest.fixture

@@ -8,10 +8,7 @@ from harness import jobs
 from harness.jobs import hpcdist
 from harness.trainings import recipe_keys
 
-LIMIT_S = 120
 SETTINGS = recipe_keys("layers=1 hidden=32 heads=2 data.context=16 steps=8 global_batch=6 strategy=zero3")
-
-pytestmark = pytest.mark.timeout(5 * LIMIT_S)
 
 
 def settings(data):
@@ -48,7 +45,7 @@ def test_a_run_is_looked_at_on_any_number_of_ranks(tmp_path, rng):
 def test_what_is_wrong_on_all_ranks_is_told_once(mpiexec, tmp_path):
     """Without `hpcdist run`, which would show the first failure again."""
     line = ["-m", "hpcdist", "train", *settings(tmp_path / "missing.txt"), "--out", str(tmp_path / "run")]
-    done = mpiexec(4, line, timeout=LIMIT_S)
+    done = mpiexec(4, line)
     assert done.returncode == 78, done.stdout
     assert told(done, "missing.txt: there is no such file") == 1, done.stdout
     assert "[rank 0] every rank failed alike: exit code 78" in done.stdout

@@ -13,14 +13,12 @@ from harness import jobs
 EXAMPLES = Path(hpcdist.__file__).parent / "docs" / "examples"
 ROOT = str(EXAMPLES.parents[2])
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.full
 
 
 def start(mpiexec, folder, *words, ranks=2, **keys):
     path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH", "")]))
-    done = mpiexec(
-        ranks, [str(EXAMPLES / words[0]), *words[1:]], cwd=folder, env={"PYTHONPATH": path, **keys}, timeout=200
-    )
+    done = mpiexec(ranks, [str(EXAMPLES / words[0]), *words[1:]], cwd=folder, env={"PYTHONPATH": path, **keys})
     assert done.returncode == 0, done.stdout
     return done.stdout
 

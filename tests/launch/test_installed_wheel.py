@@ -14,11 +14,9 @@ import hpcdist
 from harness import jobs
 
 CLONE = Path(__file__).parents[2]
-LIMIT_S = 240.0
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(not (CLONE / "setup.cfg").exists(), reason="there is no clone beside these tests to build from"),
 ]
 

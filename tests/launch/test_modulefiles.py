@@ -210,7 +210,6 @@ module unload hpcdist || exit; shown >after
 """
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("whole", [False, True])
 def test_commands_of_the_same_name_stay_what_they_were(shell, tmp_path, whole):
     """A site's own python3 and mpirun, beside the environment of hpcdist, which has its own."""

@@ -20,11 +20,10 @@ pytest.importorskip("prometheus_client")
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from harness.jobs import LIMIT_S
 from hpcdist.telemetry.sinks.prometheus import PrometheusSink
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_proxy")]
-
-LIMIT_S = 60
 
 
 @contextmanager
@@ -56,7 +55,7 @@ def serving(program, folder, *arguments):
 
 def metrics(address):
     """Return value and meaning of each series that the address shows, by its name and its labels."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=LIMIT_S) as answer:
         families = [*text_string_to_metric_families(answer.read().decode())]
     return {
         (sample.name, *sorted(sample.labels.items())): (sample.value, family.documentation)

@@ -14,6 +14,7 @@ import pytest
 
 import hpcdist
 from harness import jobs, pages
+from harness.jobs import LIMIT_S
 from hpcdist.cli.run import checkpoints
 from hpcdist.training.data import SampleOrder
 from hpcdist.training.recipe import recipe as recipes
@@ -29,7 +30,6 @@ LAYOUTS = {
 }
 
 
-LIMIT_S = 240.0
 # Rank 1 dies once in its first start. Then the ranks make steps until they are told to stop, and no more at last.
 SCRIPT = """
 import os, sys, time

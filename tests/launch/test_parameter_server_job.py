@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 
 from harness import jobs
+from harness.jobs import LIMIT_S
 from harness.trainings import recipe_keys
 from hpcdist.telemetry.metrics import step_metrics
 
-LIMIT_S = 240
 SERVED = recipe_keys(
     "layers=1 hidden=32 heads=2 data.context=16 global_batch=6 strategy=parameter_server "
     "parameter_server.consistency=asp"
 )
-
-pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
 def start(ranks, out, text, *arguments, **keys):

@@ -12,7 +12,6 @@ TESTS = Path(__file__).parents[1]
 PYTEST = ["-P", "-m", "pytest", "--color=no", "-p", "no:cacheprovider", "-o", "timeout=0"]
 
 
-@pytest.mark.timeout(1560)
 @pytest.mark.full_except("2-first", "3-first")
 @pytest.mark.parametrize("tier", ["not full and not matrix", "full and not matrix"], ids=["first", "full"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])  # 3: not a power of two; 4: products of two axes
@@ -21,7 +20,6 @@ def test_rank_suite(mpiexec, size, tier):
     run_suite(mpiexec, size, tier, TESTS / "ranks")
 
 
-@pytest.mark.timeout(1560)
 @pytest.mark.full
 def test_products_of_two_axes_on_four_ranks(mpiexec):
     suites = [TESTS / "ranks" / f"test_rank_{name}.py" for name in ("layouts", "strategies", "tensor")]
@@ -47,7 +45,6 @@ def suite(folder, body):
     return [*PYTEST, "--import-mode=importlib", "-o", f"pythonpath={TESTS}", "--rootdir", str(folder), str(ranks)]
 
 
-@pytest.mark.timeout(300)
 def test_one_failing_rank_fails_the_suite_and_is_named(mpiexec, tmp_path):
     arguments = suite(
         tmp_path,
@@ -70,7 +67,7 @@ def test_one_failing_rank_fails_the_suite_and_is_named(mpiexec, tmp_path):
             comm.barrier()
         """,
     )
-    done = mpiexec(3, arguments, timeout=200)
+    done = mpiexec(3, arguments)
     assert done.returncode == 1, done.stdout
     assert "failed on rank 1 of 3" in done.stdout and "only rank one" in done.stdout
     assert "failed on rank 2 of 3" in done.stdout and "only the setup of rank two" in done.stdout
@@ -79,7 +76,6 @@ def test_one_failing_rank_fails_the_suite_and_is_named(mpiexec, tmp_path):
     assert "2 failed, 1 passed, 1 error" in done.stdout
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.full
 def test_a_rank_that_fails_while_the_others_wait_ends_the_job(mpiexec, tmp_path):
     arguments = suite(
@@ -90,12 +86,11 @@ def test_a_rank_that_fails_while_the_others_wait_ends_the_job(mpiexec, tmp_path)
             comm.barrier()
         """,
     )
-    done = mpiexec(2, arguments, timeout=200, env={"HPCDIST_TEST_PATIENCE_S": "1"})
+    done = mpiexec(2, arguments, env={"HPCDIST_TEST_PATIENCE_S": "1"})
     assert done.returncode != 0
     assert "[rank 1]" in done.stdout and "only rank one" in done.stdout and "have not come to agree" in done.stdout
 
 
-@pytest.mark.timeout(300)
 @cases(
     "body, shown",
     ("time.sleep(100) if comm.rank == 0 else comm.barrier()", "test_end"),
@@ -105,7 +100,7 @@ def test_a_rank_that_fails_while_the_others_wait_ends_the_job(mpiexec, tmp_path)
 @pytest.mark.full
 def test_a_rank_that_never_returns_ends_the_job(mpiexec, tmp_path, body, shown):
     arguments = suite(tmp_path, f"def test_end(comm):\n    {body}\n")
-    done = mpiexec(2, arguments, timeout=200, env={"HPCDIST_TEST_LIMIT_S": "3"})
+    done = mpiexec(2, arguments, env={"HPCDIST_TEST_LIMIT_S": "3"})
     assert done.returncode != 0
     assert shown in done.stdout
 

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from harness.jobs import LIMIT_S
+
 pytestmark = pytest.mark.full
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -65,7 +67,7 @@ def opened(page, profile):
     with proxy() as (port, asked):
         through = [f"--proxy-server=http://127.0.0.1:{port}", "--proxy-bypass-list=<-loopback>"]
         line = [browser, *QUIET, *through, f"--user-data-dir={profile}", "--virtual-time-budget=2000"]
-        done = subprocess.run([*line, "--dump-dom", page.as_uri()], capture_output=True, timeout=120, check=False)
+        done = subprocess.run([*line, "--dump-dom", page.as_uri()], capture_output=True, timeout=LIMIT_S, check=False)
     if done.returncode:
         pytest.skip(f"the browser does not run here: {done.stderr.decode(errors='replace')[-500:]}")
     said = [line for line in done.stderr.decode(errors="replace").splitlines() if "CONSOLE" in line]
@@ -84,7 +86,7 @@ def page(folder, mpiexec):
     if not file.exists():
         words = [word for key in RECIPE for word in ("--set", key)]
         for more in (["--set", "run.steps=16"], ["--resume", "auto"]):
-            done = mpiexec(2, ["-m", "hpcdist", "train", "--out", str(run_dir), *words, *more], timeout=240)
+            done = mpiexec(2, ["-m", "hpcdist", "train", "--out", str(run_dir), *words, *more])
             assert done.returncode == 0, done.stdout
         done = mpiexec(1, ["-m", "hpcdist", "report", str(run_dir), "--html", str(file), "--sample-prompt", "class "])
         assert done.returncode == 0, done.stdout

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.jobs import called, run, until
+from harness.jobs import LIMIT_S, called, run, until
 from harness.marks import cases
 from hpcdist.checkpoint import lock
 from hpcdist.cli import main
@@ -25,7 +25,6 @@ from hpcdist.errors import USAGE, MissingCapabilityError
 from hpcdist.hdf5 import files
 
 MARK = "HPCDIST_TEST_MARK"
-LIMIT_S = 120.0  # generous: a loaded machine must not fail a test
 
 # A launcher command for ranks that need no MPI: rank.py with one word that says how it behaves.
 DRIVER = """

@@ -17,7 +17,7 @@ CLONE = Path(hpcdist.__file__).resolve().parents[1]
 ENTRY = "[console_scripts]\nhpcdist = hpcdist:main\n"
 MODULE = "def main():\n    print('a stand-in of hpcdist')\n"
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def install(house, venv, **added):
     hidden = ("PIP_NO_INDEX", "PIP_FIND_LINKS", "PYTHONPATH", "MPICC")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PYTHON": sys.executable}
-    return jobs.run([str(house / "install.sh"), str(venv)], env=kept | nowhere | added, cwd=house.parent, timeout=300)
+    return jobs.run([str(house / "install.sh"), str(venv)], env=kept | nowhere | added, cwd=house.parent)
 
 
 def test_an_environment_is_made_of_the_files_alone(house, tmp_path):

@@ -30,7 +30,7 @@ ENDLESS = 10**6
 EVIL = "$(touch x) `touch y` \"two\" 'one' \\ # ; & | é"
 EVIL_FOLDER = EVIL.replace("\\", "")  # see test_a_directory_whose_name_slurm_would_read_as_a_pattern
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

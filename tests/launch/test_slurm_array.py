@@ -57,7 +57,7 @@ name = "d"
 run.seed = 4
 """
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

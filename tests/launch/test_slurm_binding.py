@@ -21,7 +21,6 @@ EACH = CPUS // RANKS
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(EACH == 0 or os.sysconf("SC_NPROCESSORS_ONLN") > CPUS, reason="needs all cores of two or more"),
 ]
 

@@ -16,7 +16,7 @@ from stubs.slurm_cluster import STEPS, Jobs
 
 ENDLESS = 10**6
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

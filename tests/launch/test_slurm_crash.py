@@ -14,7 +14,7 @@ from stubs.slurm_cluster import Jobs
 
 STEPS = 120
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,13 @@ import time
 
 import pytest
 
+from harness.jobs import LIMIT_S
 from hpcdist.comm.launch import mpirun
 from stubs.slurm_cluster import Jobs
 
 SITES = {mpirun.OPEN_MPI: "slurm-openmpi", mpirun.MPICH: "slurm-mpich"}
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
+pytestmark = pytest.mark.full
 
 
 def test_what_a_killed_job_left_is_removed_and_the_node_stays_in_use(cleaned, mpi, tmp_path):
@@ -39,7 +40,7 @@ def test_what_a_killed_job_left_is_removed_and_the_node_stays_in_use(cleaned, mp
     # All its processes at once, the script among them, which cannot tidy up.
     assert cleaned.run("scancel", "--full", "--signal=KILL", killed).returncode == 0
     cleaned.wait(lambda: (cleaned.folder / f"epilog-{killed}-n1").exists(), "end of the epilog")
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + LIMIT_S
     while (left := [*local.glob(".hpcdist-gone-*")]) and time.monotonic() < limit:
         time.sleep(0.1)
     assert not left and not marks[killed].exists() and not [path for path in starts if path.exists()]

@@ -23,7 +23,7 @@ code=0
 exit "$code"
 """
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

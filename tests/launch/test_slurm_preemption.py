@@ -16,7 +16,7 @@ STEPS = 100
 HYDRA = "based_on = 'slurm-mpich'\n[launcher]\nkind = 'mpirun'\npmi = ''\n"
 SLOW = "--set=chaos.step_s=0.1"
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

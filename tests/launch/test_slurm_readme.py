@@ -7,7 +7,7 @@ import pytest
 
 from hpcdist.batch import job
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.full]
+pytestmark = pytest.mark.full
 
 
 def test_the_two_lines_submit_the_default_job(cluster, tmp_path):

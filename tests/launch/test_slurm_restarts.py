@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from harness.jobs import LIMIT_S
 from hpcdist.comm.launch import mpirun
 from hpcdist.telemetry import report
 from stubs.slurm_cluster import Jobs
@@ -15,7 +16,7 @@ from stubs.slurm_cluster import Jobs
 ENDLESS = 10**6
 SRUN = 'based_on = "slurm-openmpi"\n[launcher]\nkind = "srun"\npmi = "pmix"\n'
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def crash(jobs, node, submitted):
 
 def saves(jobs, *outs):
     """Wait until one of the runs writes a checkpoint, which lasts for milliseconds."""
-    until = time.monotonic() + 120
+    until = time.monotonic() + LIMIT_S
     while not any(path for out in outs for path in (jobs.folder / out / "checkpoints").glob("step-*.tmp")):
         assert time.monotonic() < until, "no checkpoint was written"
         time.sleep(0.0005)

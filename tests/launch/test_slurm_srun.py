@@ -16,7 +16,7 @@ from hpcdist.comm.launch import mpirun
 ENDLESS = 10**6
 PMI = {mpirun.OPEN_MPI: "pmix", mpirun.MPICH: "pmi2"}
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.full]
+pytestmark = pytest.mark.full
 
 # The shell is signalled by the test, and passes on what it was told: USR1 as it is, and USR2 as Ctrl-C.
 SCRIPT = """#!/bin/bash

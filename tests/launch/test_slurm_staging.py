@@ -12,7 +12,7 @@ LOCAL = "dev/shm/copies"  # each node has its own
 NODES = ("n1", "n2")
 OPTIONS = ("--site=site.toml", "--stage-data", "--no-check", "--out=run", "--set=chaos.step_s=0.1")
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture

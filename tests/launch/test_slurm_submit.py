@@ -10,7 +10,7 @@ import pytest
 
 from stubs.slurm_cluster import NODES, Jobs
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

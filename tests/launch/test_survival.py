@@ -14,15 +14,13 @@ import numpy as np
 import pytest
 
 from harness import jobs
+from harness.jobs import LIMIT_S
 from hpcdist.comm.launch import mpirun
 from hpcdist.telemetry.metrics import step_metrics
 
-LIMIT_S = 240
 DEATHS = int(os.environ.get("HPCDIST_TEST_DEATHS", "2"))
 EVERY = 4  # steps between two deaths
 SMALL = ["model.layers=1", "model.hidden=32", "model.heads=2", "data.context=16", "run.global_batch=6"]
-
-pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
 @pytest.fixture(autouse=True)

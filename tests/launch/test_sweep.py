@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from harness import jobs
+from harness.jobs import LIMIT_S
 from hpcdist.bench.sweep import results
 from hpcdist.errors import StorageError
 
-LIMIT_S = 240
 SWEEP = """
 [sweep]
 ranks = 2
@@ -25,7 +25,7 @@ run = {steps = 12, global_batch = 6, validation_samples = 8}
 communication = {algorithm = "ring"}
 """
 
-pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi")]
+pytestmark = pytest.mark.usefixtures("mpi")
 
 
 @pytest.fixture

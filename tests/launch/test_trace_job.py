@@ -10,7 +10,6 @@ from harness.trainings import recipe_keys
 from hpcdist.telemetry.metrics import side_tables, step_metrics
 from hpcdist.telemetry.trace import summary
 
-LIMIT_S = 240
 SMALL = recipe_keys("layers=2 hidden=16 heads=2 data.context=8 global_batch=8 steps=12")
 JOBS = {
     "ring": (2, {"communication.algorithm": "ring"}),
@@ -19,7 +18,7 @@ JOBS = {
     "pipeline": (4, {"parallel.pipeline": 2, "parallel.microbatches": 2, "communication.algorithm": "ring"}),
 }
 
-pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi")]
+pytestmark = pytest.mark.usefixtures("mpi")
 
 
 def train(ranks, out, text, settings):

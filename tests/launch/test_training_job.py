@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 
 from harness import jobs
-from harness.jobs import figures
+from harness.jobs import LIMIT_S, figures
 from harness.marks import cases
 from hpcdist.hdf5 import files
 from hpcdist.telemetry.metrics import step_metrics
 
-LIMIT_S = 240
 ENDLESS = 10**6  # steps: no machine is done before it is told to stop
 SMALL = ["--set", "model.layers=1", "--set", "model.hidden=32", "--set", "model.heads=2", "--set", "data.context=16"]
-
-pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
 def hpcdist(*arguments, **environment):

@@ -10,7 +10,7 @@ from hpcdist.batch import ledger
 from hpcdist.batch.schedulers import local
 from hpcdist.batch.schedulers.base import SchedulerState
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.full]
+pytestmark = pytest.mark.full
 
 
 def test_a_job_goes_on_by_itself_until_it_is_cancelled(tmp_path, monkeypatch):

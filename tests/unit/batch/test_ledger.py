@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.jobs import LIMIT_S
 from hpcdist.batch import ledger
 from hpcdist.errors import StorageError
 
@@ -45,7 +46,7 @@ def test_nothing_there_is_no_entry(tmp_path):
 def test_many_write_at_once(tmp_path):
     names = ["1", "2", "3"]
     writers = [subprocess.Popen([sys.executable, "-P", "-c", WRITER, tmp_path, name]) for name in names]
-    assert [writer.wait(120) for writer in writers] == [0, 0, 0]
+    assert [writer.wait(LIMIT_S) for writer in writers] == [0, 0, 0]
     found = ledger.jobs(ledger.read(tmp_path))
     assert {job: [entry.number("restart") for entry in each.entries] for job, each in found.items()} == {
         name: list(range(100)) for name in names

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.jobs import called, light
+from harness.jobs import LIMIT_S, called, light
 from harness.jobs import run as run_program
 from harness.marks import cases
 from hpcdist.batch import ledger
@@ -197,7 +197,7 @@ def test_without_slurm_it_says_so(run, jobs, monkeypatch):
 def test_the_end_of_a_log(run, slurm):
     (run / "30.out").write_bytes(b"one\n\xff two\nthree")
     line = [sys.executable, "-P", "-m", "hpcdist", "jobs", "log", "30", "-n", "2"]
-    done = subprocess.run(line, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(line, capture_output=True, timeout=LIMIT_S, check=False)
     assert (done.returncode, done.stdout) == (OK, b"\xff two\nthree")
     assert str(run / "30.out") in done.stderr.decode()
 

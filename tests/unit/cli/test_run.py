@@ -9,14 +9,11 @@ import time
 import pytest
 
 from harness import jobs
-from harness.jobs import called
+from harness.jobs import LIMIT_S, called
 from harness.marks import cases
 from hpcdist.cli import main
 from hpcdist.cli import run as run_command
 from hpcdist.comm.launch import launchers, mpirun
-
-LIMIT_S = 120.0
-
 
 # A launcher with one rank, which knows nothing of hpcdist, under the supervisor.
 SUPERVISED = """

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from harness import jobs
+from harness.jobs import LIMIT_S
 from harness.marks import cases
 from hpcdist.cli.doctor import job
 from hpcdist.comm.doctor import mpi_library
@@ -161,7 +162,7 @@ def test_with_the_package_the_filter_works(tmp_path):
         "h5py.File(sys.argv[1], 'w').create_dataset('tokens', data=np.arange(4096, dtype=np.uint8), "
         "**hdf5plugin.Zstd())\n"
     )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "data.h5")], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "data.h5")], check=True, timeout=LIMIT_S)
     done = run(tmp_path, "submit", "recipe.toml", "--nodes=1", "--site=workstation", "--dry-run")
     assert done.returncode == 0 and "hdf5plugin" not in done.stderr
     trained = run(tmp_path, "train", "recipe.toml", "--out=run")

@@ -7,7 +7,6 @@ import pytest
 
 from harness import jobs
 
-LIMIT_S = 120.0
 RECIPE = "[run]\nsteps = 2\nglobal_batch = 2\n[model]\nlayers = 1\nhidden = 16\nheads = 1\n[data]\ncontext = 8\n"
 CLOSED = ">&- 2>&-"
 FULL = ">/dev/full 2>/dev/full"

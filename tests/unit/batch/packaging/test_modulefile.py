@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import hpcdist
 from harness import jobs
+from harness.jobs import LIMIT_S
 from harness.marks import cases
 from hpcdist.batch import job
 from hpcdist.batch.packaging import modulefile
@@ -76,7 +77,7 @@ def words_of(program, script, folder):
     (folder / "script").write_bytes(script.encode())
     line = [found, str(folder / "script")]
     # In this locale Tcl takes bytes for characters, as they are.
-    done = subprocess.run(line, env={"LC_ALL": "C"}, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(line, env={"LC_ALL": "C"}, capture_output=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr.decode() + script
     return [bytes.fromhex(line).decode() for line in done.stdout.decode().split("\n")[:-1]]
 

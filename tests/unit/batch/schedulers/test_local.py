@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.jobs import until
+from harness.jobs import LIMIT_S, until
 from hpcdist.batch.schedulers import local
 from hpcdist.batch.schedulers.base import SchedulerState
 from hpcdist.comm.launch.environment import boot_id
@@ -55,7 +55,9 @@ def test_a_failure_has_its_code():
 def test_it_outlives_who_submits_it(tmp_path):
     imports = "from pathlib import Path\nfrom hpcdist.batch.schedulers import local\n"
     code = f"{imports}print(local.submit({SLEEP!r}, Path('log')))"
-    done = subprocess.run([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True
+    )
     job = done.stdout.strip()
     until((tmp_path / "ready").exists)
     assert local.state(job).state == SchedulerState.RUNNING and not local.state(job).is_over

@@ -12,6 +12,7 @@ import pytest
 
 from harness import jobs
 from harness.job_scripts import played_on_path
+from harness.jobs import LIMIT_S
 from harness.marks import cases
 from hpcdist.batch import job, ledger
 from hpcdist.batch.schedulers.slurm import submit as slurm_submit
@@ -78,7 +79,7 @@ def test_the_recipe_of_the_script_is_the_one_that_was_resolved(sbatch, monkeypat
     begins, ends = done.stdout.index("input="), done.stdout.index("unset")
     trailer = done.stdout[done.stdout.index("\n#: ") :]
     (sbatch / "job").write_text("set -e\njob_id=7\n" + done.stdout[begins:ends] + trailer)
-    subprocess.run(["bash", "job"], cwd=sbatch, check=True, timeout=60)
+    subprocess.run(["bash", "job"], cwd=sbatch, check=True, timeout=LIMIT_S)
     (written,) = (sbatch / "runs").glob("*/job-*.toml")
     for name, value in {**given, "XDG_CONFIG_HOME": str(sbatch / "config")}.items():
         monkeypatch.setenv(name, value)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.jobs import run
+from harness.jobs import LIMIT_S, run
 from harness.marks import cases
 from hpcdist.batch import job as batch_job
 from hpcdist.checkpoint.lock import RunLock
@@ -24,7 +24,6 @@ USER, OTHER = (54321, 54322) if IS_ROOT else (os.getuid(), os.getuid())
 HOLDS = "import mmap, os, sys; file = open(sys.argv[1], 'r+b'); {hold}; print('ready', flush=True); sys.stdin.read()"
 MAPPED = HOLDS.format(hold="held = mmap.mmap(file.fileno(), 0); file.close()")
 OPEN = HOLDS.format(hold="pass")
-LIMIT_S = 60
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from harness.job_scripts import PLAIN
+from harness.jobs import LIMIT_S
 from hpcdist.batch import submission
 from hpcdist.batch.sites import search
 from hpcdist.errors import ConfigurationError, UsageError
@@ -70,7 +71,7 @@ def test_what_bash_reads_is_what_was_given(tmp_path_factory, data):
         cwd=folder,
         env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "KEPT": str(folder / "kept")},
         capture_output=True,
-        timeout=60,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

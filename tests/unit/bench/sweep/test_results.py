@@ -13,6 +13,7 @@ import pytest
 
 import hpcdist
 from harness import jobs
+from harness.jobs import LIMIT_S
 from hpcdist.bench.sweep import results, series
 from hpcdist.bench.sweep.definition import SweepTrial
 from hpcdist.bench.sweep.series import SeriesItem, SeriesLimits, SweepStopped, SweepTally
@@ -275,7 +276,7 @@ def test_the_lock_is_one_of_many_processes(tmp_path):
             assert "another sweep writes" in str(error), error
     """
     started = [subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)]) for _ in range(3)]
-    assert [process.wait(120) for process in started] == [0, 0, 0]
+    assert [process.wait(LIMIT_S) for process in started] == [0, 0, 0]
     assert count.read_text() == "600" and os.listdir(tmp_path) == ["count"]
 
 

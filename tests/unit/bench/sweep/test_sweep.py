@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.jobs import LIMIT_S
 from harness.marks import cases
 from hpcdist.bench.sweep import definition, results
 from hpcdist.cli import main
@@ -274,7 +275,7 @@ def start(tmp_path):
 
 def begun(process, folder):
     """Return when the trial of ``process`` is under way."""
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + LIMIT_S
     while not (folder / "began").exists():
         assert process.poll() is None and time.monotonic() < limit
         time.sleep(0.02)
@@ -284,7 +285,7 @@ def test_no_variable_changes_the_recipe_of_a_trial(start, tmp_path, monkeypatch)
     monkeypatch.setenv("HPCDIST_SET__RUN__STEPS", "11")
     monkeypatch.setenv("HPCDIST_OTHER", "kept")
     process = start(SAYS, "-o", "r.h5")
-    assert process.wait(60) == FAILURE, process.stderr.read()
+    assert process.wait(LIMIT_S) == FAILURE, process.stderr.read()
     (found,) = results.read(tmp_path / "r.h5").configurations
     assert "steps = 11" in found.recipe
     assert "HPCDIST_OTHER" in found.repeats[0].reason and "HPCDIST_SET__" not in found.repeats[0].reason
@@ -295,14 +296,14 @@ def test_two_sweeps_do_not_write_one_file(start, tmp_path):
     first = start(SLEEPS, "-o", "r.h5")
     begun(first, tmp_path)
     second = start("pass", "-o", "r.h5")
-    said = second.communicate(timeout=60)[1]
+    said = second.communicate(timeout=LIMIT_S)[1]
     assert (second.returncode, said.count("another sweep writes r.h5")) == (STORAGE, 1), said
     assert "Traceback" not in said and results.statuses(tmp_path / "r.h5") == {}
-    assert start("pass", "-o", "r.h5", "--dry-run").wait(60) == OK, "looking is free"
-    assert start("pass", "-o", "other.h5").wait(60) == FAILURE, "another file is another matter"
+    assert start("pass", "-o", "r.h5", "--dry-run").wait(LIMIT_S) == OK, "looking is free"
+    assert start("pass", "-o", "other.h5").wait(LIMIT_S) == FAILURE, "another file is another matter"
     first.kill()
     first.wait()
-    assert start(SAYS, "-o", "r.h5").wait(60) == FAILURE, "a lock ends with its process"
+    assert start(SAYS, "-o", "r.h5").wait(LIMIT_S) == FAILURE, "a lock ends with its process"
     assert list(results.statuses(tmp_path / "r.h5").values()) == ["failed"]
 
 
@@ -313,7 +314,7 @@ def test_a_signal_ends_a_sweep_and_leaves_nothing_behind(start, tmp_path, number
     begun(process, tmp_path)
     assert list(tmp_path.glob("r.h5.trial-*")) and (tmp_path / "r.h5.lock").exists()
     process.send_signal(number)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=LIMIT_S)[1]
     assert process.returncode == REQUEUE and "0 ok, 0 failed, 1 left" in said, said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["began", "r.h5", "sweep.toml"]
 
@@ -329,7 +330,7 @@ def test_what_a_killed_sweep_left_is_removed_and_nothing_else(start, tmp_path):
         path.mkdir()
     (tmp_path / "r.h5.trial-12345678").write_text("a file")
     again = start(SAYS, "-o", "r.h5")
-    said = again.communicate(timeout=60)[1]
+    said = again.communicate(timeout=LIMIT_S)[1]
     assert again.returncode == FAILURE and "--retry-failed runs the failed again" in said, said
     assert not left.exists() and set(tmp_path.glob("*.trial-*")) == kept
 
@@ -337,7 +338,7 @@ def test_what_a_killed_sweep_left_is_removed_and_nothing_else(start, tmp_path):
 @pytest.mark.parametrize("options", [[], ["--dry-run"]], ids=["run", "dry run"])
 def test_results_that_cannot_be_written_end_the_command_at_once(start, tmp_path, options):
     process = start("Path('began').touch()", "-o", "missing/r.h5", *options)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=LIMIT_S)[1]
     assert process.returncode == STORAGE and "missing is no directory" in said, said
     assert not (tmp_path / "began").exists()
 
@@ -345,6 +346,6 @@ def test_results_that_cannot_be_written_end_the_command_at_once(start, tmp_path,
 def test_a_dry_run_refuses_what_a_run_would(start, tmp_path):
     (tmp_path / "sweep.toml").write_text("[sweep]\nranks = [4, 2]\n[[trial]]\nname = 'four'\nparallel.pipeline = 4\n")
     process = start("pass", "-o", "r.h5", "--dry-run")
-    out, said = process.communicate(timeout=60)
+    out, said = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, out) == (CONFIGURATION, "")
     assert "trial 'four' on 2 ranks" in said and "parallel.pipeline 4" in said and "has 2 ranks" in said

@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from harness.jobs import LIMIT_S
 from harness.marks import cases
 from hpcdist.bench.sweep import trial as trials
 from hpcdist.bench.sweep.definition import SweepTrial
@@ -159,7 +160,7 @@ def test_a_trial_does_not_outlive_a_killed_sweep(tmp_path):
     trial.run(SweepTrial("0", "fake", 1, {{}}, ""), Path({str(tmp_path)!r}), 600.0, line, os.environ)
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + LIMIT_S
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert time.monotonic() < limit and process.poll() is None
         time.sleep(0.02)

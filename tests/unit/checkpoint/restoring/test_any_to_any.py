@@ -188,7 +188,7 @@ def restored(trainer, path, right, places):
     assert trainer.first_step == COUNT and trainer.exchange.state()["count"] == COUNT
 
 
-@pytest.mark.timeout(7200 if EVERYTHING else 240)
+@pytest.mark.timeout(7200)
 @pytest.mark.full
 def test_every_pair_of_layouts_keeps_every_bit(keys, tmp_path, rng):
     """Saved by one layout, restored and saved by the other, restored by the first: the same, all the way."""

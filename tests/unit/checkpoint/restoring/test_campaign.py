@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from harness.inputs import newest, write_text
+from harness.jobs import LIMIT_S
 from harness.trainings import SETTINGS
 from hpcdist.checkpoint.verify import verify
 from hpcdist.cli.main import main
 from hpcdist.hdf5 import files
 from hpcdist.telemetry.metrics import side_tables, step_metrics
 
-LIMIT_S = 60
 STEPS = 12
 
 

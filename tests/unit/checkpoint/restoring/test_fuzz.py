@@ -190,7 +190,7 @@ def campaign(seed, run, original, count):
     (run / "loaded").write_text(str(loaded))
 
 
-@pytest.mark.timeout(3600 if MUTATIONS > 1000 else 300)
+@pytest.mark.timeout(3600)
 @pytest.mark.full
 def test_mutated_checkpoints_are_refused_or_loaded(tmp_path, rng):
     store = FlatStore(LAYOUT, np.dtype("float32"))

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from harness.inputs import newest
+from harness.jobs import LIMIT_S
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint.restoring.restore import restore
 
@@ -131,7 +132,7 @@ def filled(disk):
         (disk / "full").unlink()
 
 
-@pytest.mark.timeout(3600 if KILLS > 20 else 300)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("trouble", ["", "full", "fsync"])
 @pytest.mark.full_except("fsync")
 def test_the_newest_valid_checkpoint_loads_after_every_kill(disk, rng, trouble):
@@ -151,7 +152,7 @@ def test_the_newest_valid_checkpoint_loads_after_every_kill(disk, rng, trouble):
             if trouble == "full":
                 time.sleep(float(rng.random()) * LONGEST_S)
             process.send_signal(signal.SIGKILL)
-            told, errors = process.communicate(timeout=60)
+            told, errors = process.communicate(timeout=LIMIT_S)
         assert steps and process.returncode == -signal.SIGKILL, errors
         steps += map(int, told.split())
         failed += steps.count(-1)

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from harness.inputs import FLOAT, LAYOUT, newest, pieces_of
+from harness.jobs import LIMIT_S
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
@@ -73,7 +74,7 @@ def test_the_state_of_the_boundary_is_saved_while_it_changes(tmp_path, monkeypat
     true = two_phase.write
 
     def held_up(*args):
-        assert may_write.wait(30)
+        assert may_write.wait(LIMIT_S)
         return true(*args)
 
     monkeypatch.setattr(two_phase, "write", held_up)

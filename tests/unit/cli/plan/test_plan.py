@@ -76,7 +76,7 @@ def in_a_child(code):
         "import sys\nfrom hpcdist.cli.main import main\ndef run(*words):\n    try:\n        main(['plan', *words])\n"
         "    except SystemExit as leaving:\n        assert not leaving.code, (words, leaving.code)\n"
     )
-    done = jobs.python(before + code, timeout=480)
+    done = jobs.python(before + code)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

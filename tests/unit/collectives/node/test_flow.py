@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from harness.jobs import LIMIT_S
 from harness.marks import on_threads
 from hpcdist import collectives
 from hpcdist.arrays.ranges import Range, cut
@@ -81,7 +82,7 @@ def test_a_message_that_comes_while_a_rank_waits_stays_to_be_received():
             comm.send(message, 0, tag=7)
             sent.set()
             time.sleep(0.05)  # rank 0 waits, and looks for what it can move
-        sent.wait(10)
+        sent.wait(LIMIT_S)
         through(comm, 2)
         if comm.rank == 0:
             comm.recv(message, 1, tag=7)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from harness import jobs
+from harness.jobs import LIMIT_S
 from harness.marks import on_threads
 from hpcdist import collectives
 from hpcdist.arrays import backend
@@ -179,13 +180,13 @@ def test_polling_moves_only_when_asked_and_never_waits(rng):
         found = data[comm.rank].copy()
         with engines.begin(comm, "poll") as progress:
             if comm.rank == 1:
-                looked.wait(30)
+                looked.wait(LIMIT_S)
             handle = progress.iallreduce(found, "ring")
             if comm.rank == 0:
                 progress.progress()
                 assert not handle.test()
                 looked.set()
-                late.wait(30)
+                late.wait(LIMIT_S)
             else:
                 late.set()
             while not handle.test():

@@ -11,6 +11,7 @@ import pytest
 
 import hpcdist
 from harness import jobs
+from harness.jobs import LIMIT_S
 from harness.marks import cases
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.record import flight_recorder
@@ -216,7 +217,7 @@ raise FileNotFoundError(os.fsdecode(b"data-\\xff"))
     environment = {**os.environ, **LAUNCHED, "TMPDIR": str(tmp_path)}
     line = [sys.executable, "-c", PREAMBLE + ("os.close(2)" if stderr == "closed" else "") + source]
     ended = subprocess.run(
-        line, env=environment, stdout=subprocess.PIPE, stderr=writer, text=True, timeout=120, check=False
+        line, env=environment, stdout=subprocess.PIPE, stderr=writer, text=True, timeout=LIMIT_S, check=False
     )
     for end in (reader, writer):
         os.close(end)

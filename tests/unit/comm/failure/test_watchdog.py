@@ -7,12 +7,11 @@ import time
 
 import pytest
 
+from harness.jobs import LIMIT_S
 from hpcdist.comm.failure.watchdog import MARKER, Watchdog
 from hpcdist.comm.record import flight_recorder
 from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.errors import ConfigurationError
-
-LIMIT_S = 60
 
 
 class Rank:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import hpcdist
+from harness.jobs import LIMIT_S
 from hpcdist.comm.mpi.shared_memory import Members
 from hpcdist.comm.record import flight_recorder
 from hpcdist.comm.record.flight_recorder import Recorder
@@ -175,7 +176,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_survives_sigkill(tmp_path):
     path = tmp_path / "rank-00001.rec"
     environment = {**os.environ, "PYTHONPATH": str(Path(hpcdist.__file__).parents[1])}
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=environment, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=environment, timeout=LIMIT_S, check=False)
     assert ended.returncode == -signal.SIGKILL
     record = flight_recorder.read(path)
     assert len(record.events) == 1001 and record.notes["stage"].text == "about to die"

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from harness.jobs import LIMIT_S
 from hpcdist.comm.launch.environment import boot_id
 from hpcdist.comm.record import spans as record_spans
 from hpcdist.comm.record.spans import PHASES, Span, Spans, now_ns
@@ -108,7 +109,7 @@ def test_a_killed_writer_leaves_its_spans(path):
         "for n in range(100): spans.add('compute', 'FORWARD', n, n, n + 1)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code, str(path)], timeout=LIMIT_S, check=False)
     assert done.returncode < 0
     assert [span.step for span in record_spans.read(path).spans] == list(range(100))
 

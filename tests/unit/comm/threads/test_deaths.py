@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 
+from harness.jobs import LIMIT_S
 from harness.marks import cases
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import ALLREDUCE, allreduce
@@ -14,8 +15,6 @@ from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.comm.threads.group import RankDeath
 from hpcdist.errors import CommunicationError, MissingCapabilityError, RankDiedError
-
-LIMIT_S = 20.0
 
 NEEDS_ALL = {
     "barrier": lambda comm: comm.barrier(),

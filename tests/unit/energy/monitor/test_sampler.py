@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 
+from harness.jobs import LIMIT_S
 from hpcdist.energy.monitor import sampler as sampling
 from hpcdist.energy.monitor.sampler import EDGE_ATTEMPTS, EnergySampler
 from hpcdist.energy.sources.counters import NoPowerReading, SensorReadError
@@ -155,7 +156,7 @@ def test_a_sensor_that_hangs_holds_nobody_up(monkeypatch):
 
     class Hanging(Clock):
         def read(self):
-            goes_on.wait(60)
+            goes_on.wait(LIMIT_S)
             return 1
 
     sampler = EnergySampler([Hanging(), Clock()], 0.001)

@@ -13,8 +13,8 @@ import h5py
 import pytest
 
 import hpcdist
+from harness.jobs import LIMIT_S
 
-LIMIT_S = 120
 GPUS = """GPU-00-aaaa 00000000:10:00.0 H200 0 power:400000:20 instant=390000 use=50:5 memory=1:4
 GPU-01-bbbb 00000000:11:00.0 H200 0 power:100000:20 instant=90000 use=100:5 memory=3:4
 """

@@ -18,13 +18,13 @@ import pytest
 
 import hpcdist
 from harness import jobs
+from harness.jobs import LIMIT_S
 from harness.marks import cases
 from hpcdist.energy.power_limits import apply, devices
 from hpcdist.energy.power_limits import journal as kept
 from hpcdist.energy.power_limits.devices import check_value
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError
 
-LIMIT_S = 120
 PRELUDE = """
 import atexit, json, os, signal, sys, threading, time
 from pathlib import Path

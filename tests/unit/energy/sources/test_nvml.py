@@ -16,7 +16,6 @@ from harness.marks import cases
 from hpcdist.energy.sources import nvml
 from hpcdist.errors import MissingCapabilityError
 
-LIMIT_S = 120
 PRELUDE = """
 import json, math, os, sys, threading, time
 from pathlib import Path

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from harness.jobs import LIMIT_S
 from harness.marks import on_threads
 from harness.rank_run import RankRun, load_initial, optimizer_of
 from hpcdist.arrays import backend
@@ -218,7 +219,7 @@ def test_a_worker_that_waits_for_a_meeting_has_no_operation_with_a_deadline(plac
             comm.events = quick
         run.exchange.part()
         if comm.rank == 0:
-            limit = time.monotonic() + 30
+            limit = time.monotonic() + LIMIT_S
             while not before or quick.tokens or quick.begun == before[0]:  # it has told that it pushes no more
                 assert time.monotonic() < limit, (before, quick.begun, quick.tokens)
                 time.sleep(1e-3)
@@ -263,7 +264,7 @@ def test_a_finished_worker_can_still_call(rng):
             return stop_request
 
         run.exchange.meetings.ask(wants)
-        run.train(data, lambda rank: float(rank == 1 and run.exchange.clock == 2 and not called.wait(30)))
+        run.train(data, lambda rank: float(rank == 1 and run.exchange.clock == 2 and not called.wait(LIMIT_S)))
         return run.meetings
 
     first, *_ = run_threads(3, body)
@@ -480,7 +481,7 @@ def test_who_is_held_back_comes_to_a_meeting_and_waits_again_after_it(size, conf
     """Worker 0 calls one before its first step, when all others have made as many as they may."""
 
     def pause(run):
-        place, limit = run.exchange, time.monotonic() + 30
+        place, limit = run.exchange, time.monotonic() + LIMIT_S
         if run.comm.rank == 0 and not run.meetings and place.clock == 1:
             workers = [run.everybody[worker].exchange for worker in place.roles.workers[1:]]
             while any(worker.clock < config.staleness + 2 for worker in workers):
@@ -557,7 +558,7 @@ def test_the_rate_is_divided_by_the_staleness(aware, rng):
         comm.barrier()
         run.exchange.part()
         for _ in range(3 if comm.rank == 1 else comm.rank == 0):
-            limit = time.monotonic() + 30
+            limit = time.monotonic() + LIMIT_S
             while comm.rank == 0 and place[1].clock + len(rates) < 6:
                 assert time.monotonic() < limit
                 time.sleep(1e-3)

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from harness.jobs import LIMIT_S
 from harness.rank_run import RankRun, optimizer_of
 from hpcdist.arrays import backend
 from hpcdist.comm.threads.communicator import run_threads
@@ -71,7 +72,7 @@ def text(rng, workers):
 
 
 def serve_until(place, ready):
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + LIMIT_S
     while not ready():
         assert time.monotonic() < limit
         place.serve()

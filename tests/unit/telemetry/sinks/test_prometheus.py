@@ -16,7 +16,7 @@ from contextlib import suppress
 import pytest
 
 from harness import jobs
-from harness.jobs import until
+from harness.jobs import LIMIT_S, until
 from harness.marks import cases
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError
 from hpcdist.telemetry import provenance
@@ -410,7 +410,7 @@ def test_a_gateway_that_does_not_answer_delays_no_step_and_gets_the_newest_figur
     gateway.arrived.clear()
     gateway.answers.clear()
     sink.write([step(1)])
-    gateway.arrived.wait(30)
+    gateway.arrived.wait(LIMIT_S)
     for number in range(2, 40):  # all of these return while the push of the first one hangs
         sink.write([step(number)])
     assert len(gateway.requests) == 2

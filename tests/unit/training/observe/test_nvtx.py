@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 
+from harness.jobs import LIMIT_S
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.strategies.schedule.observers import NO_RANGES, in_range
 from hpcdist.strategies.schedule.operations import Kind, Operation
@@ -140,6 +141,6 @@ for step in range(2):
         pass
 """
     variables = os.environ | nvtx_tool.environment(tmp_path)
-    subprocess.run([sys.executable, "-c", code], env=variables, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], env=variables, check=True, timeout=LIMIT_S)
     (found,) = nvtx_tool.ranges(tmp_path).values()
     assert found == [(0, "step"), (1, "FORWARD microbatch 0 unit 3"), (1, "REDUCE")] * 2

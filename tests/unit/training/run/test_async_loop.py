@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from harness.jobs import LIMIT_S
 from harness.marks import cases
 from harness.trainings import assembled, recipe_keys, session_of
 from hpcdist.comm.record.timing import OperationTiming
@@ -26,7 +27,7 @@ from hpcdist.training.run.loop import TrainingLoop
 from hpcdist.training.run.stop_requests import StopReason, StopRequests
 from hpcdist.training.run.summary import NO_STEP_MADE, describe, summarise
 
-STEPS, LIMIT_S = 12, 30
+STEPS = 12
 ASP = recipe_keys(
     f"strategy=parameter_server parameter_server.consistency=asp steps={STEPS} checkpoint.every_steps=0 "
     "energy.sources=none"

@@ -59,7 +59,7 @@ def compare(ranks, keys, directory, *, meets):
     return "" if same else f"{[one[0] for one in again]}, the whole run {[one[0] for one in right]}"
 
 
-@pytest.mark.timeout(7200 if EVERYTHING else 240)
+@pytest.mark.timeout(7200)
 @pytest.mark.full
 def test_a_resumed_run_has_the_bits_of_the_whole_one(text, tmp_path, rng, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # nothing crashes here

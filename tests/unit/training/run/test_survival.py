@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from harness import jobs
+from harness.jobs import LIMIT_S
 from harness.marks import cases
 from hpcdist.training.run.stop_requests import EXIT_CODES, STOP_FILE, StopReason, StopRequests, agreed_reason
 
 NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-LIMIT_S = 120.0
 
 
 @pytest.fixture(autouse=True)
