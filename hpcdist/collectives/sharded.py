@@ -33,6 +33,7 @@ from hpcdist.collectives.gpu import nccl
 from hpcdist.collectives.gpu.staging import staged_all_gather, staged_reduce_scatter
 from hpcdist.collectives.node import shared_memory
 from hpcdist.collectives.reduction import REFUSALS, check_buffer, check_op, combiner
+from hpcdist.collectives.segments import scratch
 from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError, UsageError
@@ -47,8 +48,13 @@ SharesFunction: TypeAlias = Callable[[Communicator, int, int], list[Range]]
 class ReduceScatterFunction(Protocol):
     """Reduces in place; afterwards ``buffer[shares[rank]]`` is defined, the rest not. Collective over ``comm``."""
 
-    def __call__(self, comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum") -> None:
-        """Reduce ``buffer`` by ``op``."""
+    def __call__(
+        self, comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum", result: Array | None = None
+    ) -> None:
+        """Reduce ``buffer`` by ``op``; into ``result``, as long as the own share, if there is one: on every rank.
+
+        Then ``buffer`` keeps its values, but for the own share where ``result`` is that.
+        """
 
 
 # Gives ``buffer[shares[rank]]`` to all and fills the other shares, in place. Collective over ``comm``.
@@ -79,6 +85,19 @@ def _native_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[R
 
 def _native_all_gather(comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
     comm.all_gather(buffer, shares)
+
+
+def _into_result(
+    reduce_scatter: Callable[[Communicator, Array, Sequence[Range], str], None], name: str, comm: Communicator,
+    buffer: Array, shares: Sequence[Range], op: str, result: Array,
+) -> None:  # fmt: skip
+    if name == "node_shared" and not is_device(buffer):
+        shared_memory.reduce_scatter(comm, buffer, shares, op, result)
+        return
+    copy = scratch("reduce-scatter", buffer.size, buffer.dtype, buffer)
+    copy[...] = buffer
+    reduce_scatter(comm, copy, shares, op)
+    result[...] = copy[shares[comm.rank].slice]
 
 
 def _node_shared_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[Range], op: str) -> None:
@@ -148,6 +167,15 @@ def _levels(comm: Communicator, shares: Sequence[Range]) -> tuple[list[Range], l
     return [Range(column[0].start, column[-1].stop) for column in parts], parts[comm.nodes().intra.rank]
 
 
+def _check_result(buffer: Array, share: Range, result: Array) -> None:
+    check_buffer(result)
+    if result.dtype != buffer.dtype or result.size != share.size:
+        raise UsageError(
+            f"the result has {result.size} {name_of(result.dtype)}, the share {share.size} {name_of(buffer.dtype)}; "
+            "they must be alike"
+        )
+
+
 def _end_with(comm: Communicator, token: int, call: Callable[[], None]) -> None:
     """Make ``call`` and end its event, also where it is refused: then no rank waits in it."""
     try:
@@ -169,7 +197,9 @@ def _watched(
     The event is over the messages within: a rank that skips the call is then named, whatever the algorithm.
     """
 
-    def watched_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum") -> None:
+    def watched_reduce_scatter(
+        comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum", result: Array | None = None
+    ) -> None:
         halves = is_16bit_float(buffer.dtype)
         try:  # the same refusals for every algorithm, on any number of ranks
             if halves:
@@ -177,6 +207,8 @@ def _watched(
                 check_op(op)
             else:
                 combiner(buffer, op)
+            if result is not None:
+                _check_result(buffer, shares[comm.rank], result)
         except HpcdistError as error:
             checks.announce_refusal(comm, checks.describe_call("reduce_scatter", name, buffer, op), error)
             raise
@@ -186,7 +218,12 @@ def _watched(
                 known = checks.ranges_fingerprint(shares)
                 checks.compare_calls(comm, checks.describe_call("reduce_scatter", name, buffer, op, known))
             run = all_to_all_reduce_scatter if halves and name not in SUM_16_BITS else reduce_scatter
-            _end_with(comm, token, lambda: run(comm, buffer, shares, op))
+            if result is None:
+                _end_with(comm, token, lambda: run(comm, buffer, shares, op))
+            else:
+                _end_with(comm, token, lambda: _into_result(run, name, comm, buffer, shares, op, result))
+        elif result is not None:
+            result[...] = buffer[shares[0].slice]
 
     def watched_all_gather(comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
         try:

@@ -89,8 +89,10 @@ def all_gather_list(comm: Communicator, outputs: Sequence[Buffer], own: Buffer) 
 
 def reduce_scatter(comm: Communicator, output: Buffer, own: Buffer, how: Reduction) -> None:
     """Put this rank's part of the reduction of ``own``, cut evenly, into ``output``."""
-    addend = scratch("torch addend", own.array.size, own.array.dtype, own.array)
-    addend[...] = own.array
+    addend = own.array
+    if how.factor is not None:
+        addend = scratch("torch addend", own.array.size, own.array.dtype, own.array)
+        addend[...] = own.array
     _reduce_scatter(comm, output, addend, _ranges([output.array.size] * comm.size), how)
 
 
@@ -106,15 +108,14 @@ def reduce_scatter_list(comm: Communicator, output: Buffer, parts: Sequence[Buff
 def _reduce_scatter(comm: Communicator, output: Buffer, addend: Array, shares: list[Range], how: Reduction) -> None:
     if addend.size:
         reductions.premultiply(addend, how)
-        own = addend[shares[comm.rank].slice]
+        result = output.array
         if how.op:
-            sharding_for(comm, addend).reduce_scatter(comm, addend, shares, how.op)
+            sharding_for(comm, addend).reduce_scatter(comm, addend, shares, how.op, result)
         else:
-            reductions.reduce_chunk(comm, addend, shares, how.function, own)
-        if how.average and own.dtype.kind not in "iu":
-            own /= comm.size
-        reductions.divide_integers(own, how, comm.size)
-        output.array[...] = own
+            reductions.reduce_chunk(comm, addend, shares, how.function, result)
+        if how.average and result.dtype.kind not in "iu":
+            result /= comm.size
+        reductions.divide_integers(result, how, comm.size)
     output.finish()
 
 

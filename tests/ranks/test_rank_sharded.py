@@ -29,7 +29,11 @@ def test_rank_shares_reach_their_owners_and_come_back(comm, algorithm, ranks_per
             shares = sharding.shares(comm, count, buffer.itemsize)
             assert all(other == shares for other in comm.allgather_object(shares))
             own = shares[comm.rank].slice
+            elsewhere = np.empty_like(buffer[own])
+            sharding.reduce_scatter(comm, buffer, shares, result=elsewhere)
+            assert np.array_equal(buffer, inputs[comm.rank]), "a result elsewhere leaves the addends"
             sharding.reduce_scatter(comm, buffer, shares)
+            assert np.array_equal(elsewhere, buffer[own])
             assert (np.abs(buffer[own] - exact[own]) <= bound[own]).all(), f"{count} {buffer.dtype}"
             mine = buffer[own].copy()
             buffer[...] = 99

@@ -257,17 +257,23 @@ def allreduce_into(
     _carry_out(comm, memory, buffer, op, scale, None, protocol.REDUCE | protocol.ELSEWHERE, address)
 
 
-def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
+def reduce_scatter(
+    comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum", result: np.ndarray | None = None
+) -> None:
     """Reduce in place: afterwards ``buffer[ranges[rank]]`` is the result. Collective over ``comm``, on one node.
 
-    The rest is undefined. ``ranges`` are one for each rank, the same on every rank, disjoint; any may be empty.
+    The rest is undefined. ``ranges`` are one for each rank, the same on every rank, disjoint; any may be empty. With a
+    ``result``, as long as the own range, the sum goes there, and ``buffer``, in host memory, keeps its values.
     """
     check_buffer(buffer)
     check_op(op)
     check_ranges(comm, buffer, ranges)
     if comm.size > 1:
         host = backend.to_host(buffer)
-        _carry_out(comm, _shared_memory_of(comm), host, op, 1.0, ranges, protocol.REDUCE)
+        target = 0
+        if result is not None and result.size:  # where the buffer would begin if the result were the own range of it
+            target = result.ctypes.data - ranges[comm.rank].start * host.itemsize
+        _carry_out(comm, _shared_memory_of(comm), host, op, 1.0, ranges, protocol.REDUCE, target)
         if host is not buffer:
             own = ranges[comm.rank].slice
             buffer[own] = backend.namespace(buffer).asarray(host[own])

@@ -95,9 +95,12 @@ def test_16_bit_floats_are_summed_in_rank_order_in_float32_and_rounded_once(algo
         def body(comm, inputs=inputs, expected=expected):
             buffer = inputs[comm.rank].copy()
             shares = SHARDED[algorithm].shares(comm, buffer.size, 2)
-            SHARDED[algorithm].reduce_scatter(comm, buffer, shares)
             own = shares[comm.rank].slice
-            assert buffer[own].tobytes() == expected[own].tobytes()
+            elsewhere = np.empty_like(buffer[own])
+            SHARDED[algorithm].reduce_scatter(comm, buffer, shares, result=elsewhere)
+            assert buffer.tobytes() == inputs[comm.rank].tobytes()
+            SHARDED[algorithm].reduce_scatter(comm, buffer, shares)
+            assert buffer[own].tobytes() == elsewhere.tobytes() == expected[own].tobytes()
 
         run_threads(size, body, nodes_for(algorithm, 2))
 
@@ -107,9 +110,9 @@ def test_16_bit_floats_are_summed_in_rank_order_in_float32_and_rounded_once(algo
 def test_what_is_refused(algorithm, size):
     sharding = SHARDED[algorithm]
 
-    def attempt(buffer, op):
+    def attempt(buffer, op, result=None):
         def body(comm):
-            sharding.reduce_scatter(comm, buffer, sharding.shares(comm, buffer.size, buffer.itemsize), op)
+            sharding.reduce_scatter(comm, buffer, sharding.shares(comm, buffer.size, buffer.itemsize), op, result)
 
         run_threads(size, body)
 
@@ -117,6 +120,8 @@ def test_what_is_refused(algorithm, size):
         attempt(np.zeros(64), "mean")
     with pytest.raises(BufferHandoverError, match="1-D contiguous"):
         attempt(np.zeros(64)[::2], "sum")
+    with pytest.raises(UsageError, match=r"the result has 1 float64, the share \d+ float64; they must be alike"):
+        attempt(np.zeros(64), "sum", np.zeros(1))
     with pytest.raises(BufferHandoverError, match="1-D contiguous"):
         run_threads(size, lambda comm: sharding.all_gather(comm, np.zeros((4, 4)), sharding.shares(comm, 16, 8)))
 
