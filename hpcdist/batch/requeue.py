@@ -64,8 +64,10 @@ def decide(
     """
     own = ledger.jobs(entries).get(job)
     vain = _starts_in_vain(entries, job, saved)
-    outcome = f"saved {saved.name}" if saved.name and not vain else "this start made no new checkpoint"
-    going_on = f"{outcome}; the training goes on from {'there' if not vain else saved.name or 'the beginning'}"
+    outcome = (
+        f"saved {saved.name}" if saved.name and not vain else "this start made no new checkpoint in the run directory"
+    )
+    going_on = f"{outcome}; the job goes on from {'there' if not vain else saved.name or 'the beginning'}"
     reason = _why_not_requeued(own, vain, saved, code)
     if not reason:
         return RequeueVerdict(ledger.AGAIN, going_on)
@@ -152,11 +154,11 @@ def _starts_in_vain(entries: list[ledger.LedgerEntry], job: str, saved: NewestCh
 
 
 def _why_not_requeued(own: ledger.LedgerJob | None, vain: int, saved: NewestCheckpoint, code: int) -> str:
-    """Return why the training does not go on by itself; "" where it does."""
+    """Return why the job does not go on by itself; "" where it does."""
     if code == OK:
-        return "the training is complete"
+        return "the job is complete"
     if code != REQUEUE:
-        return f"the training ended with exit code {code}, and only exit code {REQUEUE} starts a job again"
+        return f"the job ended with exit code {code}, and only exit code {REQUEUE} starts a job again"
     if own is not None and own.is_cancelled:
         return f"saved {saved.name or 'nothing'}; not started again: somebody has cancelled the job"
     if vain >= FRUITLESS:

@@ -157,5 +157,7 @@ def _key(word: str) -> str:
         return lookup(word)
     except UsageError as error:
         near = nearest(word, [*TOPICS, *BESIDE_FILES])
+        if on := [topic for topic in TOPICS if word in page(topic)]:
+            raise click.UsageError(f"there is no page {word!r}; pages that have the word: {', '.join(on)}") from error
         hint = f"did you mean `hpcdist help {near}`?" if near else textwrap.shorten(str(error), 300)
         raise click.UsageError(f"there is no page {word!r}; {hint}") from error

@@ -7,13 +7,15 @@ call it, with arrays of the same dtype.
 """
 
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar, overload
 
 import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import dispatch
 from hpcdist.collectives.algorithms import all_to_all as exchange
@@ -26,6 +28,7 @@ from hpcdist.comm.mpi.world import AnyComm, communicator_of, library_of
 from hpcdist.errors import UsageError
 
 MEAN: Final = "mean"
+OPS: Final = ("sum", MEAN, "max", "min")
 MEASURED_BYTES: Final = 4 << 20  # the last row of such a table serves larger buffers
 BUDGET_S: Final = autotune.BUDGET_S
 _UNORDERED: Final = "hierarchical"  # its shares do not ascend with the rank, as rows do
@@ -51,7 +54,9 @@ def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
         return _reduced_number(where, array, op)
     if isinstance(array, np.generic):
         return allreduce(np.array([array]), op, comm=where)[0]
-    scale, view = 1.0, backend.as_array(array)
+    if op not in OPS:
+        raise UsageError(f"op = {op!r}; choose {', '.join(OPS)}")
+    scale, view = 1.0, _in_place(array, "allreduce")
     _check_mean(view, op)
     if op == MEAN:
         op, scale = "sum", 1.0 / where.size
@@ -119,7 +124,7 @@ def broadcast(array: Array, root: int = 0, *, comm: AnyComm = None) -> Array:
     BufferHandoverError for another dtype or a read-only array.
     """
     where = communicator_of(comm)
-    _on_flat(backend.as_array(array), lambda flat: tree.broadcast(where, flat, root), where.rank != root)
+    _on_flat(_in_place(array, "broadcast"), lambda flat: tree.broadcast(where, flat, root), where.rank != root)
     return array
 
 
@@ -172,6 +177,13 @@ def _gathered_counts(comm: Communicator, own: np.ndarray) -> np.ndarray:
 def _check_mean(array: Array, op: str) -> None:
     if op == MEAN and array.dtype.kind in "iu":
         raise UsageError(f"the mean of {array.dtype} arrays is not whole; reduce them as floats")
+
+
+def _in_place(array: Any, name: str) -> Array:
+    """Return ``array`` as one whose memory ``name`` may write to. Raises UsageError for a sequence or a mapping."""
+    if isinstance(array, list | tuple | Mapping):
+        raise UsageError(f"{name} works in place, and got a {type(array).__name__}; pass numpy.array(...) of it")
+    return backend.as_array(array)
 
 
 def _check_rows(array: Array, name: str) -> None:
@@ -229,4 +241,10 @@ def _select(comm: Communicator, buffer: Array, kind: str) -> str:
         dtype = np.dtype(np.float64 if dtype.itemsize == 8 else np.float32)
     place = "device" if backend.is_device(buffer) else "host"
     request = autotune.TuningRequest(max_bytes=MEASURED_BYTES, dtype=dtype, kind=kind, buffer=place, budget_s=BUDGET_S)
-    return autotune.select(comm, comm, request, library_of(comm)).text
+
+    def announce() -> None:
+        if comm.rank == 0:
+            what = "reduce_scatter and all_gather" if kind == autotune.SHARDED_KIND else "allreduce"
+            print(f"hpcdist: measuring {what} for {name_of(dtype)}, once for these ranks", file=sys.stderr, flush=True)
+
+    return autotune.select(comm, comm, request, library_of(comm), announce=announce).text

@@ -12,6 +12,7 @@ A rank whose own call is refused tells the others, which would wait for it other
 compared: ranks may reach the same call from different lines.
 """
 
+import contextlib
 import os
 import sys
 import zlib
@@ -67,7 +68,7 @@ NATIVE_ALGORITHM: Final = "communicator's"
 NO_BUFFER: Final = np.empty(0, np.uint8)  # the buffer of a barrier
 _FIELD_CHARACTERS: Final = 80  # at most, of each of the 7 fields; the rest of the record holds the call site
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_INTERNAL_FOLDERS: Final = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("collectives", "comm"))
+_INTERNAL: Final = (*(os.path.join(_PACKAGE, name) + os.sep for name in ("collectives", "comm")), contextlib.__file__)
 
 
 Move: TypeAlias = Callable[[Request], None]  # progresses other operations while the request is under way
@@ -156,7 +157,7 @@ def ranges_fingerprint(shares: Sequence[Range]) -> str:
 def call_site() -> str:
     """Return the file and line of the innermost caller outside of collectives/ and comm/ (local)."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL_FOLDERS):
+    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
         frame = frame.f_back
     return "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -68,6 +68,11 @@ class Observable:
     def events(self, sink: EventSink) -> None:
         self._sink_cell[0] = sink
 
+    def observe_like(self, other: "Observable") -> None:
+        """Report to the event sink of ``other``, also when it gets another one, and check calls as it does (local)."""
+        self._sink_cell = other._sink_cell
+        self.checked = other.checked
+
     @property
     def checked(self) -> bool:
         """Whether the ranks compare their calls before each collective; communicators made from this one inherit it."""

@@ -148,7 +148,10 @@ def load(directory: Path, damaged: dict[int, str] | None = None) -> list[RankRec
     if not records and last is not None:
         raise last
     if not records:
-        raise UsageError(f"{directory} holds no records (recorder/rank-*.rec); give the directory of a run")
+        raise UsageError(
+            f"{directory} holds no records (recorder/rank-*.rec); give the directory of a run. A program of your own "
+            "has records where it calls hpcdist.init() or makes a Training, started by `hpcdist run --out DIRECTORY`"
+        )
     world = max(records, key=lambda record: record.started_ns).world
     return [record for record in records if record.rank < world]  # a larger, earlier run may have left the others
 

@@ -6,28 +6,23 @@ them, they have to be those of MPI.
 """
 
 import os
-import shutil
 import socket
-import tempfile
 import zlib
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from datetime import timedelta
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from hpcdist.arrays.gpu import device
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.launch.environment import RUN_DIR
 from hpcdist.comm.mpi.communicator import MpiCommunicator
-from hpcdist.comm.mpi.world import World, init
+from hpcdist.comm.mpi.world import World, begun, record
 from hpcdist.energy import phases
 from hpcdist.errors import ConfigurationError
 from hpcdist.reporting.units import format_joules
 
-DEADLINE: Final = "HPCDIST_DEADLINE_S"  # of an operation; wins over the timeout of init_process_group
 ENERGY: Final = "HPCDIST_ENERGY"  # "1": count the joules from the first group to its end, and print them
 TAGS: Final = 1 << 15  # MPI promises tags up to 32767
 
@@ -38,7 +33,7 @@ def start() -> World:
     Raises ConfigurationError where RANK and WORLD_SIZE are there and are not those of MPI.
     """
     on_gpu = torch.cuda.is_available() and device.count() > 0
-    world = init("gpu" if on_gpu else "cpu")
+    world = begun("gpu" if on_gpu else "cpu")
     wanted = {"RANK": world.rank, "WORLD_SIZE": world.size}
     given = {name: os.environ[name] for name in wanted if name in os.environ}
     if any(given[name] != str(wanted[name]) for name in given):
@@ -71,44 +66,16 @@ def _address() -> dict[str, str]:
 
 
 def begin(world: World, timeout: timedelta) -> Callable[[], None]:
-    """Record the operations of a program, hold each to ``timeout``, and count its joules; return what ends this.
+    """Record the operations of a program, hold each to ``timeout``, and count its joules; return what ends the count.
 
-    The records lie in the run directory of `hpcdist run --out`, else in a directory for temporary files, from which
-    the end removes them. Both are collective.
+    Both are collective.
     """
-    run_dir, counts = world.bcast((os.environ.get(RUN_DIR), os.environ.get(ENERGY, "0") == "1"))
+    record(world, timeout.total_seconds())
     program = ExitStack()
-    if world.session.recorder is None and world.size > 1:
-        folder = Path(run_dir or world.bcast(_temporary() if world.rank == 0 else ""))
-        folder.mkdir(parents=True, exist_ok=True)  # on every node
-        world.session.record(folder, _deadline_s(timeout))
-        assert world.session.watchdog is not None
-        world.session.watchdog.tighten()  # the deadline is the program's: long enough for a first step
-        if not run_dir:
-            program.callback(_forget, world, folder)
-    if counts:
+    if world.bcast(os.environ.get(ENERGY, "0") == "1"):
         program.callback(_print_joules, world)
         program.enter_context(phases.window("program"))
     return program.close
-
-
-def _deadline_s(timeout: timedelta) -> float:
-    text = os.environ.get(DEADLINE)
-    try:
-        return float(text) if text else timeout.total_seconds()
-    except ValueError:
-        raise ConfigurationError(f"{DEADLINE}={text!r}; set it to seconds, such as 300") from None
-
-
-def _temporary() -> str:
-    return tempfile.mkdtemp(prefix="hpcdist-torch-")
-
-
-def _forget(world: World, folder: Path) -> None:
-    world.session.stop_recording()
-    world.barrier()
-    if world.local_rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _print_joules(world: World) -> None:

@@ -108,6 +108,39 @@ def test_an_error_that_all_ranks_of_a_script_have_is_shown_once(begin, tmp_path)
     assert (done.stdout + done.stderr).count("--bad is unknown") == 1, done.stderr
 
 
+SKIPS = """
+import time
+import numpy as np
+import hpcdist
+with hpcdist.session() as world:
+    hpcdist.allreduce(1.0)
+    if world.rank == 0:
+        hpcdist.allreduce(np.ones(3))
+        time.sleep(600)
+"""
+
+
+@pytest.mark.usefixtures("mpi")
+def test_a_skipped_collective_is_named_and_ends_at_its_deadline(tmp_path):
+    (tmp_path / "program.py").write_text(SKIPS)
+    environment = os.environ | {"HPCDIST_DEADLINE_S": "3"}
+    done = jobs.hpcdist("run", "-n", "2", "--out", "run", "--", "python", "program.py", cwd=tmp_path, env=environment)
+    assert done.returncode != 0
+    assert "waited past its deadline" in done.stdout + done.stderr
+    hang = jobs.hpcdist("hang", tmp_path / "run").stdout
+    assert re.search(r"allreduce.*program\.py:8", hang) and re.search(r"barrier.*program\.py:5", hang), hang
+
+
+@pytest.mark.usefixtures("mpi")
+def test_buffers_of_different_sizes_are_told_how_to_be_found(tmp_path):
+    program = "import numpy as np, hpcdist\nw = hpcdist.init()\nhpcdist.allreduce(np.ones(1000 + w.rank), comm=w)\n"
+    (tmp_path / "program.py").write_text(program)
+    done = jobs.hpcdist("run", "-n", "2", "--", "python", "program.py", cwd=tmp_path)
+    told = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "differ in size: HPCDIST_CHECK_COLLECTIVES=1 names" in told or "brought different buffers" in told, told
+
+
 def test_importing_loads_nothing_heavy():
     code = "import sys, hpcdist; dir(hpcdist); print(sorted({'numpy', 'mpi4py', 'click', 'h5py'} & set(sys.modules)))"
     assert jobs.python(code).stdout.strip() == "[]"

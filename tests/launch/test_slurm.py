@@ -65,7 +65,7 @@ def test_stopped_and_requeued_on_two_nodes_it_ends_with_the_same_bits(jobs, mpi)
     jobs.until(stopped, JobState="COMPLETED")
 
     said = jobs.log(stopped)
-    (saved,) = (int(step) for step in re.findall(r"saved step-(\d+); the training goes on from there", said))
+    (saved,) = (int(step) for step in re.findall(r"saved step-(\d+); the job goes on from there", said))
     assert 0 < saved < STEPS and f"checkpoints/step-{saved} after {saved} steps" in said
     assert said.count("4 ranks on 2 nodes") == 4  # the doctor's and the training's, in both starts
     one, two = (report.report(jobs.folder / name) for name in ("whole", "stopped"))
@@ -256,6 +256,6 @@ def test_the_walltime_requeues_until_it_is_forbidden(jobs, endless):
     jobs.cluster.run("scancel", "--signal=USR1", "--batch", endless)  # if its walltime has not said so already
     jobs.until(endless, JobState="FAILED", ExitCode="75:0")
     last = (run_dir / "checkpoints" / "latest").read_text().strip()
-    assert f"saved {last}; the training goes on from there\n" in jobs.log(endless)
+    assert f"saved {last}; the job goes on from there\n" in jobs.log(endless)
     assert "not requeued: scontrol refused" in jobs.log(endless)
     assert int(last.removeprefix("step-")) >= int(newer.strip().removeprefix("step-"))

@@ -37,18 +37,18 @@ def test_a_chain_of_three_that_loses_a_node_trains_the_same_bits(jobs):
         jobs.until(first, JobState="RUNNING", NodeList="n[1-2]")
         jobs.stop(first)
         jobs.until(first, JobState="COMPLETED", ExitCode="0:0")
-        (one,) = re.findall(r"saved step-(\d+); the training goes on", jobs.log(first))
+        (one,) = re.findall(r"saved step-(\d+); the job goes on", jobs.log(first))
         jobs.told(second, f"\nstep {int(one) + 1}/")
         jobs.stop(second)
         jobs.until(second, JobState="COMPLETED", NodeList="n[1,3]")
         jobs.until(third, JobState="COMPLETED", NodeList="n[1,3]")
     finally:
         assert jobs.cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME").returncode == 0
-    (two,) = re.findall(r"saved step-(\d+); the training goes on", jobs.log(second))
+    (two,) = re.findall(r"saved step-(\d+); the job goes on", jobs.log(second))
     assert 0 < int(one) < int(two) < STEPS
     assert f"after {one} steps" in jobs.log(second) and f"after {two} steps" in jobs.log(third)
     assert "link 1 of 3 ends here; the next one goes on" in jobs.log(first)
-    assert "the training is complete" in jobs.log(third)
+    assert "the job is complete" in jobs.log(third)
     once, thrice = (report.report(jobs.folder / name) for name in ("whole", "chained"))
     assert (once.figures["sessions"], thrice.figures["sessions"]) == (1, 3)
     assert np.array_equal(once.metrics.steps["loss"], thrice.metrics.steps["loss"])

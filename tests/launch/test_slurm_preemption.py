@@ -46,7 +46,7 @@ def test_a_preempted_job_saves_and_goes_on(jobs, mpi, launcher, nodes):
     assert 0 < saved < STEPS
     jobs.until(number, JobState="COMPLETED", ExitCode="0:0")
     said = jobs.log(number)
-    assert "SIGTERM to its steps" in said and f"saved step-{saved}; the training goes on from there\n" in said
+    assert "SIGTERM to its steps" in said and f"saved step-{saved}; the job goes on from there\n" in said
     assert re.search(rf"resumed from \S+/step-{saved} after {saved} steps", said)
     assert begun(jobs.folder / name) == ["", f"step-{saved}"]
     whole = f"whole-{name}"
@@ -67,6 +67,8 @@ def test_a_job_that_is_preempted_before_it_trains_is_requeued(jobs, mpi):
     jobs.cluster.wait(lambda: any("kernels/" in str(path) for path in local.rglob("*")), "kernels")
     jobs.cluster.preempt()
     jobs.until(number, Restarts="1", JobState="PENDING")
-    assert "this start made no new checkpoint; the training goes on from the beginning" in jobs.log(number)
+    assert "this start made no new checkpoint in the run directory; the job goes on from the beginning" in jobs.log(
+        number
+    )
     jobs.until(number, JobState="COMPLETED", ExitCode="0:0")
     assert not list(local.iterdir())

@@ -100,8 +100,14 @@ def test_rank_refusals(comm):
     for wrong in (np.zeros(3, complex), np.zeros(3, bool)):
         with pytest.raises(BufferHandoverError, match="cannot be reduced"):
             hpcdist.allreduce(wrong, comm=comm)
-    with pytest.raises(UsageError, match="choose one of"):
+    with pytest.raises(UsageError, match="choose sum, mean, max, min"):
         hpcdist.allreduce(np.zeros(3), "product", comm=comm)
+    for sequence in ([1.0, 2.0], (1.0, 2.0)):  # a copy of which would be reduced
+        for call in (hpcdist.allreduce, hpcdist.broadcast):
+            with pytest.raises(
+                UsageError, match=f"{call.__name__} works in place, and got a {type(sequence).__name__}"
+            ):
+                call(sequence, comm=comm)
     with pytest.raises(UsageError, match="is not whole"):
         hpcdist.allreduce(np.zeros(3, np.int32), "mean", comm=comm)
     with pytest.raises(UsageError, match="is not whole"):

@@ -167,13 +167,14 @@ def select(
     cached: bool = True,
     renewed: bool = False,
     clock: Clock = time.perf_counter,
+    announce: Callable[[], object] = lambda: None,
 ) -> Tuning:
     """Return the algorithms for reductions over ``comm``, the same on all ranks of ``everyone``. Collective over both.
 
     ``comm`` is one of several of the same size that together are ``everyone``: all measure at the same time, as they
     will reduce. ``library`` is the version string of the MPI library. With ``cached`` an earlier result for the same
-    ranks, machines and software is taken, unless it is to be ``renewed``, and a new one is kept. Scratch memory stays
-    until `collectives.release`.
+    ranks, machines and software is taken, unless it is to be ``renewed``, and a new one is kept; ``announce`` is called
+    before a measurement. Scratch memory stays until `collectives.release`.
     """
     began = clock()
     if slowest_rank(everyone, comm.size) == 1:
@@ -194,6 +195,7 @@ def select(
         if stored is not None and usable(stored.text, request.kind, topology.nodes):
             earlier: Tuning = stored
             return earlier
+    announce()
     measure = _sharded if request.kind == SHARDED_KIND else _allreduce
     rows, machine = measure(comm, everyone, request, topology, clock)
     seconds = slowest_rank(everyone, clock() - began)

@@ -65,7 +65,10 @@ def error_lines(error: BaseException) -> list[str]:
         return [f"{type(error).__name__}: {error}"]
     if isinstance(error, SystemExit) and isinstance(error.code, str):
         return [error.code, "\n", *traceback.format_exception(error)]
-    return traceback.format_exception(error)
+    lines = traceback.format_exception(error)
+    if "ERR_TRUNCATE" in lines[-1]:
+        lines.append("buffers of two ranks differ in size: HPCDIST_CHECK_COLLECTIVES=1 names the ranks and lines\n")
+    return lines
 
 
 def error_summary(error: BaseException, thread: str | None) -> str:

@@ -56,8 +56,7 @@ class FaultTolerant(Observable, ABC):
 
     def _passed_on(self, made: Made) -> Made:
         """Return ``made``, a communicator made from this one, with the event sink and the checked mode of this one."""
-        made._sink_cell = self._sink_cell
-        made.checked = self.checked
+        made.observe_like(self)
         return made
 
     def _adopt(self, child: "FaultTolerant") -> None:

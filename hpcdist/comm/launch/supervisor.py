@@ -282,7 +282,8 @@ class Supervision:
             self._stop_signal = number
             self._deadline = time.monotonic() + self.grace_s
             again = "; Ctrl-C again kills them" if number is signal.SIGINT else ""
-            self._say(f"{number.name}: the ranks save and stop at the next step{again}")
+            does = f"have {self.grace_s:g} s to save and end" if self.foreign else "save and stop at the next step"
+            self._say(f"{number.name}: the ranks {does}{again}")
 
     def _nothing_to_save(self) -> bool:
         """Whether a rank here has the mark for it, or none has started so far; ranks elsewhere have no mark."""

@@ -5,17 +5,27 @@ communicate take ``comm``: None (all ranks), a `World`, a communicator of mpi4py
 `communicator_of` makes of each what the rest of the package works with.
 """
 
+import atexit
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, NoReturn, TypeAlias, TypeVar
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar, cast
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.events import Observable
 from hpcdist.comm.handover import Handover
+from hpcdist.comm.launch.environment import RUN_DIR
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.start import Session, import_mpi, library, start
-from hpcdist.errors import UsageError
+from hpcdist.errors import ConfigurationError, UsageError
 
 Value = TypeVar("Value")
+
+DEADLINE: Final = "HPCDIST_DEADLINE_S"  # of an operation of a program that is not a training
+DEADLINE_S: Final = 1800.0  # without it: as that of PyTorch's process groups
 
 
 class World:
@@ -106,14 +116,52 @@ def init(device: str = "cpu") -> World:
 
     Later calls return the same world. ``device`` is "cpu", or "gpu": the GPU of this rank's local rank becomes current
     before MPI starts. From here on an uncaught exception on any rank ends the job, and its traceback is shown. MPI may
-    have been started by mpi4py before; it ends with the interpreter. Raises ConfigurationError where the launcher and
+    have been started by mpi4py before; it ends with the interpreter. Under `hpcdist run --out`, or with
+    HPCDIST_DEADLINE_S, operations are recorded for `hpcdist hang`, and one that passes its deadline ends the job
+    (`hpcdist help api`). Raises ConfigurationError where the launcher and
     the MPI library do not belong together, UsageError for another device.
     """
     if device not in ("cpu", "gpu"):
         raise UsageError(f"device = {device!r}; choose 'cpu' or 'gpu'")
     if not _worlds:
+        world = begun(device)
+        if any(world.bcast((os.environ.get(RUN_DIR), os.environ.get(DEADLINE)))):
+            record(world)
+    return _worlds[0]
+
+
+def begun(device: str) -> World:
+    """Return the world, as `init` does, before anything is recorded. Collective."""
+    if not _worlds:
         _worlds.append(World(start(device)))
     return _worlds[0]
+
+
+def record(world: World, default_s: float = DEADLINE_S) -> None:
+    """Record the operations of the program, and hold each to a deadline, unless that is done already. Collective.
+
+    The records lie in the run directory of `hpcdist run --out`, else in a directory for temporary files, which the end
+    of the process removes. The deadline is HPCDIST_DEADLINE_S, else ``default_s`` seconds. Raises ConfigurationError
+    for another text.
+    """
+    if world.session.recorder is not None or world.size == 1:
+        return
+    run_dir = world.bcast(os.environ.get(RUN_DIR))
+    folder = Path(run_dir or world.bcast(tempfile.mkdtemp(prefix="hpcdist-records-") if world.rank == 0 else ""))
+    if not run_dir and world.local_rank == 0:
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)  # on every node
+    world.session.record(folder, _deadline_s(default_s))
+    assert world.session.watchdog is not None
+    world.session.watchdog.tighten()  # the deadline is the program's: long enough for a first step
+
+
+def _deadline_s(default_s: float) -> float:
+    text = os.environ.get(DEADLINE)
+    try:
+        return float(text) if text else default_s
+    except ValueError:
+        raise ConfigurationError(f"{DEADLINE}={text!r}; set it to seconds, such as 300") from None
 
 
 @contextmanager
@@ -153,8 +201,9 @@ def _adopted(comm: Any) -> Communicator:
     if kept is None:
         if comm.Is_inter():
             raise UsageError("comm is an intercommunicator; pass an intracommunicator (comm.Merge() makes one)")
-        init()  # failures of a rank end the job from the first collective on
+        world = init()  # failures of a rank end the job from the first collective on
         kept = MpiCommunicator(mpi, comm.Dup(), comm.Get_name() or "mpi4py", Handover(device_pointers=False))
+        kept.observe_like(cast(Observable, world.comm))
         comm.Set_attr(_keyvals[0], kept)
     return kept
 

@@ -9,6 +9,7 @@ however the process ends.
 `read` never writes, needs no MPI, and copes with a file whose process is still writing or was killed at any moment.
 """
 
+import contextlib
 import mmap
 import os
 import struct
@@ -293,8 +294,7 @@ def _sources(folder: str) -> frozenset[str]:
 class Recorder(EventSink):
     """Event sink that keeps the last ``capacity`` operations of this rank in the file ``path``.
 
-    Any thread may report. An operation under way keeps its record: the ring skips it. Raises StorageError
-    when the file cannot be made.
+    Any thread may report. The ring skips the record of an operation under way. Raises StorageError without a file.
     """
 
     def __init__(self, path: Path, rank: int, world: int, capacity: int = 8192) -> None:
@@ -316,7 +316,7 @@ class Recorder(EventSink):
         self._ids = {SITE: 0, LABEL: 0}
         self._text_used = 0
         self._lock = threading.Lock()
-        self._inside = _sources(_COMM)
+        self._inside = _sources(_COMM) | {contextlib.__file__}
         self._algorithms = _sources(os.path.join(_PACKAGE, "collectives"))
         self._put = RECORD.pack_into  # bound once: a look-up less per event
         self.wall_ns, self.monotonic_ns = time.time_ns(), time.monotonic_ns()

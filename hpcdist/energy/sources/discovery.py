@@ -18,7 +18,7 @@ from hpcdist.energy.sources.nvml import cuda_visible
 from hpcdist.energy.sources.utilisation import RankProcess
 from hpcdist.errors import MissingCapabilityError
 
-NO_GPU: Final = f"the job uses none: run.device = 'cpu', and {nvml.VISIBLE} names none"
+NO_GPU: Final = f"the job computes on the CPU, and {nvml.VISIBLE} names none"
 
 
 @dataclass(frozen=True)

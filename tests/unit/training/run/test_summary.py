@@ -204,7 +204,7 @@ def test_the_lines_of_a_summary_are_short_and_say_what_they_count(words):
     """No table of algorithms, no list of sensors, no unit behind what was not measured."""
     found = summaries(words, [outcome([1.0, 1.0], [0.5, 0.5], [8.0, 8.0])] * 2)
     table = "recursive_doubling<=16384,ring<=65536,node_shared"
-    lacking = "no source can be read: gpu (node 0): the job uses none: run.device = 'cpu'; cpu (node 0): no powercap"
+    lacking = "no source can be read: gpu (node 0): the job computes on the CPU; cpu (node 0): no powercap"
     shown = found | {"algorithm": table, "energy_j": None, "energy_reason": lacking}
     shown |= {"val_loss": 2.5, "entropy": {"unigram": 3.25, "bigram": 2.4, "trigram": None}, "speed_unit": "samples"}
     lines = describe(shown).splitlines()
