@@ -65,6 +65,7 @@ def test_what_a_rank_serves_after_its_last_step_counts(text, tmp_path):
 
 
 @pytest.mark.parametrize(("ranks", "placement"), [(3, "dedicated"), (2, "colocated")])
+@pytest.mark.matrix_except("3-dedicated")
 @pytest.mark.full
 def test_stopped_and_resumed_it_makes_every_step_once(text, tmp_path, ranks, placement):
     out = tmp_path / "run"

@@ -181,14 +181,14 @@ def test_a_stop_file_asks_for_a_requeue(text, tmp_path):
 
 @pytest.mark.full
 def test_a_run_killed_before_its_first_checkpoint_starts_again(text, tmp_path):
-    settings = ["--set", "run.steps=2000", "--set", "checkpoint.every_steps=0"]
-    process = _start(text, tmp_path / "run", every=0)
+    settings = ["--set", "run.steps=200", "--set", "checkpoint.every_steps=0"]
+    process = _start(text, tmp_path / "run", "--set", "chaos.step_s=0.1", steps=200, every=0)
     _wait_for((tmp_path / "run" / "metrics.h5").exists, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=LIMIT_S)
     jobs.until(lambda: not jobs.running(tmp_path / "run"), "end of the ranks after that of their launcher")
     found = summary(train(2, text, "--out", tmp_path / "run", "--resume", "auto", *settings))
-    assert found["steps"] == 2000
+    assert found["steps"] == 200
 
 
 def test_a_start_that_failed_does_not_occupy_the_directory(text, tmp_path):

@@ -216,6 +216,9 @@ class TrainingLoop:
         result = self._train(step, batches)
         moved = self.traffic.moved().since(before)
         bytes_sent = float(moved.messages) if self.traffic.unknown_calls == unknown else math.nan
+        self.stop_requests.begun()
+        if step == trainer.first_step + 1:
+            trainer.comm.barrier()  # a step that is shown is saved by whoever ends the job from then on
         targets = trainer.samples(step) * trainer.model.tokens_per_sample
         # From the end of one step to the end of the next: waiting for data, and what came after the last step (metrics,
         # comparison of replicas, checkpoint), are part of a step, so that the steps of a run add up to its time.
@@ -227,7 +230,6 @@ class TrainingLoop:
         self.step_log.stepped(step, result)
         self.instrumentation.stepped(step, begun, now)
         self.streaming.stepped(step, result, self.instrumentation.waited_s)
-        self.stop_requests.begun()
         outcome = self.outcome
         outcome.done, outcome.loss, outcome.stop_request = step, result.loss, agreed_reason(result.stop_requests)
         figures = {"communication_s": result.seconds["communication_s"], **moved._asdict()}

@@ -32,6 +32,7 @@ BYTES_A_STEP = 80.0  # of both ranks together; a list of three numbers a step in
     ids=["replicas", "asynchronous"],
 )
 @pytest.mark.full
+@pytest.mark.matrix_except("asynchronous")
 def test_memory_does_not_grow_with_the_steps(last, keys, tmp_path, rng, monkeypatch):
     bounds = {
         (loop, "SAMPLED_STEPS"): 32,
