@@ -405,9 +405,106 @@ def test_rank_bad_arguments(comm):
         hpcdist.torch.Options(algorithm="rings")
 
 
-def test_rank_groups_leave_nothing_behind(comm):
-    """Threads and memory of groups end with them."""
-    for _ in range(20):
+def reduced(op):
+    def run(own, group, **options):
+        return [own], dist.all_reduce(own, op, group=group, **options)
+
+    return run
+
+
+def gathered(own, group, ranks, **options):
+    found = [torch.empty_like(own) for _ in range(ranks)]
+    return found, dist.all_gather(found, own, group=group, **options)
+
+
+def gathered_as_one(own, group, ranks, **options):
+    found = own.new_empty(ranks * own.numel())
+    return [found], dist.all_gather_single(found, own, group=group, **options)
+
+
+def scattered(own, group, ranks, **options):
+    found = own.new_empty(own.numel() // ranks)
+    return [found], dist.reduce_scatter_single(found, own, group=group, **options)
+
+
+def broadcast(own, group, root, **options):
+    return [own], dist.broadcast(own, root, group=group, **options)
+
+
+def reduced_to_root(own, group, root, **options):
+    work = dist.reduce(own, root, group=group, **options)
+    return [own] if dist.get_rank() == root else [], work
+
+
+def exchanged(own, group, rows, place, **options):
+    sent, received = rows[place].tolist(), rows[:, place].tolist()
+    found = own.new_empty(sum(received))
+    return [found], dist.all_to_all_single(found, own[: sum(sent)].clone(), received, sent, group=group, **options)
+
+
+# name -> (operation, what it needs beside tensor and group)
+SEQUENCE = {
+    **{op: (reduced(getattr(dist.ReduceOp, op)), ()) for op in ("SUM", "PRODUCT", "MIN", "MAX")},
+    "broadcast": (broadcast, ("root",)),
+    "reduce": (reduced_to_root, ("root",)),
+    "all_gather": (gathered, ("ranks",)),
+    "all_gather_single": (gathered_as_one, ("ranks",)),
+    "reduce_scatter_single": (scattered, ("ranks",)),
+    "all_to_all_single": (exchanged, ("rows", "place")),
+}
+
+
+def check(what, expected, found, work):
+    if work is not None:
+        work.wait()
+    assert all(map(same, found, expected)), what
+
+
+OF_GLOO = [dtype for dtype in (*FLOATS, *INTEGERS) if dtype is not torch.int16]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.full_except("0")
+def test_rank_a_random_sequence_is_that_of_gloo(comm, rng, seed):
+    """Operations on groups that overlap, of many types and sizes, some of them under way at once."""
+    some = sorted(rng.permutation(comm.size)[: rng.integers(1, comm.size + 1)].tolist())
+    groups = [
+        (members, dist.new_group(members), dist.new_group(members, backend="gloo"))
+        for members in (list(range(comm.size)), some, list(range(comm.size))[::2])
+    ]
+    under_way = []
+    for _ in range(60):
+        members, ours, gloo = groups[rng.integers(len(groups))]
+        name = str(rng.choice(list(SEQUENCE)))
+        dtype = OF_GLOO[rng.integers(len(OF_GLOO))]
+        ranks = len(members)
+        facts = {"root": members[rng.integers(ranks)], "ranks": ranks, "rows": rng.integers(0, 40, (ranks, ranks))}
+        inputs = everyones(rng, comm, dtype, ranks * int(rng.choice([1, 40, 3000])) + 40 * ranks)
+        is_async, most = bool(rng.integers(2)), int(rng.integers(4))
+        if comm.rank not in members:
+            continue
+        run, wanted = SEQUENCE[name]
+        facts["place"] = members.index(comm.rank)
+        needed = {key: facts[key] for key in wanted}
+        own = inputs[comm.rank]
+        expected, _ = run(own.clone(), gloo, **needed)
+        found, work = run(own.clone(), ours, **needed, async_op=is_async)
+        under_way.append((f"{name} of {dtype}", expected, found, work))
+        while len(under_way) > most:
+            check(*under_way.pop(0))
+    for operation in under_way:
+        check(*operation)
+    for members, ours, gloo in groups:
+        if comm.rank in members:
+            dist.destroy_process_group(ours)
+            dist.destroy_process_group(gloo)
+
+
+@pytest.mark.parametrize("count", [20, 200])
+@pytest.mark.full_except("20")
+def test_rank_groups_leave_nothing_behind(comm, count):
+    """Threads, communicators (of which MPI has some thousands) and memory of groups end with them."""
+    for _ in range(count):
         group = dist.new_group()
         work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
         if comm.size > 1:
