@@ -85,6 +85,31 @@ def test_a_skipped_operation_is_named(program, tmp_path):
     assert re.search(r"all_?reduce.*program\.py:\d+", hang), hang
 
 
+@pytest.mark.full
+def test_python_in_development_mode_has_nothing_to_warn_of(program):
+    """No file, socket or thread of ours is left open, nothing of ours is deprecated."""
+    done = program(
+        2,
+        """
+        dist.init_process_group("hpcdist")
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(5, 3))
+        for _ in range(3):
+            model(torch.ones(4, 5)).sum().backward()
+        group = dist.new_group()
+        work = dist.all_reduce(torch.ones(10), group=group, async_op=True)
+        peer = 1 - dist.get_rank()
+        ways = dist.isend, dist.irecv
+        dist.batch_isend_irecv([dist.P2POp(way, torch.ones(1), peer) for way in ways])
+        work.wait()
+        dist.destroy_process_group(group)
+        dist.destroy_process_group()
+        """,
+        PYTHONDEVMODE="1",
+    )
+    assert done.code == 0, done.stderr
+    assert not re.findall(r"hpcdist\S*: \w*Warning.*|sys:\d+: ResourceWarning.*", done.stderr), done.stderr
+
+
 # Of each kind of operation one of PyTorch's own tests; all of them: see the docstring of the program.
 CHOSEN = [
     "test_all_gather",
