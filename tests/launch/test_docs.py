@@ -128,6 +128,8 @@ def test_help_shows_pages_keys_and_html(tmp_path):
     shown = run.invoke(pages_of_help.command, ["start"])
     assert shown.exit_code == 0 and "<!--" not in shown.output and "```" not in shown.output
     assert "pipeline" in run.invoke(pages_of_help.command, ["parallel.pipeline"]).output
+    named = run.invoke(pages_of_help.command, ["HPCDIST_DEADLINE_S"])
+    assert named.exit_code == 2 and re.search("pages that have the word: .*api", named.output), named.output
     for topic in pages_of_help.BESIDE_FILES:
         beside = run.invoke(pages_of_help.command, [topic])
         assert beside.exit_code == 0 and beside.output.startswith("(The files of this page lie in /")
