@@ -140,9 +140,9 @@ def _alone(function: Callable[..., Any], is_cached: bool) -> Iterator[None]:
         yield
         return
     name = Path(os.environ["NUMBA_CACHE_DIR"]) / f"{function.__module__}.{function.__qualname__}.lock"
-    with name.open("w") as file:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as lock:
+        with contextlib.suppress(OSError):  # a full disk, a file system without locks
+            fcntl.flock(lock.enter_context(name.open("w")), fcntl.LOCK_EX)
         yield
 
 

@@ -126,10 +126,11 @@ def _has_begun(path: Path) -> bool:
 
 
 def _has_only_start_files(path: Path) -> bool:
-    """Whether all files are those of a batch job, or of a start that was killed before it had written its recipe."""
+    """Whether all files are those of a batch job, of `hpcdist.init`, or of a start killed before its recipe."""
     left = [entry.name for entry in path.iterdir() if not _JOB_FILE.fullmatch(entry.name)]
     return all(
-        name.removeprefix(".").startswith((LOCK_FILE, RECIPE_FILE)) or name in (JOBS_FILE, STOP_FILE) for name in left
+        name.removeprefix(".").startswith((LOCK_FILE, RECIPE_FILE)) or name in (JOBS_FILE, STOP_FILE, "recorder")
+        for name in left
     )
 
 

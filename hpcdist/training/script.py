@@ -32,6 +32,7 @@ from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.launch import standard_streams
 from hpcdist.comm.launch.environment import RESUME, RUN_DIR
+from hpcdist.comm.mpi.world import end_records
 from hpcdist.comm.record.spans import now_ns
 from hpcdist.comm.start import fail_alike, start
 from hpcdist.errors import ConfigurationError, UsageError
@@ -91,6 +92,7 @@ class Training:
     def _begin(self, model: Model, out: str | os.PathLike[str] | None, resume: str, lock: RunLock) -> None:
         """Start MPI, build the run and open its files. Collective."""
         communication = self.recipe.communication
+        end_records()  # those of this training come into the same directory
         self._session = start(self.recipe.run.device, communication.ranks_per_node or None, communication.checked)
         run = run_directory.prepare_run_directory(
             self._session.comm, self.recipe, None if out is None else Path(out), resume, lock

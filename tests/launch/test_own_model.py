@@ -35,11 +35,13 @@ SCRIPT = """
 import os, sys, time
 from pathlib import Path
 import numpy as np
+import hpcdist
 from hpcdist import models
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
 from hpcdist.training.script import Training
 
+assert hpcdist.allreduce(1, comm=hpcdist.init()) == 2  # recorded where the training will be
 built = models.build(ModelConfig(kind="mlp", layers=1, hidden=8), "float32", features=5, classes=3)
 model = Model(built.stages, "float32", tokens_per_sample=1)
 keys = {"run.steps": 100000, "run.global_batch": 4, "checkpoint.every_steps": 4}

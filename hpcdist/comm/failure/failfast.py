@@ -199,6 +199,11 @@ def attach(recorder: "Recorder") -> None:
     atexit.register(note_end)  # runs before MPI_Finalize, which may wait for the others
 
 
+def is_recording() -> bool:
+    """Whether the operations of this process are recorded (local)."""
+    return _installed is not None and _installed.recorder is not None
+
+
 def detach() -> None:
     """Undo `attach` (local)."""
     if _installed is not None:

@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn, TypeAlias, TypeVar, cast
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.events import Observable
+from hpcdist.comm.failure import failfast
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.launch.environment import RUN_DIR
 from hpcdist.comm.mpi.communicator import MpiCommunicator
@@ -144,7 +145,7 @@ def record(world: World, default_s: float = DEADLINE_S) -> None:
     of the process removes. The deadline is HPCDIST_DEADLINE_S, else ``default_s`` seconds. Raises ConfigurationError
     for another text.
     """
-    if world.session.recorder is not None or world.size == 1:
+    if world.size == 1 or failfast.is_recording():
         return
     run_dir = world.bcast(os.environ.get(RUN_DIR))
     folder = Path(run_dir or world.bcast(tempfile.mkdtemp(prefix="hpcdist-records-") if world.rank == 0 else ""))
@@ -154,6 +155,12 @@ def record(world: World, default_s: float = DEADLINE_S) -> None:
     world.session.record(folder, _deadline_s(default_s))
     assert world.session.watchdog is not None
     world.session.watchdog.tighten()  # the deadline is the program's: long enough for a first step
+
+
+def end_records() -> None:
+    """End what `record` began, if it did (local)."""
+    for world in _worlds:
+        world.session.stop_recording()
 
 
 def _deadline_s(default_s: float) -> float:
