@@ -1,13 +1,15 @@
 """Shared by all tests: fresh random inputs from a seed that every failure shows."""
 
+import fcntl
 import gc
 import os
 import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from harness.inputs import write_text
 
 SECOND_HALF = "tests/unit/n"  # of the unit tests: planner, strategies, training, ...
 LONGEST = ("test_rank_suites.py", "test_training_job.py", "test_slurm.py")  # begun first, so that none is the last
+LOCKS = pytest.StashKey[str]()  # directory of the locks of the processes of `pytest -n`
 SEED_VARIABLE = "HPCDIST_TEST_SEED"
 # One seed for all ranks and for the suites that a test starts; CI sets it, so that a run can be repeated.
 _fixed = SEED_VARIABLE in os.environ
@@ -39,6 +42,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # Processes that start together on a cold cache would each compile the same kernels.
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         subprocess.run([sys.executable, "-m", "hpcdist", "warmup"], stdout=subprocess.DEVNULL, check=True, timeout=600)
+        locks = tempfile.TemporaryDirectory(prefix="hpcdist-tests-")
+        config.add_cleanup(locks.cleanup)
+        config.stash[LOCKS] = locks.name
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["locks"] = node.config.stash[LOCKS]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -62,6 +73,22 @@ def pytest_collection_modifyitems(items):
         covering = covering_cases([values_of(item) for item in product])
         for number in set(range(len(product))) - covering:
             product[number].add_marker(pytest.mark.matrix)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Let a test that is marked `alone` have the machine for itself among the processes of `pytest -n`."""
+    folder = getattr(item.config, "workerinput", {}).get("locks")
+    if folder is None:
+        return (yield)
+    is_alone = item.get_closest_marker("alone") is not None
+    with open(f"{folder}/queue", "w") as queue, open(f"{folder}/lock", "w") as lock:
+        # Whoever waits to be alone stands in the queue meanwhile, so that nobody begins another test.
+        fcntl.flock(queue, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
+        if not is_alone:
+            fcntl.flock(queue, fcntl.LOCK_UN)
+        return (yield)
 
 
 def values_of(item: pytest.Item) -> set[tuple[Any, ...]]:

@@ -10,11 +10,13 @@ from harness.marks import cases
 
 TESTS = Path(__file__).parents[1]
 PYTEST = ["-P", "-m", "pytest", "--color=no", "-p", "no:cacheprovider", "-o", "timeout=0"]
+# Two ranks spin while they wait, each on a core of its own: beside other tests the suite takes four times as long.
+TWO = pytest.param(2, marks=pytest.mark.alone)
 
 
 @pytest.mark.full_except("2-first", "3-first")
 @pytest.mark.parametrize("tier", ["not full and not matrix", "full and not matrix"], ids=["first", "full"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])  # 3: not a power of two; 4: products of two axes
+@pytest.mark.parametrize("size", [1, TWO, 3, 4])  # 3: not a power of two; 4: products of two axes
 @pytest.mark.matrix_except("2-first", "3-first")
 def test_rank_suite(mpiexec, size, tier):
     run_suite(mpiexec, size, tier, TESTS / "ranks")
