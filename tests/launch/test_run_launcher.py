@@ -494,8 +494,10 @@ def test_a_job_that_is_started_again_can_be_stopped_while_it_starts(training, tm
     assert again, job.output
     job.send(signal.SIGTERM)
     assert job.end() == 75, job.output
-    if "nothing to save" in job.output:  # the signal came before the first step
-        assert (latest.parent / again[1] / "manifest.json").exists(), "it goes on from there"
+    if "nothing to save" in job.output:  # the signal came before the first step; a launcher may need seconds to end it
+        newest = latest.read_text()
+        assert int(newest[5:]) >= int(again[1][5:]), job.output
+        assert (latest.parent / newest / "manifest.json").exists(), job.output
     else:
         assert re.search(
             r"\nhpcdist run: stopped at \d+ of 1000000 steps, saved; go on with .* train .*--resume auto\n", job.output
