@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    node.workerinput["locks"] = node.config.stash[LOCKS]
+    node.workerinput["locks"] = node.config.stash.get(LOCKS, None)  # None: started by --tx
 
 
 @pytest.hookimpl(tryfirst=True)

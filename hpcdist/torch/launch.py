@@ -18,7 +18,7 @@ import torch
 from hpcdist.arrays.gpu import device
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.mpi.communicator import MpiCommunicator
-from hpcdist.comm.mpi.world import World, begun, record
+from hpcdist.comm.mpi.world import World, record, start_world
 from hpcdist.energy import phases
 from hpcdist.errors import ConfigurationError
 from hpcdist.reporting.units import format_joules
@@ -33,7 +33,7 @@ def start() -> World:
     Raises ConfigurationError where RANK and WORLD_SIZE are there and are not those of MPI.
     """
     on_gpu = torch.cuda.is_available() and device.count() > 0
-    world = begun("gpu" if on_gpu else "cpu")
+    world = start_world("gpu" if on_gpu else "cpu")
     wanted = {"RANK": world.rank, "WORLD_SIZE": world.size}
     given = {name: os.environ[name] for name in wanted if name in os.environ}
     if any(given[name] != str(wanted[name]) for name in given):

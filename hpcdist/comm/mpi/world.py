@@ -125,13 +125,13 @@ def init(device: str = "cpu") -> World:
     if device not in ("cpu", "gpu"):
         raise UsageError(f"device = {device!r}; choose 'cpu' or 'gpu'")
     if not _worlds:
-        world = begun(device)
+        world = start_world(device)
         if any(world.bcast((os.environ.get(RUN_DIR), os.environ.get(DEADLINE)))):
             record(world)
     return _worlds[0]
 
 
-def begun(device: str) -> World:
+def start_world(device: str) -> World:
     """Return the world, as `init` does, before anything is recorded. Collective."""
     if not _worlds:
         _worlds.append(World(start(device)))
