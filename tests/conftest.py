@@ -42,6 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Processes that start together on a cold cache would each compile the same kernels.
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         subprocess.run([sys.executable, "-m", "hpcdist", "warmup"], stdout=subprocess.DEVNULL, check=True, timeout=600)
+        # A process that dies ends the run, and the test that it ran is named. LoadScopeScheduling gives a process that
+        # takes its place the scopes that are complete as well, of which it never asks for more: the run would hang.
+        config.option.maxworkerrestart = "0"
         locks = tempfile.TemporaryDirectory(prefix="hpcdist-tests-")
         config.add_cleanup(locks.cleanup)
         config.stash[LOCKS] = locks.name

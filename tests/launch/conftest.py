@@ -16,6 +16,7 @@ import pytest
 import hpcdist
 from harness.jobs import LIMIT_S, Ended, clean_environment, run_limited, session
 from hpcdist.batch import job
+from hpcdist.comm.failure import failfast
 from hpcdist.comm.launch import environment, mpirun
 from hpcdist.errors import MissingCapabilityError
 from stubs.slurm_cluster import DAEMONS, SEARCH, Cluster, isolation_refused
@@ -24,6 +25,13 @@ NOTICED_S = 15  # SlurmdTimeout of the cluster whose nodes crash
 REQUEUED_S = 5  # for which its requeued jobs wait
 GRACE_S = 120  # that preempted jobs have to save
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(autouse=True)
+def hooks() -> Iterator[None]:
+    """A world that a test starts in this process ends the process at a failure; that of the next test does not."""
+    yield
+    failfast.uninstall()
 
 
 @pytest.fixture(scope="session")
