@@ -130,20 +130,38 @@ def _warn(text: str) -> None:
 
 
 @contextlib.contextmanager
-def _alone(function: Callable[..., Any], is_cached: bool) -> Iterator[None]:
-    """Be the only process with this cache that compiles ``function``, or loads its code (local).
+def _locked(function: Callable[..., Any], how: int) -> Iterator[None]:
+    """Hold the lock of ``function`` among the processes with this cache: fcntl.LOCK_EX, or LOCK_SH for readers (local).
 
-    Processes that do not wait for each other compile the same code, and one loses what the other has kept: numba reads
-    the index of a function's code and writes it anew.
+    numba reads the index of a function's code and writes it anew: one of two writers would lose what the other keeps.
     """
-    if not is_cached:
-        yield
-        return
     name = Path(os.environ["NUMBA_CACHE_DIR"]) / f"{function.__module__}.{function.__qualname__}.lock"
     with contextlib.ExitStack() as lock:
         with contextlib.suppress(OSError):  # a full disk, a file system without locks
-            fcntl.flock(lock.enter_context(name.open("w")), fcntl.LOCK_EX)
+            fcntl.flock(lock.enter_context(name.open("w")), how)
         yield
+
+
+def _compile_once(function: Callable[..., Any], dispatcher: Any) -> None:
+    """Let one process with this cache compile ``function``; the others wait for it and load its code (local).
+
+    Processes that find the code load it side by side: on a node with many ranks, one after another would take seconds.
+    """
+    load, compile_for, here = dispatcher._cache.load_overload, dispatcher.compile, threading.local()
+
+    def load_or_wait(signature: Any, context: Any) -> Any:
+        with _locked(function, fcntl.LOCK_SH):
+            found = load(signature, context)
+        if found is None:
+            here.compiling.enter_context(_locked(function, fcntl.LOCK_EX))
+            found = load(signature, context)  # another process may have compiled it meanwhile
+        return found
+
+    def compile_alone(signature: Any) -> Any:
+        with contextlib.ExitStack() as here.compiling:
+            return compile_for(signature)
+
+    dispatcher._cache.load_overload, dispatcher.compile = load_or_wait, compile_alone
 
 
 @functools.cache
@@ -214,16 +232,10 @@ class Kernel:
                         fastmath=self.fastmath,
                         error_model="numpy",  # a check for zero before every division keeps loops scalar
                     )
-                    dispatcher.compile = self._compiled_alone(dispatcher.compile, is_cached)
+                    if is_cached:
+                        _compile_once(self.function, dispatcher)
                     self._compiled = dispatcher
         return self._compiled
-
-    def _compiled_alone(self, compile_for: Callable[[Any], Any], is_cached: bool) -> Callable[[Any], Any]:
-        def compile_alone(signature: Any) -> Any:
-            with _alone(self.function, is_cached):
-                return compile_for(signature)
-
-        return compile_alone
 
     def inner(self, numba: Any) -> Any:
         """Return the numba function that other kernels call, one for all callers, so that it is compiled once.
@@ -256,7 +268,8 @@ class Kernel:
                 export = numba.cfunc(
                     numba.types.void(*taken), cache=is_cached, fastmath=self.fastmath, error_model="numpy", nogil=True
                 )
-                with _alone(self.function, is_cached):
+                alone = _locked(self.function, fcntl.LOCK_EX) if is_cached else contextlib.nullcontext()
+                with alone:
                     self._exported[types] = export(_linked(self.function, numba))
             return int(self._exported[types].address)
 

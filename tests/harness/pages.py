@@ -11,7 +11,11 @@ import click
 from hpcdist.cli.main import COMMANDS, group
 
 # What makes the runs of examples short where a command does not set it itself; scripts of a reader take it, too.
-SHORT: Final = {"HPCDIST_SET__RUN__STEPS": "4", "HPCDIST_SET__RUN__GLOBAL_BATCH": "4"}
+SHORT: Final = {
+    "HPCDIST_SET__RUN__STEPS": "4",
+    "HPCDIST_SET__RUN__GLOBAL_BATCH": "4",
+    "HPCDIST_SET__RUN__VALIDATION_SAMPLES": "16",  # of 1,024, which take longer than the steps
+}
 PROMPT: Final = "$ "
 ANY_LINES: Final = "..."
 _NUMBER: Final = re.compile(r"(\d[\d,]*(\.\d+)?([eE][-+]?\d+)?|\bnan\b|\binf\b)")

@@ -24,6 +24,7 @@ from hpcdist.reporting.table import aligned, text_of
 
 JOB_NAME_PREFIX: Final = "hpcdist"  # how the names of jobs begin that no ledger names, and are shown nevertheless
 _AS_ASKED: Final = "saved and ended, as it was asked to"
+_UNFINISHED: Final = "stopped before its last step: submit it again to go on"
 _UNKNOWN_STATES: Final = (
     SchedulerState.GONE,
     SchedulerState.UNKNOWN,
@@ -113,6 +114,8 @@ def by_ledger(job: LocatedJob, state: JobState) -> JobState:
         return replace(state, reason=_AS_ASKED)
     if job.entered.is_to_save and state.state == SchedulerState.RUNNING:
         return replace(state, reason="was asked to save and end")
+    if code == REQUEUE and state.state == SchedulerState.FAILED and state.reason in ("", "NonZeroExitCode"):
+        return replace(state, reason=_UNFINISHED)
     if state.state not in _UNKNOWN_STATES:
         return state
     began = job.entered.last(ledger.BEGAN)

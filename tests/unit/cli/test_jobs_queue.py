@@ -157,7 +157,7 @@ def test_what_no_scheduler_remembers_is_told_by_the_ledger(run, jobs, slurm):
 
 def test_a_job_that_was_asked_to_save_and_end_has_not_failed_by_itself(run, jobs, slurm):
     (slurm / "queue").write_text("30|FAILED|0|0:09|UNLIMITED|1|19200|1795321499|1795321499|NonZeroExitCode|\n")
-    assert rows(jobs, "status", "30")["30"]["reason"] == "NonZeroExitCode"
+    assert rows(jobs, "status", "30")["30"]["reason"] == "stopped before its last step: submit it again to go on"
     ledger.record(run, "cancelled", job="30", how="save")
     assert rows(jobs, "status", "30")["30"]["reason"] == "saved and ended, as it was asked to"
     write(run, ("ended", "30", NOW, {"code": 75, "word": "stop"}))
