@@ -29,6 +29,7 @@ from hpcdist.cli.main import COMMANDS
 from hpcdist.comm.failure.failfast import FAILURE_DIR
 from hpcdist.comm.launch import exit_file, launchers, restarts, supervisor
 from hpcdist.comm.launch.environment import (
+    ENERGY,
     RESUME,
     RUN_DIR,
     interpreter_words,
@@ -82,6 +83,7 @@ _OUR_PYTHON = ("python", "python3")  # ours: that of PATH need not have hpcdist
     type=click.Choice(["auto", "never"]),
     help="Whether that Training goes on from its newest checkpoint, whatever the script says.",
 )
+@click.option("--energy", is_flag=True, help="Print at its end the joules of a script over `hpcdist.torch`.")
 @click.option("--dry-run", is_flag=True, help="Print the command line and start nothing.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
@@ -98,6 +100,7 @@ def command(
     spares: int | None,
     out: Path | None,
     resume: str | None,
+    energy: bool,
     dry_run: bool,
     command: tuple[str, ...],
 ) -> int:
@@ -121,6 +124,8 @@ def command(
     script, options, interpreter = _check(command), launcher_options(mpi_args), interpreter_words(python)
     typed = _typed_command(len(command) if script else 0)
     _check_survival(command[0], survive, spares)
+    if energy and not script:
+        raise UsageError(f"--energy is for scripts: {command[0]} counts joules by itself, see `hpcdist help energy`")
     program = [] if script else [*interpreter, "-P", "-m", "hpcdist"]
     if script and command[0] in _OUR_PYTHON:
         command = (*interpreter, *command[1:])
@@ -133,6 +138,7 @@ def command(
     settings = starter.settings() | (python_path_variables() if python is None else {})
     settings |= {} if survive is None else {exit_file.SURVIVE: survive, exit_file.SPARES: str(spares or 0)}
     settings |= ({RUN_DIR: str(out.absolute())} if out else {}) | ({RESUME: resume} if resume else {})
+    settings |= {ENERGY: "1"} if energy else {}
     job = _Launch(starter, program, options, settings, grace, survive is not None, script, typed)
     if dry_run:
         click.echo(job.line(command))
