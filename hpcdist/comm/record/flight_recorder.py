@@ -393,9 +393,8 @@ class Recorder(EventSink):
 
     def attribute(self, site: CallSite | None) -> None:
         """Let ``site`` be the line of what this thread begins from now on; None: the line that calls."""
-        if site is None:
-            self._attributed.pop(get_ident(), None)
-        else:
+        self._attributed.pop(get_ident(), None)
+        if site is not None:
             self._attributed[get_ident()] = site
 
     def _add_text(self, kind: int, text: str) -> int:
