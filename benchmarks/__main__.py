@@ -42,6 +42,7 @@ STUDIES: Final = {
     "survival": "operations.survival",
     "telemetry": "operations.telemetry",
     "tensor": "training.tensor",
+    "wrapped.overhead": "wrapped.overhead",
     "wrapped.process_groups": "wrapped.process_groups",
     "wrapped.torch": "wrapped.torch",
 }

@@ -29,6 +29,7 @@ from hpcdist.cli.main import COMMANDS
 from hpcdist.comm.failure.failfast import FAILURE_DIR
 from hpcdist.comm.launch import exit_file, launchers, restarts, supervisor
 from hpcdist.comm.launch.environment import (
+    ENERGY,
     RESUME,
     RUN_DIR,
     interpreter_words,
@@ -82,6 +83,7 @@ _OUR_PYTHON = ("python", "python3")  # ours: that of PATH need not have hpcdist
     type=click.Choice(["auto", "never"]),
     help="Whether that Training goes on from its newest checkpoint, whatever the script says.",
 )
+@click.option("--energy", is_flag=True, help="Print at its end the joules of a script over `hpcdist.torch`.")
 @click.option("--dry-run", is_flag=True, help="Print the command line and start nothing.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
@@ -98,6 +100,7 @@ def command(
     spares: int | None,
     out: Path | None,
     resume: str | None,
+    energy: bool,
     dry_run: bool,
     command: tuple[str, ...],
 ) -> int:
@@ -118,7 +121,7 @@ def command(
     know its checkpoints. `python` is the Python of hpcdist, or --python. A program without hpcdist is started, its exit
     code is returned, and signals are passed on to it.
     """
-    script, options, interpreter = _check(command), launcher_options(mpi_args), interpreter_words(python)
+    script, options, interpreter = _check(command, energy), launcher_options(mpi_args), interpreter_words(python)
     typed = _typed_command(len(command) if script else 0)
     _check_survival(command[0], survive, spares)
     program = [] if script else [*interpreter, "-P", "-m", "hpcdist"]
@@ -126,13 +129,13 @@ def command(
         command = (*interpreter, *command[1:])
     run_dir = _run_dir(command, script, out, resume) if most_restarts or out or resume else None
     world = ranks + (spares or 0)
-    if ranks_per_node is not None:
-        ranks_per_node = -(-world // -(-ranks // ranks_per_node))  # the spares are spread over the same nodes
+    ranks_per_node = ranks_per_node and -(-world // -(-ranks // ranks_per_node))  # spares go to the same nodes
     layout = launchers.LaunchRequest(world, ranks_per_node, cpus_per_task, pmi)
     starter = launchers.choose_starter(launchers.kind_named(launcher), layout, survive)
     settings = starter.settings() | (python_path_variables() if python is None else {})
     settings |= {} if survive is None else {exit_file.SURVIVE: survive, exit_file.SPARES: str(spares or 0)}
-    settings |= ({RUN_DIR: str(out.absolute())} if out else {}) | ({RESUME: resume} if resume else {})
+    chosen = {RUN_DIR: str(out.absolute()) if out else None, RESUME: resume, ENERGY: "1" if energy else None}
+    settings |= {name: value for name, value in chosen.items() if value}
     job = _Launch(starter, program, options, settings, grace, survive is not None, script, typed)
     if dry_run:
         click.echo(job.line(command))
@@ -270,7 +273,7 @@ def _remove_abandoned() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check(command: tuple[str, ...]) -> bool:
+def _check(command: tuple[str, ...], energy: bool) -> bool:
     """Refuse what would fail on every rank at once; return whether ``command`` is a program of its own."""
     known = ", ".join(name for name in COMMANDS if name not in _ONE_PROCESS_COMMANDS)
     # A sweep starts ranks itself; the other benchmarks are measured by ranks.
@@ -282,6 +285,8 @@ def _check(command: tuple[str, ...]) -> bool:
             f"{command[0]!r} is no program, nor a command to run on ranks; known: {known}, "
             f"{', '.join(' '.join(words) for words in measured)}; for a script write: python SCRIPT"
         )
+    if energy and not script:
+        raise UsageError(f"--energy is for scripts: {command[0]} counts joules by itself, see `hpcdist help energy`")
     launched = launch_environment()
     if launched is not None and launched.size > 1:  # one rank is an interactive shell: srun --pty bash
         raise UsageError(

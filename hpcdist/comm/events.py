@@ -3,15 +3,13 @@
 The flight recorder, the timing of operations and the counting of traffic are sinks (see `comm.record`).
 """
 
-from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 UNKNOWN_BYTES: Final = -1  # the MPI library chose the algorithm, so the volume is not known
 
 
-@dataclass(frozen=True, slots=True)
-class CallSite:
+class CallSite(NamedTuple):
     """Line of a program: what asked for an operation that another thread, or a later call, makes."""
 
     code: CodeType

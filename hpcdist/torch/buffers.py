@@ -4,8 +4,10 @@ A contiguous tensor is seen where it lies; any other is copied, and `Buffer.fini
 and 8-bit floats travel as bytes, complex numbers as pairs of floats.
 """
 
+import ctypes
 from typing import Final
 
+import numpy as np
 import torch
 
 from hpcdist.arrays.backend import Array
@@ -13,22 +15,17 @@ from hpcdist.arrays.dtypes import BFLOAT16
 from hpcdist.arrays.gpu import device
 from hpcdist.errors import BufferHandoverError
 
-_BYTES: Final = frozenset(
-    kind
-    for kind in (
-        torch.bool,
-        *(
-            getattr(torch, name, None)
-            for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
-        ),
-    )
-    if kind is not None
-)
+_FLOAT8: Final = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+_BYTES: Final = {torch.bool, *(getattr(torch, name) for name in _FLOAT8 if hasattr(torch, name))}
+_NUMBERS: Final = (
+    "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+)  # fmt: skip
 _SEEN_AS: Final = {
-    torch.bfloat16: torch.int16,  # numpy has no such type of its own
-    torch.complex64: torch.float32,
-    torch.complex128: torch.float64,
-    **dict.fromkeys(_BYTES, torch.uint8),
+    **{getattr(torch, name): np.dtype(name) for name in _NUMBERS},
+    **dict.fromkeys(_BYTES, np.dtype(np.uint8)),
+    torch.bfloat16: BFLOAT16,
+    torch.complex64: np.dtype(np.float32),
+    torch.complex128: np.dtype(np.float64),
 }
 
 
@@ -41,32 +38,39 @@ class Buffer:
     __slots__ = ("_copy", "_tensor", "array")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
+        self._tensor = tensor
         self._copy: torch.Tensor | None = None
         if tensor.layout is not torch.strided or tensor.is_quantized:
             kind = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
             raise BufferHandoverError(f"a {kind} tensor cannot travel; pass tensor.to_dense() or its parts")
-        if tensor.device.type not in ("cpu", "cuda"):
+        if not (tensor.is_cpu or tensor.is_cuda):
             raise BufferHandoverError(f"a tensor on the device {tensor.device} cannot travel; bring it to cpu or cuda")
-        memory = self._tensor
-        if not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
-            memory = self._copy = memory.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-        self.array: Array = array_of(memory)
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            plain = tensor.detach().resolve_conj().resolve_neg()
+            tensor = self._copy = plain.clone(memory_format=torch.contiguous_format)
+        self.array: Array = array_of(tensor)
 
     def finish(self) -> None:
         """Copy a result back into the tensor, where it was not written there."""
         if self._copy is not None:
-            self._tensor.copy_(self._copy)
+            self._tensor.detach().copy_(self._copy)
 
 
 def array_of(memory: torch.Tensor) -> Array:
-    """Return the 1-D array in the memory of a contiguous tensor without a gradient."""
-    seen = _SEEN_AS.get(memory.dtype)
-    flat = memory.reshape(-1)
-    if seen is not None:
-        flat = flat.view(seen)
-    array: Array = device.cupy().from_dlpack(flat) if flat.is_cuda else flat.numpy()
-    return array.view(BFLOAT16) if memory.dtype is torch.bfloat16 else array
+    """Return the 1-D array in the memory of a contiguous tensor.
+
+    Raises BufferHandoverError for a dtype that numpy and MPI have no word for.
+    """
+    dtype = _SEEN_AS.get(memory.dtype)
+    if dtype is None:
+        raise BufferHandoverError(f"a tensor of {memory.dtype} cannot travel; view it as torch.uint8")
+    if memory.is_cuda:
+        found: Array = device.cupy().from_dlpack(memory.detach().reshape(-1).view(torch.uint8)).view(dtype)
+        return found
+    # Not by `memory.numpy()`: PyTorch then never lets the storage be resized, which FSDP does to free parameters.
+    block = (ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())
+    block.tensor = memory  # type: ignore[attr-defined]  # lives as long as the array
+    return np.ndarray(memory.nbytes // dtype.itemsize, dtype, block)  # type: ignore[arg-type]
 
 
 def is_bytes(tensor: torch.Tensor) -> bool:

@@ -17,13 +17,14 @@ import torch
 
 from hpcdist.arrays.gpu import device
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.launch.environment import ENERGY
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.mpi.world import World, record, start_world
 from hpcdist.energy import phases
 from hpcdist.errors import ConfigurationError
 from hpcdist.reporting.units import format_joules
 
-ENERGY: Final = "HPCDIST_ENERGY"  # "1": count the joules from the first group to its end, and print them
+_ports: Final = set[str]()  # that were chosen here
 TAGS: Final = 1 << 15  # MPI promises tags up to 32767
 
 
@@ -44,16 +45,20 @@ def start() -> World:
         )
     os.environ |= {name: str(value) for name, value in wanted.items()}
     os.environ |= {"LOCAL_RANK": str(world.local_rank), "LOCAL_WORLD_SIZE": str(world.local_size)}
-    for name, value in world.bcast(_address() if world.rank == 0 else {}).items():
-        if not given or name not in os.environ:  # who sets ranks may have a store of its own
-            os.environ[name] = value
+    if not given or "MASTER_ADDR" not in os.environ:  # who sets ranks may have a store of its own
+        _set_address(world)
     if on_gpu:
         torch.cuda.set_device(device.index())
     return world
 
 
+def _set_address(world: World) -> None:
+    """Set a name of the host of rank 0 that others know, and a port of it that is free. Collective."""
+    os.environ |= world.bcast(_address() if world.rank == 0 else {})
+    _ports.add(os.environ["MASTER_PORT"])
+
+
 def _address() -> dict[str, str]:
-    """Return the variables of a name of this host that others know, and of a port that is free."""
     with closing(socket.socket()) as listening:
         listening.bind(("", 0))
         port: int = listening.getsockname()[1]
@@ -68,10 +73,13 @@ def _address() -> dict[str, str]:
 def begin(world: World, timeout: timedelta) -> Callable[[], None]:
     """Record the operations of a program, hold each to ``timeout``, and count its joules; return what ends the count.
 
-    Both are collective.
+    Both are collective. After the end there is another address, so that no rank finds the old store there when the
+    next group is made.
     """
     record(world, timeout.total_seconds())
     program = ExitStack()
+    if os.environ.get("MASTER_PORT") in _ports:
+        program.callback(_set_address, world)
     if world.bcast(os.environ.get(ENERGY, "0") == "1"):
         program.callback(_print_joules, world)
         program.enter_context(phases.window("program"))

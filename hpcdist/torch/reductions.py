@@ -7,7 +7,8 @@ all, reduces it in the order of the ranks, and sends it to all.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -47,30 +48,31 @@ class Reduction:
     op: str
     function: str
     average: bool
-    factor: Any
+    factor: Any = None
 
 
 def reduction_of(op: Any, tensor: torch.Tensor) -> Reduction:
     """Return the reduction of ``tensor`` by the ReduceOp ``op``. Raises UsageError where its dtype has none."""
     kind, factor = op.__getstate__()
-    if tensor.dtype is torch.bool:
+    known = _reduction(kind, tensor.dtype)
+    return known if factor is None else replace(known, factor=factor)
+
+
+@lru_cache(maxsize=256)  # members of an enumeration of C++ take long to compare
+def _reduction(kind: Any, dtype: torch.dtype) -> Reduction:
+    if dtype is torch.bool:
         kind = _ON_TRUTHS.get(kind, kind)
         if kind not in (RedOp.MAX, RedOp.MIN, RedOp.BXOR):
             raise UsageError(f"{_name(kind)} of truths is none; use SUM (or), PRODUCT (and), MAX, MIN or BXOR")
-    elif tensor.element_size() == 1 and tensor.is_floating_point():
-        raise UsageError(f"{tensor.dtype} has too few bits to be reduced in; send it, or reduce tensor.float()")
-    if tensor.is_complex() and kind not in (RedOp.SUM, RedOp.AVG, RedOp.PREMUL_SUM):
+    elif dtype.itemsize == 1 and dtype.is_floating_point:
+        raise UsageError(f"{dtype} has too few bits to be reduced in; send it, or reduce tensor.float()")
+    if dtype.is_complex and kind not in (RedOp.SUM, RedOp.AVG, RedOp.PREMUL_SUM):
         raise UsageError(f"{_name(kind)} of complex numbers is none; use SUM or AVG")
-    if kind in (RedOp.BAND, RedOp.BOR, RedOp.BXOR) and (tensor.is_floating_point() or tensor.is_complex()):
-        raise UsageError(f"{_name(kind)} of {tensor.dtype} is none; use integers")
+    if kind in (RedOp.BAND, RedOp.BOR, RedOp.BXOR) and (dtype.is_floating_point or dtype.is_complex):
+        raise UsageError(f"{_name(kind)} of {dtype} is none; use integers")
     if kind not in _NATIVE and kind not in _UFUNCS:
         raise UsageError(f"the reduction {_name(kind)} is unknown")
-    return Reduction(
-        _NATIVE.get(kind, ""),
-        _UFUNCS.get(kind, ""),
-        kind == RedOp.AVG,
-        factor if kind == RedOp.PREMUL_SUM else None,
-    )
+    return Reduction(_NATIVE.get(kind, ""), _UFUNCS.get(kind, ""), kind == RedOp.AVG)
 
 
 def _name(kind: Any) -> str:

@@ -52,11 +52,12 @@ class Work(dist.Work):
     def end(self, error: BaseException | None = None) -> None:
         """Enter the end of the operation. `settle` comes after it."""
         self._error = error
-        with _guard:
-            self.done = True
+        self.done = True  # before `settle` looks for a future: one that is asked for from now on is completed there
 
     def settle(self) -> None:
         """Complete the future, if one was asked for. Its callbacks may start operations."""
+        if self._unsettled is None:
+            return
         with _guard:
             future, self._unsettled = self._unsettled, None
         if future is None:
@@ -234,9 +235,10 @@ class OperationQueue:
     def _perform(self, work: CollectiveWork) -> None:
         # With its callbacks: what they start comes directly after it, whichever thread runs it. So all ranks have one
         # order, also where a hook of DDP answers a sum with another one while the next bucket is put in.
-        self._events().attribute(work.site)
+        events = self._events()
+        events.attribute(work.site)
         work.perform()
-        self._events().attribute(None)
+        events.attribute(None)
         work.settle()
 
     def _serve(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from harness import jobs
 
 pytest.importorskip("torch")
-SUITE = Path(__file__).parents[1] / "harness" / "pytorch_suite.py"
+SUITE = Path(__file__).parents[1] / "harness" / "pytorch" / "suite.py"
 
 
 @pytest.fixture
@@ -35,14 +35,18 @@ def test_a_world_is_that_of_mpi(program):
         dist.all_reduce(total, group=beside)
         dist.all_reduce(total)
         print("total", int(total))
+        port = os.environ["MASTER_PORT"]
         dist.destroy_process_group()
         dist.init_process_group("hpcdist")
-        dist.barrier()
+        dist.all_reduce(total, group=dist.new_group(backend="gloo"))  # over a store of its own
+        print("again", int(total), port != os.environ["MASTER_PORT"])
         dist.destroy_process_group()
         """,
+        HPCDIST_ENERGY="1",
     )
     assert done.code == 0, done.stderr
-    assert done.stdout.count("total 4") == 2
+    assert done.stdout.count("total 4") == done.stdout.count("again 8 True") == 2
+    assert len(re.findall("^energy .*", done.stdout, re.MULTILINE)) == 2, done.stdout
 
 
 def test_another_world_is_refused(program):
@@ -133,7 +137,7 @@ CHOSEN = [
 def test_tests_of_pytorch(mpiexec, tmp_path):
     pytest.importorskip("expecttest", reason="expecttest, which PyTorch's tests need, is not installed")
     out = tmp_path / "outcomes.json"
-    done = mpiexec(2, [str(SUITE), "hpcdist", str(out), *CHOSEN])
+    done = mpiexec(2, [str(SUITE), "hpcdist", "distributed", str(out), *CHOSEN])
     assert done.returncode == 0, done.stdout[-5000:]
     outcomes = json.loads(out.read_text())
     assert outcomes == {name: ["passed", "passed"] for name in CHOSEN}, outcomes

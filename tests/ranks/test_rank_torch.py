@@ -102,6 +102,19 @@ def test_rank_all_reduce_multiplies_before(comm, rng, factor):
     assert torch.equal(own, sum(inputs) * factor)
 
 
+def test_rank_tensors_may_be_freed_after_they_were_sent(comm):
+    """FSDP resizes the storage of a parameter to nothing when it is not needed, and back."""
+    tensor, part = torch.ones(8), torch.ones(2)
+    dist.all_reduce(tensor)
+    dist.broadcast(part, 0)
+    for each in (tensor, part):
+        size = each.untyped_storage().nbytes()
+        each.untyped_storage().resize_(0)
+        each.untyped_storage().resize_(size)
+    dist.all_reduce(tensor.fill_(2))
+    assert torch.equal(tensor, torch.full((8,), 2.0 * comm.size))
+
+
 def test_rank_strided_tensors(comm, rng):
     inputs = everyones(rng, comm, torch.float32, 6, 8)
     own = inputs[comm.rank].clone()

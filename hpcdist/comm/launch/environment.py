@@ -129,6 +129,7 @@ def python_path_variables() -> dict[str, str]:
 
 RUN_DIR: Final = "HPCDIST_RUN_DIR"  # run directory of a script that `hpcdist run --out` started
 RESUME: Final = "HPCDIST_RESUME"  # "auto" or "never": whether that script resumes from its newest checkpoint
+ENERGY: Final = "HPCDIST_ENERGY"  # "1": a script over the backend hpcdist of PyTorch counts its joules, and prints them
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,7 @@ def test_an_error_before_the_start_is_left_for_the_launcher_to_show_last(argumen
     (["--python", "apptainer exec my.sif python3", "python", "a b.py"], "apptainer exec my.sif python3 'a b.py'"),
     (["--", "env", "-i"], ["env", "-i"]),
     (["--out", "/tmp/it", "--resume", "auto", "--", "env"], ["HPCDIST_RUN_DIR=/tmp/it", "HPCDIST_RESUME=auto"]),
+    (["--energy", "--", "env"], ["HPCDIST_ENERGY=1"]),
 )
 def test_a_program_is_started_as_it_is(arguments, words, capsys):
     code, line, _ = called(capsys, "run", "-n", "3", "--dry-run", *arguments)
@@ -122,6 +123,7 @@ def test_a_program_is_started_as_it_is(arguments, words, capsys):
     (["--survive", "shrink", "python", "train.py"], "only train goes on without a rank, not python"),
     (["--restarts", "2", "python", "train.py"], "add --out DIR"),
     (["--resume", "auto", "python", "train.py"], "add --out DIR"),
+    (["--energy", "train"], "--energy is for scripts: train counts joules by itself"),
     (["--out", "it", "train"], "--out before train is for scripts; write: train ... --out"),
     (["trian"], "'trian' is no program, nor a command to run on ranks"),
     (["submit"], "'submit' is no program, nor a command to run on ranks"),
