@@ -14,13 +14,13 @@ PARTITIONS: Final = ("parameters", "flops", "measured")
 DEFAULT_PARTITION: Final = "flops"
 SUMMING: Final = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")  # they sum gradients, the others mix
 STRATEGIES: Final = (*SUMMING, *DECENTRALISED)
+PIECE_TOKENS: Final = 4  # pieces of samples that are cut over context ranks begin at multiples of it
 _HOLDING: Final = [name for name, row in SCHEDULES.items() if row.splits or row.folded]
 _CUTS: Final = ("stage_units", "stage_speeds", "stage_memory_bytes", f"partition!={DEFAULT_PARTITION}")
 
 RULES: Final = (
     *at_least(0, "parallel.data", expected="give a number of ranks, or 0 for all that are left"),
     *at_least(1, *(f"parallel.{name}" for name in ("pipeline", "tensor", "context", "microbatches", "chunks"))),
-    rule("parallel.context>1", UNBUILT),
     one_of("parallel.strategy", STRATEGIES),
     one_of("parallel.schedule", ("auto", *NAMES)),
     rule("parallel.schedule_file= with parallel.schedule=file", cure="the schedule 'file' needs one"),

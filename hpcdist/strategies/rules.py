@@ -21,7 +21,7 @@ from hpcdist.reporting.rules import UNBUILT, Rule, Values, each_of, no_effect, r
 from hpcdist.strategies.compressed import rules as compressed
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.rules import BSP, COMPRESSED, IN_16_BITS, MIXING, SERVED, SHARDED
-from hpcdist.strategies.config import SUMMING
+from hpcdist.strategies.config import PIECE_TOKENS, SUMMING
 from hpcdist.strategies.decentralised import config as decentralised
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig, own_steps
 from hpcdist.strategies.zero.config import OFFLOADED, STAGES, ZeroConfig
@@ -156,6 +156,33 @@ def _tensor_parallel() -> Iterator[Rule]:
         yield rule(f"{term} with parallel.tensor>1", UNBUILT)
 
 
+def _context_parallel() -> Iterator[Rule]:
+    """Yield the rules for samples whose tokens are cut over a context axis."""
+    yield rule(
+        f"parallel.context>1 with model.kind!={'|'.join(TRANSFORMERS)}",
+        UNBUILT,
+        f"set it to 1, or train a {' or an '.join(TRANSFORMERS)}",
+    )
+    yield rule(
+        "parallel.context>1 with data.context?",
+        f"pieces of a sample begin at multiples of {PIECE_TOKENS} tokens, and a rank would have none",
+        lambda _, tokens: f"use at most {-(-tokens // PIECE_TOKENS)} context ranks, or longer samples",
+        relation=lambda ranks, tokens: tokens <= PIECE_TOKENS * (ranks - 1),
+    )
+    for term in (
+        f"parallel.strategy!={'|'.join(('allreduce', *STAGES))}",
+        "communication.compression",
+        "compression.parameters",
+        "run.logical_shards",  # a sample's sum would depend on where it is cut
+        "run.noise_scale_every_steps",  # a rank has the gradient of part of its samples
+        "data.shares!=even",
+        "parallel.stage_memory_bytes",
+        "precision.activations=working->float32",
+        "--survive?",
+    ):
+        yield rule(f"{term} with parallel.context>1", UNBUILT)
+
+
 RULES: Final = (
     *_without_effect(),
     *_batches(),
@@ -255,6 +282,7 @@ RULES: Final = (
     ),
     rule("communication.overlap with run.device!=cpu", UNBUILT),
     *_tensor_parallel(),
+    *_context_parallel(),
     # Logical shards, whose sums have an order of their own
     rule(f"{MIXING} with run.logical_shards", ORDER),
     rule("parameter_server.consistency!=bsp with run.logical_shards where asynchronous workers", ORDER),

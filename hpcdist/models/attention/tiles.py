@@ -1,13 +1,14 @@
 """Memory layout of attention heads, and the chunks of samples and heads that are computed at a time.
 
-Pairs of a sample and a query head are numbered by sample, then by head; the query heads of a group, which share a key
-and value head, follow one another. Arrays of statistics have a row for each pair.
+Rows of an array are tokens in the order of their places in the sample: all of them, or some `Pieces`. Pairs of a
+sample and a query head are numbered by sample, then by head; the query heads of a group, which share a key and value
+head, follow one another. Arrays of statistics have a row for each pair.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.errors import UsageError
@@ -102,7 +103,10 @@ class HeadChunk:
         return view[self.first_sample : self.last_sample, self.first_head : self.last_head]
 
     def drop(self, tile: Array, dropped: Mask | None, first: int, start: int) -> None:
-        """Drop what ``dropped`` says of a tile (pairs, rows, columns) from row ``first`` and column ``start`` on."""
+        """Drop what ``dropped`` says of a tile (pairs, rows, columns) from row ``first`` and column ``start`` on.
+
+        Both are places in the sample.
+        """
         if dropped is not None:
             # Rows of the mask in front of this chunk: whole samples, then whole query heads of `pitch` rows each.
             above = self.first_sample * dropped.rows_per_sample + self.first_head * self.heads.group * dropped.pitch
@@ -128,7 +132,19 @@ def heads_of(qkv: Array, kv: Array | None, head_size: int) -> Heads:
     return Heads(batch, context, shared, columns // (shared * head_size), head_size)
 
 
-def blocks(context: int, long: int = QUERY_BLOCK, first: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of blocks of ``long`` rows from ``first`` on."""
-    for start in range(first, context, long):
-        yield start, min(start + long, context)
+Pieces: TypeAlias = tuple[tuple[int, int, int], ...]  # first row, last row, place of the first in its sample; ascending
+
+
+def one_piece(rows: int) -> Pieces:
+    """Return the pieces of an array that has the first ``rows`` tokens of each sample."""
+    return ((0, rows, 0),)
+
+
+def blocks(
+    pieces: Pieces, long: int = QUERY_BLOCK, first: int = 0, last: int | None = None
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, end, place of the start) of blocks of ``long`` rows in [first, last), none over a border."""
+    for begin, end, place in pieces:
+        stop = end if last is None else min(end, last)
+        for start in range(max(begin, first), stop, long):
+            yield start, min(start + long, stop), place + start - begin

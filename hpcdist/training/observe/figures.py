@@ -87,7 +87,7 @@ def _state_placement(zero: ZeroConfig, trainer: Trainer) -> list[str]:
         return []
     parts = []
     if zero.parameters or zero.gradients or zero.optimizer:
-        cut = zero.degrees(stage, trainer.grid.data)
+        cut = zero.degrees(stage, trainer.grid.replicas)
         parts.append(f"degrees {cut.parameters}, {cut.gradients}, {cut.optimizer}")
     if zero.persistent_below:
         parts.append(f"layers below {zero.persistent_below:,} elements whole")
