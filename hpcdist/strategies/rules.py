@@ -5,9 +5,10 @@ One list, asked by the recipe, by the planner with the keys that a layout has, a
 beside it; `hpcdist.reporting.rules.rule` says how one is written. Light: reads ``config`` modules only.
 
 Besides the keys of a recipe, rules read some that `derived` adds: "own steps" (the value by which replicas do not
-make each step together), "asynchronous workers" (that of a parameter server), "whole parameters" and "whole gradients"
-(the values by which ZeRO does not cut them), and "compressors" (the names that may be used). "data rank" is the number
-of data ranks, 0 where it is not known yet.
+make each step together), "asynchronous workers" (that of a parameter server), "whole parameters" and "whole
+gradients" (the values by which ZeRO does not cut them), and "compressors" (the names that may be used), "query head"
+and "shared head" (numbers of them on a tensor rank). "data rank" is the number of data ranks, 0 where it is not known
+yet.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +55,9 @@ def derived(values: Values) -> dict[str, Any]:
     result = dict(values)
     result["asynchronous workers"] = ahead if strategy == "parameter_server" else ""
     result["own steps"] = result["asynchronous workers"] if strategy in SUMMING else chosen
+    if {"model.heads", "model.kv_heads", "parallel.tensor"} <= values.keys():
+        result["query head"] = values["model.heads"] // values["parallel.tensor"]  # of a tensor rank
+        result["shared head"] = (values["model.kv_heads"] or values["model.heads"]) // values["parallel.tensor"]
     result["compressors"] = (compression, *(get("compression.candidates") if compression == "auto" else ()))
     for part, cutting in (("parameters", ("zero3",)), ("gradients", ("zero2", "zero3"))):
         degree = get(f"zero.{part}")
@@ -169,6 +173,23 @@ def _context_parallel() -> Iterator[Rule]:
         lambda _, tokens: f"use at most {-(-tokens // PIECE_TOKENS)} context ranks, or longer samples",
         relation=lambda ranks, tokens: tokens <= PIECE_TOKENS * (ranks - 1),
     )
+    yield rule(
+        "parallel.context_method=all_to_all with parallel.context>1 with query head?",
+        "each rank takes as many heads, and a ring needs none",
+        "set parallel.context_method = 'ring', or choose a number of ranks that divides the heads",
+        relation=lambda _, ranks, heads: heads % ranks,
+    )
+    yield rule(
+        "parallel.context_method=all_to_all with parallel.context>1 with shared head?",
+        "the heads of keys and values do not fall into equal parts",
+        "set parallel.context_method = 'ring', or choose a divisor or a multiple of those heads",
+        relation=lambda _, ranks, shared: shared % ranks and ranks % shared,
+    )
+    yield rule(
+        "parallel.context_method!=all_to_all with parallel.context>1 with precision.activations=working",
+        "a ring has no tiles in 16 bits",
+        "set parallel.context_method = 'all_to_all', or precision.activations = 'float32'",
+    )
     for term in (
         f"parallel.strategy!={'|'.join(('allreduce', *STAGES))}",
         "communication.compression",
@@ -177,7 +198,6 @@ def _context_parallel() -> Iterator[Rule]:
         "run.noise_scale_every_steps",  # a rank has the gradient of part of its samples
         "data.shares!=even",
         "parallel.stage_memory_bytes",
-        "precision.activations=working->float32",
         "--survive?",
     ):
         yield rule(f"{term} with parallel.context>1", UNBUILT)

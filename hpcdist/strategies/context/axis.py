@@ -6,6 +6,7 @@ from functools import partial
 from typing import Final
 
 from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.models.stage import Saved
 from hpcdist.strategies.context.passes import pieces, tokens
@@ -18,12 +19,12 @@ SLOTS: Final = 2  # blocks of a kind in memory: one that is used, one on its way
 class ContextAxis:
     """The ranks ``comm`` that share the samples of ``context`` tokens, each with its own pieces.
 
-    ``watch`` looks for this rank's own bad values: where those of another rank come in, it stops. Methods are local
-    unless they say otherwise.
+    ``method`` is that of attention, never "auto". ``watch`` looks for this rank's own bad values: where those of
+    another rank come in, it stops. Methods are local unless they say otherwise.
     """
 
-    def __init__(self, comm: Communicator, context: int, watch: NanFinder | None = None) -> None:
-        self.comm, self.context = comm, context
+    def __init__(self, comm: Communicator, context: int, method: str = "ring", watch: NanFinder | None = None) -> None:
+        self.comm, self.context, self.method = comm, context, method
         self.rank, self.size = comm.rank, comm.size
         self.pieces = pieces(context, comm.size)
         self.own = self.pieces[comm.rank]
@@ -51,6 +52,17 @@ class ContextAxis:
             request.wait()
         if not is_device(like):  # a call there waits for the computation before it
             self._spent_s += time.perf_counter() - begin
+
+    def all_to_all(
+        self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
+    ) -> None:
+        """Exchange parts of ``send`` with all ranks; see `Communicator.all_to_all`. Collective over the axis."""
+        was_finite, begin = self.watch.sees_only_finite(send), time.perf_counter()
+        self.comm.all_to_all(send, receive, send_ranges, receive_ranges)
+        if not is_device(send):
+            self._spent_s += time.perf_counter() - begin
+        if was_finite:
+            self.watch.distrust(receive)
 
     def taken_s(self) -> float:
         """Return the seconds that this rank waited in messages since the last query."""

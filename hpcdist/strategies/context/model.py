@@ -5,6 +5,7 @@ else acts on each token by itself and stays as it is.
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -17,6 +18,7 @@ from hpcdist.models.layers.linear import add_to_rows, column_sums
 from hpcdist.models.model import Model
 from hpcdist.models.stage import AttentionOperation, Gradients, Parameters, Saved
 from hpcdist.models.transformer import TokenEmbedding
+from hpcdist.strategies.context.all_to_all import AllToAllAttention
 from hpcdist.strategies.context.axis import ContextAxis
 from hpcdist.strategies.context.ring import RingAttention
 
@@ -82,14 +84,17 @@ class PieceDropout(LocalDropout):
         return x
 
 
-METHODS: Final = {"ring": RingAttention}
+METHODS: Final[dict[str, Callable[[ContextAxis], AttentionOperation]]] = {
+    "ring": RingAttention,
+    "all_to_all": AllToAllAttention,
+}
 
 
-def cut_context(model: Model, axis: ContextAxis | None, method: str = "ring") -> Model:
-    """Return ``model`` for the tokens of this rank of ``axis``; as it is without one (local).
+def cut_context(model: Model, axis: ContextAxis | None) -> Model:
+    """Return ``model`` for the tokens of this rank of ``axis``, and its attention; as it is without one.
 
-    Its forward and backward are collective over the axis, and see samples that `ContextAxis.cut` has cut. Raises
-    ConfigurationError for a model of other stages than those of a transformer.
+    Local. Forward and backward of what is returned are collective over the axis, and see samples that `ContextAxis.cut`
+    has cut. Raises ConfigurationError for a model of other stages than those of a transformer.
     """
     if axis is None:
         return model
@@ -98,7 +103,6 @@ def cut_context(model: Model, axis: ContextAxis | None, method: str = "ring") ->
             f"parallel.context = {axis.size}: the stages of this model do not say what they do with the places of "
             "tokens, as those of a gpt do; set it to 1"
         )
-    attention: AttentionOperation = METHODS[method](axis)
     own = copy.copy(model)
     own.stages = tuple(stage.with_tokens(axis.tokens) for stage in model.stages)  # type: ignore[attr-defined]
     own.operations = replace(
@@ -106,7 +110,7 @@ def cut_context(model: Model, axis: ContextAxis | None, method: str = "ring") ->
         positions=PiecePositions(axis),
         rotary=PieceRotary(axis),
         dropout=PieceDropout(axis.own, axis.context),
-        attention=attention,
+        attention=METHODS[axis.method](axis),
     )
     own.clocks = (*model.clocks, axis.taken_s)
     return own

@@ -26,6 +26,7 @@ from hpcdist.strategies.compressed.dgc import DgcExchange
 from hpcdist.strategies.compressed.exchange import CompressedExchange
 from hpcdist.strategies.compressed.onebit import OneBitExchange
 from hpcdist.strategies.compressed.zero import CompressedZero
+from hpcdist.strategies.config import resolve_context_method
 from hpcdist.strategies.context.axis import ContextAxis
 from hpcdist.strategies.context.model import cut_context
 from hpcdist.strategies.core import mixed_precision
@@ -254,6 +255,14 @@ def _source_and_model(comm: Communicator, recipe: Recipe, script_model: Model | 
     return source, with_recomputation(whole) if recipe.parallel.recomputes_layers else whole
 
 
+def _context_axis(recipe: Recipe, axes: GridCommunicators) -> ContextAxis:
+    """Return the axis of the ranks that share samples. Collective."""
+    model, parallel = recipe.model, recipe.parallel
+    heads = (count // parallel.tensor for count in (model.heads, model.kv_heads or model.heads))
+    method = resolve_context_method(parallel.context_method, parallel.context, *heads)
+    return ContextAxis(axes.context, recipe.data.context, method)
+
+
 def _rank_context(
     session: Session,
     recipe: Recipe,
@@ -274,7 +283,7 @@ def _rank_context(
     selection = resolve_algorithm(session, recipe, cut_model(whole, tensor), axes.replicas, origin)
     settled = selection.source == "recipe"
     algorithm = algorithm_on(tensor, selection.algorithm, settled=settled, on=recipe.run.device)
-    cut = ContextAxis(axes.context, recipe.data.context) if grid.context > 1 else None
+    cut = _context_axis(recipe, axes) if grid.context > 1 else None
     model = cut_context(whole, cut)
     model = cut_model(model, tensor, algorithm, sequence_parallel=recipe.parallel.sequence_parallel, context=cut)
     plan = pipeline.plan_partition(comm, recipe, grid, whole, model, schedule, origin) if computes else None

@@ -66,6 +66,8 @@ def describe_architecture(trainer: Trainer) -> str:
     if isinstance(trainer.model, CutModel):
         rows = ", activations by rows" if parallel.sequence_parallel else ""
         parts.append(f"tensor by {trainer.model.axis.algorithm}{rows}")
+    if trainer.context.context is not None:
+        parts.append(f"context by {trainer.context.context.method}")
     if grid.pipeline > 1:
         parts.append(f"{parallel.order} of {parallel.microbatches} micro-batches")
         bubble = registry.bubble(parallel.order, grid.pipeline, parallel.microbatches, chunks=parallel.chunks_each)

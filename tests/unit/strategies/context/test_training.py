@@ -19,7 +19,8 @@ KEYS = {"optimizer.groups": "['*bias*: weight_decay=0.3 rate_factor=0.5', '2.*: 
     "optimizer.warmup_steps=3 optimizer.clip_norm=0.7 precision.mode=float64"
 )
 CASES = {  # ranks, keys
-    "ring of 2": (2, "parallel.context=2"),
+    "ring of 2": (2, "parallel.context=2 context_method=ring"),
+    "heads for tokens": (2, "parallel.context=2 context_method=all_to_all dropout=0.2 kv_heads=2"),
     "ring of 3, rotary, grouped, dropping": (3, "parallel.context=3 positions=rotary kv_heads=2 dropout=0.2 norm=rms"),
     "encoder": (2, "parallel.context=2 kind=encoder dropout=0.1"),
     "zero3 x data": (4, "parallel.context=2 strategy=zero3 microbatches=2"),
@@ -29,6 +30,14 @@ CASES = {  # ranks, keys
         "parallel.context=2 tensor=2 pipeline=2 microbatches=5 sequence_parallel=true dropout=0.2 tied=true layers=2",
     ),
     # of the full tier
+    "heads for tokens x tensor x zero3": (
+        8,
+        "parallel.context=2 tensor=2 context_method=all_to_all strategy=zero3 kv_heads=2 positions=rotary dropout=0.1",
+    ),
+    "heads for tokens, one shared, zb-h1": (
+        4,
+        "parallel.context=2 context_method=all_to_all pipeline=2 schedule=zb-h1 microbatches=5 kv_heads=1 layers=2",
+    ),
     "ring of 4": (4, "parallel.context=4 data.context=37"),
     "ring of 8": (8, "parallel.context=8 data.context=64 strategy=zero2"),
     "zero1 x data": (4, "parallel.context=2 strategy=zero1 overlap=thread"),
@@ -59,7 +68,7 @@ def text(tmp_path_factory):
     return path
 
 
-@pytest.mark.full_except(*list(CASES)[:6])
+@pytest.mark.full_except(*list(CASES)[:7])
 @pytest.mark.parametrize("case", CASES)
 def test_the_steps_are_those_of_one_rank(case, text):
     ranks, changed = CASES[case]
@@ -106,6 +115,8 @@ def test_ranks_of_a_context_axis_compute_in_the_same_order(text):
     [
         ("kind=mlp", "not built.*train a gpt or an encoder"),
         ("data.context=4", "use at most 1 context ranks"),
+        ("context_method=all_to_all heads=3 hidden=24", "3 query heads.*set parallel.context_method = 'ring'"),
+        ("context_method=all_to_all heads=12 hidden=24 kv_heads=3 parallel.context=2", "3 shared heads.*'ring'"),
         ("strategy=gossip", "not built"),
         ("strategy=parameter_server", "not built"),
         ("communication.compression=int8", "not built"),

@@ -1,4 +1,4 @@
-"""Ring attention: which rank has and sees what, and the numbers, the masks and the bytes of the whole attention."""
+"""Attention over context ranks: which rank has and sees what; numbers, masks and bytes of the whole attention."""
 
 import numpy as np
 import pytest
@@ -10,8 +10,8 @@ from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Draw
 from hpcdist.strategies.context.axis import ContextAxis
+from hpcdist.strategies.context.model import METHODS
 from hpcdist.strategies.context.passes import pairs, pieces, tokens, visits
-from hpcdist.strategies.context.ring import RingAttention
 
 
 def places(own):
@@ -50,22 +50,25 @@ def attention(inputs, dy, size, options, draw, make, cut=lambda x: x):
     saved.draw = draw
     qkv, kv = (None if x is None else cut(x) for x in inputs)
     y = make().forward(qkv, size, saved, kv=kv, **options).copy()
-    assert saved["attention.qkv"] is qkv
     found = make().backward(cut(dy), saved)
     return [y, *(found if kv is not None else (found,))]
 
 
 @cases(
-    "ranks, context, heads, shared, causal, dropout",
-    (2, 40, 4, 0, True, 0.0),
-    (2, 1400, 2, 1, True, 0.2),  # tiles of 512 within a piece
-    (3, 131, 4, 2, True, 0.3),
-    (3, 50, 2, 0, False, 0.3),
-    (4, 150, 4, 1, False, 0.0),
-    (4, 13, 2, 2, True, 0.1),  # ranks without a tail
-    (8, 200, 2, 0, True, 0.2),
+    "method, ranks, context, heads, shared, causal, dropout",
+    ("ring", 2, 40, 4, 0, True, 0.0),
+    ("ring", 2, 1400, 2, 1, True, 0.2),  # tiles of 512 within a piece
+    ("ring", 3, 131, 4, 2, True, 0.3),
+    ("ring", 3, 50, 2, 0, False, 0.3),
+    ("ring", 4, 150, 4, 1, False, 0.0),
+    ("ring", 4, 13, 2, 2, True, 0.1),  # ranks without a tail
+    ("ring", 8, 200, 2, 0, True, 0.2),
+    ("all_to_all", 2, 40, 4, 0, True, 0.2),
+    ("all_to_all", 3, 131, 6, 3, False, 0.0),
+    ("all_to_all", 4, 13, 4, 2, True, 0.1),  # two ranks need the same keys
+    ("all_to_all", 4, 37, 8, 1, True, 0.3),
 )
-def test_ring_attention_is_that_of_whole_samples(ranks, context, heads, shared, causal, dropout, rng):
+def test_attention_is_that_of_whole_samples(method, ranks, context, heads, shared, causal, dropout, rng):
     size, batch, width = 4, 2, 4 * heads
     qkv = 2 * rng.standard_normal((batch, context, width if shared else 3 * width))
     kv = rng.standard_normal((batch, context, 2 * shared * size)) if shared else None
@@ -74,9 +77,9 @@ def test_ring_attention_is_that_of_whole_samples(ranks, context, heads, shared, 
     expected = attention((qkv, kv), dy, size, options, draw, LocalAttention)
 
     def body(comm):
-        axis = ContextAxis(comm, context)
+        axis = ContextAxis(comm, context, method)
         with count_traffic(comm) as traffic:
-            got = attention((qkv, kv), dy, size, options, draw, lambda: RingAttention(axis), axis.cut)
+            got = attention((qkv, kv), dy, size, options, draw, lambda: METHODS[method](axis), axis.cut)
         for one, want in zip(got, expected, strict=True):
             want = axis.cut(want)
             assert one.shape == want.shape
@@ -85,6 +88,10 @@ def test_ring_attention_is_that_of_whole_samples(ranks, context, heads, shared, 
         return traffic.sent_bytes, tokens(axis.own)
 
     together = run_threads(ranks, body)
-    keys = batch * context * (shared or heads) * size * 8
-    assert sum(sent for sent, _ in together) == (2 + 4) * keys * (ranks - 1), "2 (c - 1)/c a rank, twice that backward"
+    token = batch * size * 8  # bytes of a head
+    shared = shared or heads
+    sent = 6 * context * shared * (ranks - 1)  # 2 (c - 1) / c a rank forward, twice that backward
+    if method == "all_to_all":
+        sent = 4 * context * (heads + max(shared, ranks)) * (ranks - 1) // ranks
+    assert sum(bytes_sent for bytes_sent, _ in together) == sent * token
     assert sum(own for _, own in together) == context
