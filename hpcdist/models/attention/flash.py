@@ -199,20 +199,23 @@ class _Memory:
 
 
 class KeyRows:
-    """Keys and values of the tokens in ``pieces``: behind the queries in ``qkv``, or those of ``kv``."""
+    """Keys and values of the tokens in ``pieces``: behind the queries in ``qkv``, or those of ``kv``.
 
-    def __init__(self, heads: Heads, pieces: Pieces, qkv: Array, kv: Array | None) -> None:
-        self.pieces = pieces
+    ``heads`` are those that the array has: all but the first ``skipped`` ones, and perhaps not the last.
+    """
+
+    def __init__(self, heads: Heads, pieces: Pieces, qkv: Array, kv: Array | None, skipped: int = 0) -> None:
+        self.pieces, self.skipped = pieces, skipped
         first, array = (1, qkv) if kv is None else (0, kv)
         self.k, self.v = (heads.view(array, first + part, of_queries=False) for part in range(2))
 
 
 class KeyGradients:
-    """Gradients of keys and values: behind those of the queries in ``dqkv``, or ``dkv``."""
+    """Gradients of keys and values, laid out as in `KeyRows`."""
 
-    def __init__(self, heads: Heads, dqkv: Array, dkv: Array | None) -> None:
+    def __init__(self, heads: Heads, dqkv: Array, dkv: Array | None, skipped: int = 0) -> None:
         first, array = (1, dqkv) if dkv is None else (0, dkv)
-        self.k, self.v = (_Sum(heads, array, first + part, of_queries=False) for part in range(2))
+        self.k, self.v = (_Sum(heads, array, first + part, of_queries=False, skipped=skipped) for part in range(2))
 
 
 Block: TypeAlias = tuple[int, int, int]  # first and last row of an array, and the place of the first in its sample
@@ -244,7 +247,8 @@ class TiledForward:
         """
         (first, last, place), multiply, queries = rows, namespace(self._y).matmul, self._heads.queries
         count, size = chunk.pairs, self._heads.size
-        q, k, v, out = (chunk.of(view) for view in (self._q, keys.k, keys.v, self._out))
+        q, out = chunk.of(self._q), chunk.of(self._out)
+        k, v = chunk.of(keys.k, keys.skipped), chunk.of(keys.v, keys.skipped)
         q, out = q[..., first:last, :], out[..., first:last, :]
         shrink = self._shrink.tile(count, last - first)
         # Tiles of keys in their order. The output of the tiles so far is relative to their maximum: a larger one
@@ -319,7 +323,7 @@ class TiledBackward:
         ``begins``, the gradients of the queries are written.
         """
         (start, end, column), multiply, count = rows, namespace(self._do).matmul, chunk.pairs
-        k, v = (chunk.of(view)[..., start:end, :] for view in (keys.k, keys.v))
+        k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))
         begin = start if causal else from_row  # earlier queries do not see these keys
         for first, last, place in blocks(self._pieces, LONG, begin):
             q, do = (chunk.of(view)[..., first:last, :] for view in (self._q, self._do))
@@ -342,7 +346,8 @@ class TiledBackward:
 class _Sum:
     """A gradient in an array (batch, context, columns), the sum of products over tiles."""
 
-    def __init__(self, heads: Heads, target: Array, part: int, *, of_queries: bool) -> None:
+    def __init__(self, heads: Heads, target: Array, part: int, *, of_queries: bool, skipped: int = 0) -> None:
+        self._skipped = skipped
         self._target, self._view = target, heads.view(target, part, of_queries=of_queries)
         self._heads = heads.queries if of_queries else heads.shared
         self._column = part * self._heads * heads.size
@@ -352,11 +357,12 @@ class _Sum:
         """Write ``a b``, summed over query heads that share these rows, to rows [first, last); ``add`` adds it."""
         multiply = namespace(b).matmul
         if self._groups == 1 and not add:
-            multiply(a, b, out=chunk.of(self._view)[..., first:last, :])
+            multiply(a, b, out=chunk.of(self._view, self._skipped)[..., first:last, :])
             return
         # Through scratch, from which the query heads of a group are added to the one row of their shared head.
         part = memory.tile(*chunk.outer, last - first, b.shape[-1])
         multiply(a, b, out=part)
         rows = part.reshape(chunk.pairs, *part.shape[-2:])
-        pair = chunk.shared_pair if self._groups > 1 else chunk.pair
+        each = self._heads // self._view.shape[1]  # query heads of a shared one, in a gradient of queries
+        pair = chunk.first_sample * self._heads + (chunk.first_head - self._skipped) * each
         kernels.accumulate(rows, self._groups, self._target, self._heads, pair, self._column, first, add)

@@ -32,9 +32,15 @@ class AllToAllAttention:
         """Return (batch, own tokens, width) for contiguous qkv (batch, own tokens, 3 width), or queries and kv."""
         axis, kv = self._axis, options.get("kv")
         heads = heads_of(qkv, kv, head_size)
+        # Nobody reads what the linears gave any more: whole samples take its memory where they fit.
         wholes = [
-            saved.empty(f"context.{name}", (heads.batch, axis.context, columns), qkv.dtype)
-            for name, columns in zip(("qkv", "kv"), self._columns(heads, kv is not None), strict=False)
+            given.reshape(heads.batch, axis.context, columns)
+            if given.size == heads.batch * axis.context * columns
+            else saved.empty(f"context.{name}", (heads.batch, axis.context, columns), qkv.dtype)
+            for name, given, columns in zip(
+                ("qkv", "kv"), (qkv, kv), self._columns(heads, kv is not None), strict=False
+            )
+            if given is not None
         ]
         self._exchange(self._sources(heads, qkv, kv), wholes, saved)
         each = heads.queries // axis.size
@@ -43,7 +49,7 @@ class AllToAllAttention:
         if kv is not None:
             options["kv"] = wholes[1]
         whole = self._inner.forward(wholes[0], head_size, saved, **options)
-        saved.keep("context.given", (qkv, kv, head_size))
+        saved.keep("context.given", (qkv, kv, head_size))  # their shapes
         y = saved.empty("context.y", (heads.batch, heads.context, heads.queries * head_size), qkv.dtype)
         self._exchange_back([whole], [[(part, False) for part in _split(y, axis.size)]], saved)
         return y

@@ -73,18 +73,18 @@ class ContextAxis:
 class Ring:
     """Blocks (batch, tokens of their rank, columns) that travel from each rank to the next.
 
-    Two of a kind are in memory, scratch of ``saved``, whatever the number of ranks.
+    Two of a kind are in memory, scratch of ``saved``, whatever the number of ranks: of ``most`` columns.
     """
 
-    def __init__(self, axis: ContextAxis, saved: Saved, like: Array, columns: int) -> None:
-        self._axis, self._saved, self._like, self._columns = axis, saved, like, columns
+    def __init__(self, axis: ContextAxis, saved: Saved, like: Array, columns: int, most: int) -> None:
+        self._axis, self._saved, self._like, self._columns, self._most = axis, saved, like, columns, most
         self._next, self._before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
         self._passing: list[Request] = []
 
     def block(self, name: str, source: int) -> Array:
         """Return uninitialised scratch for the block of rank ``source``."""
         batch, most = self._like.shape[0], self._axis.most_tokens
-        flat = self._saved.scratch(f"context.{name}", (batch * most * self._columns,), self._like.dtype)
+        flat = self._saved.scratch(f"context.{name}", (batch * most * self._most,), self._like.dtype)
         shape = batch, tokens(self._axis.pieces[source]), self._columns
         return flat[: shape[0] * shape[1] * shape[2]].reshape(shape)
 
@@ -131,14 +131,13 @@ class Ring:
             comm.isend(part.reshape(-1), self._next, GRADIENTS),
         ]
 
-    def finish(self, *targets: tuple[Array, slice]) -> None:
-        """Add the gradients of the own block, which the others have made, to ``targets``: array and its columns."""
+    def finish(self) -> Array:
+        """Return the gradients of the own block that the others have made, once all messages have come."""
         home = self.block("gradients1", self._axis.rank)
         self._axis.wait(self._passing, self._like)
         self._axis.watch.distrust(home)
         self._passing = []
-        for target, columns in targets:
-            target[..., columns] += home
+        return home
 
     def _take(self, part: Array, source: int) -> None:
         if not self._passing:

@@ -41,7 +41,7 @@ class PiecePositions:
         into, add = gradients.into(f"{prefix}.weight")
         if not add:
             into[...] = 0
-        sums = saved.scratch("positions.sums", dy.shape[1:], into.dtype)
+        sums = saved.scratch("tokens.sums", dy.shape[1:], into.dtype)
         column_sums(dy.reshape(dy.shape[0], -1), sums.reshape(-1), False)
         for start, end, place in self._axis.own:
             into[place : place + end - start] += sums[start:end]
