@@ -14,9 +14,10 @@ The specs at the end (norm, column and row linear) say along which dim tensor pa
 and made int64 for kernels by `as_indices`.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias, TypedDict, Unpack
+from typing import Any, Final, Protocol, Self, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 
@@ -275,6 +276,12 @@ class DeclaredStage:
     def output_shape(self, samples: int) -> tuple[int, ...]:
         """Return the shape of the output of so many samples."""
         return samples, *self._output
+
+    def with_tokens(self, tokens: int) -> Self:
+        """Return the same stage for so many tokens of each sample: the first dim of its output, behind samples."""
+        other = copy.copy(self)
+        other._output = (tokens, *self._output[1:])
+        return other
 
 
 def draw_normal(parameters: Parameters, spec: TensorSpec, rng_of: StreamOf, deviation: float) -> None:

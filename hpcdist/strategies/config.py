@@ -14,13 +14,16 @@ PARTITIONS: Final = ("parameters", "flops", "measured")
 DEFAULT_PARTITION: Final = "flops"
 SUMMING: Final = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")  # they sum gradients, the others mix
 STRATEGIES: Final = (*SUMMING, *DECENTRALISED)
+CONTEXT_METHODS: Final = ("auto", "ring", "all_to_all")
+PIECE_TOKENS: Final = 4  # pieces of samples that are cut over context ranks begin at multiples of it
 _HOLDING: Final = [name for name, row in SCHEDULES.items() if row.splits or row.folded]
 _CUTS: Final = ("stage_units", "stage_speeds", "stage_memory_bytes", f"partition!={DEFAULT_PARTITION}")
 
 RULES: Final = (
     *at_least(0, "parallel.data", expected="give a number of ranks, or 0 for all that are left"),
     *at_least(1, *(f"parallel.{name}" for name in ("pipeline", "tensor", "context", "microbatches", "chunks"))),
-    rule("parallel.context>1", UNBUILT),
+    one_of("parallel.context_method", CONTEXT_METHODS),
+    rule("parallel.context_method!=auto with parallel.context=1", NO_EFFECT, "no sample is cut; remove it"),
     one_of("parallel.strategy", STRATEGIES),
     one_of("parallel.schedule", ("auto", *NAMES)),
     rule("parallel.schedule_file= with parallel.schedule=file", cure="the schedule 'file' needs one"),
@@ -72,6 +75,23 @@ RULES: Final = (
 )
 
 
+def exchanges_heads(ranks: int, heads: int, shared: int) -> bool:
+    """Return whether ``ranks`` can exchange query ``heads``, and the ``shared`` ones of keys, for tokens."""
+    return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
+
+
+def resolve_context_method(method: str, ranks: int, heads: int, shared: int) -> str:
+    """Return ``method``, or for "auto" the one that sends less: heads in all, and shared ones of keys and values.
+
+    In keys of a sample, a layer sends 6 (c - 1) / c on a ring, and 4 (1 + heads / shared) (c - 1) / c^2 by exchange.
+    """
+    if method != "auto":
+        return method
+    sent = max(shared, ranks)  # heads of keys and values that travel: several ranks may need the same one
+    exchange = exchanges_heads(ranks, heads, shared) and 4 * (heads + sent) < 6 * ranks * shared
+    return "all_to_all" if exchange else "ring"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Section ``[parallel]``: the layout of the work over the ranks.
@@ -84,6 +104,9 @@ class ParallelConfig:
     activations again for the backward: of a micro-batch in a pipeline only its input is kept; where it goes back right
     after it came, input and output of each layer are. ``tensor``
     ranks compute each layer of a gpt together; ``sequence_parallel`` cuts what lies between their products by tokens.
+    ``context`` ranks share the tokens of each sample; ``context_method`` says how their attention meets those of the
+    others: keys and values travel round a "ring", or heads are exchanged for tokens, "all_to_all"; "auto" takes the one
+    that sends less, of those that the heads allow.
 
     A pipeline is cut by ``partition``: so that the slowest rank has as few parameters, operations or measured seconds
     as can be, or into ``stage_units`` units (layers, and what is before and behind them) a chunk. ``stage_speeds`` are
@@ -95,6 +118,7 @@ class ParallelConfig:
     pipeline: int = 1
     tensor: int = 1
     context: int = 1
+    context_method: str = "auto"
     strategy: str = "allreduce"
     schedule: str = "auto"
     chunks: int = 1

@@ -5,9 +5,10 @@ One list, asked by the recipe, by the planner with the keys that a layout has, a
 beside it; `hpcdist.reporting.rules.rule` says how one is written. Light: reads ``config`` modules only.
 
 Besides the keys of a recipe, rules read some that `derived` adds: "own steps" (the value by which replicas do not
-make each step together), "asynchronous workers" (that of a parameter server), "whole parameters" and "whole gradients"
-(the values by which ZeRO does not cut them), and "compressors" (the names that may be used). "data rank" is the number
-of data ranks, 0 where it is not known yet.
+make each step together), "asynchronous workers" (that of a parameter server), "whole parameters" and "whole
+gradients" (the values by which ZeRO does not cut them), and "compressors" (the names that may be used), "query head"
+and "shared head" (numbers of them on a tensor rank). "data rank" is the number of data ranks, 0 where it is not known
+yet.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from hpcdist.reporting.rules import UNBUILT, Rule, Values, each_of, no_effect, r
 from hpcdist.strategies.compressed import rules as compressed
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.rules import BSP, COMPRESSED, IN_16_BITS, MIXING, SERVED, SHARDED
-from hpcdist.strategies.config import SUMMING
+from hpcdist.strategies.config import PIECE_TOKENS, SUMMING
 from hpcdist.strategies.decentralised import config as decentralised
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig, own_steps
 from hpcdist.strategies.zero.config import OFFLOADED, STAGES, ZeroConfig
@@ -54,6 +55,9 @@ def derived(values: Values) -> dict[str, Any]:
     result = dict(values)
     result["asynchronous workers"] = ahead if strategy == "parameter_server" else ""
     result["own steps"] = result["asynchronous workers"] if strategy in SUMMING else chosen
+    if {"model.heads", "model.kv_heads", "parallel.tensor"} <= values.keys():
+        result["query head"] = values["model.heads"] // values["parallel.tensor"]  # of a tensor rank
+        result["shared head"] = (values["model.kv_heads"] or values["model.heads"]) // values["parallel.tensor"]
     result["compressors"] = (compression, *(get("compression.candidates") if compression == "auto" else ()))
     for part, cutting in (("parameters", ("zero3",)), ("gradients", ("zero2", "zero3"))):
         degree = get(f"zero.{part}")
@@ -156,6 +160,49 @@ def _tensor_parallel() -> Iterator[Rule]:
         yield rule(f"{term} with parallel.tensor>1", UNBUILT)
 
 
+def _context_parallel() -> Iterator[Rule]:
+    """Yield the rules for samples whose tokens are cut over a context axis."""
+    yield rule(
+        f"parallel.context>1 with model.kind!={'|'.join(TRANSFORMERS)}",
+        UNBUILT,
+        f"set it to 1, or train a {' or an '.join(TRANSFORMERS)}",
+    )
+    yield rule(
+        "parallel.context>1 with data.context?",
+        f"pieces of a sample begin at multiples of {PIECE_TOKENS} tokens, and a rank would have none",
+        lambda _, tokens: f"use at most {-(-tokens // PIECE_TOKENS)} context ranks, or longer samples",
+        relation=lambda ranks, tokens: tokens <= PIECE_TOKENS * (ranks - 1),
+    )
+    yield rule(
+        "parallel.context_method=all_to_all with parallel.context>1 with query head?",
+        "each rank takes as many heads, and a ring needs none",
+        "set parallel.context_method = 'ring', or choose a number of ranks that divides the heads",
+        relation=lambda _, ranks, heads: heads % ranks,
+    )
+    yield rule(
+        "parallel.context_method=all_to_all with parallel.context>1 with shared head?",
+        "the heads of keys and values do not fall into equal parts",
+        "set parallel.context_method = 'ring', or choose a divisor or a multiple of those heads",
+        relation=lambda _, ranks, shared: shared % ranks and ranks % shared,
+    )
+    yield rule(
+        "parallel.context_method!=all_to_all with parallel.context>1 with precision.activations=working",
+        "a ring has no tiles in 16 bits",
+        "set parallel.context_method = 'all_to_all', or precision.activations = 'float32'",
+    )
+    for term in (
+        f"parallel.strategy!={'|'.join(('allreduce', *STAGES))}",
+        "communication.compression",
+        "compression.parameters",
+        "run.logical_shards",  # a sample's sum would depend on where it is cut
+        "run.noise_scale_every_steps",  # a rank has the gradient of part of its samples
+        "data.shares!=even",
+        "parallel.stage_memory_bytes",
+        "--survive?",
+    ):
+        yield rule(f"{term} with parallel.context>1", UNBUILT)
+
+
 RULES: Final = (
     *_without_effect(),
     *_batches(),
@@ -255,6 +302,7 @@ RULES: Final = (
     ),
     rule("communication.overlap with run.device!=cpu", UNBUILT),
     *_tensor_parallel(),
+    *_context_parallel(),
     # Logical shards, whose sums have an order of their own
     rule(f"{MIXING} with run.logical_shards", ORDER),
     rule("parameter_server.consistency!=bsp with run.logical_shards where asynchronous workers", ORDER),

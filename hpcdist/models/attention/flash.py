@@ -14,14 +14,23 @@ float64 take the tiles, with the products of the array library between kernels.
 
 import math
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.dtypes import accumulation_dtype
 from hpcdist.arrays.gpu.kernels import KernelSource
 from hpcdist.errors import UsageError
 from hpcdist.models.attention import kernels
-from hpcdist.models.attention.tiles import LONG, QUERY_BLOCK, HeadChunk, Heads, blocks, heads_of
+from hpcdist.models.attention.tiles import (
+    LONG,
+    QUERY_BLOCK,
+    HeadChunk,
+    Heads,
+    Pieces,
+    blocks,
+    heads_of,
+    one_piece,
+)
 from hpcdist.models.layers.dropout import ATTENTION, Mask, mask
 from hpcdist.models.stage import Saved
 
@@ -126,18 +135,16 @@ class LocalAttention:
         # Of each row its maximum and its sum of exponentials; the fused kernels keep one number made of both.
         shape = 1 if fused else 2, heads.batch * heads.queries, heads.context
         sums = saved.empty("attention.sums", shape, accumulation_dtype(qkv.dtype))
-        first_head, of_heads = part or (0, heads.queries)
-        # The mask is that of all heads of the layer, a row for each head and query: these heads are some rows of it.
-        place = {"first_row": first_head * heads.context, "groups": heads.queries, "pitch": heads.context}
-        rows = of_heads * heads.context
-        dropped = mask(saved, dropout, ATTENTION, rows_per_sample=rows, columns=heads.context, **place)
+        dropped = mask_of_heads(saved, dropout, heads.queries, heads.context, part)
         if fused:
             fused_forward(heads, qkv, kv, y, sums[0], causal, dropped)
         else:
-            forward = _Forward(heads, saved, (qkv, kv), y, sums, causal)
+            own = one_piece(heads.context)
+            forward, keys = TiledForward(heads, saved, qkv, y, sums), KeyRows(heads, own, qkv, kv)
             for chunk in heads.chunks(everything=is_device(qkv)):
-                for first, last in blocks(heads.context):
-                    forward.block(chunk, first, last, dropped)
+                for rows in blocks(own):
+                    forward.block(chunk, rows, keys, dropped, causal=causal, begins=True)
+                    forward.finish(chunk, rows)
         for_backward = {"qkv": qkv, "kv": kv, "head_size": head_size, "dropped": dropped, "causal": causal}
         for key, value in for_backward.items():
             saved.keep(f"attention.{key}", value)
@@ -159,11 +166,25 @@ class LocalAttention:
             fused_backward(heads, (qkv, kv), dy, y, (dq, dkv), sums[0], dots, causal, dropped)
             return dq if dkv is None else (dq, dkv)
         kernels.row_dots(dy, y, heads.queries, dots)
-        backward = _Backward(heads, saved, (qkv, kv), dy, (dq, dkv), sums, dots, causal)
+        own = one_piece(heads.context)
+        backward = TiledBackward(heads, saved, own, (qkv, dy, dq), sums, dots)
+        keys, gradients = KeyRows(heads, own, qkv, kv), KeyGradients(heads, dq, dkv)
         for chunk in heads.chunks(everything=is_device(qkv)):
-            for start, end in blocks(heads.context):
-                backward.block(chunk, start, end, dropped)
+            for rows in blocks(own):
+                backward.block(chunk, rows, keys, gradients, dropped, causal=causal, begins=rows[0] == 0)
         return dq if dkv is None else (dq, dkv)
+
+
+def mask_of_heads(
+    saved: Saved, dropout: float, queries: int, context: int, part: tuple[int, int] | None
+) -> Mask | None:
+    """Return the mask of so many query heads of samples of ``context`` tokens, ``part`` of those of the layer.
+
+    It is that of all heads of the layer, a row for each head and query, of which these heads are some rows.
+    """
+    first_head, of_heads = part or (0, queries)
+    place = {"first_row": first_head * context, "groups": queries, "pitch": context}
+    return mask(saved, dropout, ATTENTION, rows_per_sample=of_heads * context, columns=context, **place)
 
 
 class _Memory:
@@ -177,102 +198,156 @@ class _Memory:
         return self._flat[: math.prod(shape)].reshape(shape)
 
 
-class _Forward:
-    """Arguments of the forward of a block of queries."""
+class KeyRows:
+    """Keys and values of the tokens in ``pieces``: behind the queries in ``qkv``, or those of ``kv``.
 
-    def __init__(
-        self, heads: Heads, saved: Saved, inputs: tuple[Array, Array | None], y: Array, sums: Array, causal: bool
-    ) -> None:
-        self._heads, self._y, self._causal = heads, y, causal
+    ``heads`` are those that the array has: all but the first ``skipped`` ones, and perhaps not the last.
+    """
+
+    def __init__(self, heads: Heads, pieces: Pieces, qkv: Array, kv: Array | None, skipped: int = 0) -> None:
+        self.pieces, self.skipped = pieces, skipped
+        first, array = (1, qkv) if kv is None else (0, kv)
+        self.k, self.v = (heads.view(array, first + part, of_queries=False) for part in range(2))
+
+
+class KeyGradients:
+    """Gradients of keys and values, laid out as in `KeyRows`."""
+
+    def __init__(self, heads: Heads, dqkv: Array, dkv: Array | None, skipped: int = 0) -> None:
+        first, array = (1, dqkv) if dkv is None else (0, dkv)
+        self.k, self.v = (_Sum(heads, array, first + part, of_queries=False, skipped=skipped) for part in range(2))
+
+
+Block: TypeAlias = tuple[int, int, int]  # first and last row of an array, and the place of the first in its sample
+
+
+class TiledForward:
+    """Forward of blocks of queries, the first part of ``qkv``, over keys, which may come in several arrays.
+
+    ``sums`` are the maximum and the sum of exponentials of each row. Keys of other arrays have at most ``most`` tokens,
+    0 where there are none. All of it is local.
+    """
+
+    def __init__(self, heads: Heads, saved: Saved, qkv: Array, y: Array, sums: Array, most: int = 0) -> None:
+        self._heads, self._y = heads, y
         self._top, self._total = sums
-        self._q, self._k, self._v = _views(heads, *inputs)
-        self._out = heads.view(y, 0, of_queries=True)
-        pairs, short, long = heads.most_pairs(y), min(QUERY_BLOCK, heads.context), min(LONG, heads.context)
+        self._q, self._out = heads.view(qkv, 0, of_queries=True), heads.view(y, 0, of_queries=True)
+        pairs, short, long = heads.most_pairs(y), min(QUERY_BLOCK, heads.context), min(LONG, max(most, heads.context))
         self._scores = _Memory(saved, "scores", pairs * short * long, y)
-        self._part = _Memory(saved, "part", pairs * short * heads.size if heads.context > LONG else 0, y)
+        one_tile = not most and heads.context <= LONG
+        self._part = _Memory(saved, "part", 0 if one_tile else pairs * short * heads.size, y)
         self._shrink = _Memory(saved, "shrink", pairs * short, y)
 
-    def block(self, chunk: HeadChunk, first: int, last: int, dropped: Mask | None) -> None:
-        """Write the output of the queries [first, last)."""
-        multiply, count, rows, size = namespace(self._y).matmul, chunk.pairs, last - first, self._heads.size
-        q, k, v, out = (chunk.of(view) for view in (self._q, self._k, self._v, self._out))
-        q, out, queries = q[..., first:last, :], out[..., first:last, :], self._heads.queries
-        shrink = self._shrink.tile(count, rows)
+    def block(
+        self, chunk: HeadChunk, rows: Block, keys: KeyRows, dropped: Mask | None, *, causal: bool, begins: bool
+    ) -> None:
+        """Add what the queries in ``rows`` see of ``keys``; the first call for them ``begins``.
+
+        ``causal``: keys are those of the queries' own array, and the ones behind a query are hidden from it.
+        """
+        (first, last, place), multiply, queries = rows, namespace(self._y).matmul, self._heads.queries
+        count, size = chunk.pairs, self._heads.size
+        q, out = chunk.of(self._q), chunk.of(self._out)
+        k, v = chunk.of(keys.k, keys.skipped), chunk.of(keys.v, keys.skipped)
+        q, out = q[..., first:last, :], out[..., first:last, :]
+        shrink = self._shrink.tile(count, last - first)
         # Tiles of keys in their order. The output of the tiles so far is relative to their maximum: a larger one
         # shrinks it. The division by the sum comes once, at the end. A causal block sees no key behind its last query.
-        for start, end in blocks(last if self._causal else self._heads.context, LONG):
-            s = self._scores.tile(*chunk.outer, rows, end - start)
-            flat = s.reshape(count, rows, end - start)
+        for start, end, column in blocks(keys.pieces, LONG, last=last if causal else None):
+            s = self._scores.tile(*chunk.outer, last - first, end - start)
+            flat = s.reshape(count, last - first, end - start)
             multiply(q, k[..., start:end, :].swapaxes(-1, -2), out=s)
-            where = chunk.pair, first, start, self._causal
+            new = begins and start == 0
+            # Of a tile without hidden keys the kernel asks only whether it is the first of its rows.
+            where = chunk.pair, first, start if causal else int(not new), causal
             # Dropped after the sum of the row is taken: dropout acts on the probabilities, which are divided by it.
             kernels.softmax_advance(flat, where, self._heads.scale, self._top, self._total, shrink)
-            chunk.drop(flat, dropped, first, start)
-            if start == 0:
+            chunk.drop(flat, dropped, place, column)
+            if new:
                 multiply(s, v[..., start:end, :], out=out)
             else:
-                part = self._part.tile(*chunk.outer, rows, size)
+                part = self._part.tile(*chunk.outer, last - first, size)
                 multiply(s, v[..., start:end, :], out=part)
-                kernels.rescale_add(part.reshape(count, rows, size), self._y, queries, chunk.pair, first, shrink)
-        kernels.divide_by_totals(self._y, queries, chunk.pair, first, count, rows, self._total)
+                kernels.rescale_add(part.reshape(count, -1, size), self._y, queries, chunk.pair, first, shrink)
+
+    def finish(self, chunk: HeadChunk, rows: Block) -> None:
+        """Divide the output of the queries in ``rows`` by their sums, once they have seen all keys."""
+        first, last, _ = rows
+        kernels.divide_by_totals(
+            self._y, self._heads.queries, chunk.pair, first, chunk.pairs, last - first, self._total
+        )
 
 
-class _Backward:
-    """Arguments of the backward of a block of keys."""
+class TiledBackward:
+    """Backward of blocks of keys over the queries, which are the ``pieces`` of their samples. All of it is local.
+
+    ``arrays`` are the queries, the first part of qkv; the gradient of the output; and that of the queries. ``dots`` has
+    the product of each row of the output with its gradient. Arrays of keys have at most ``most`` tokens.
+    """
 
     def __init__(
         self,
         heads: Heads,
         saved: Saved,
-        inputs: tuple[Array, Array | None],
-        dy: Array,
-        gradients: tuple[Array, Array | None],
+        pieces: Pieces,
+        arrays: tuple[Array, Array, Array],
         sums: Array,
         dots: Array,
-        causal: bool,
+        most: int = 0,
     ) -> None:
-        self._heads, self._causal, self._dots = heads, causal, dots
+        qkv, dy, dq = arrays
+        self._heads, self._pieces, self._dots, most = heads, pieces, dots, max(most, heads.context)
         self._top, self._total = sums
-        self._q, self._k, self._v = _views(heads, *inputs)
-        self._do = heads.view(dy, 0, of_queries=True)
-        dq, dkv = gradients
-        keys = dq if dkv is None else dkv
-        before = 1 if dkv is None else 0  # parts of the array in front of the keys
+        self._q, self._do = heads.view(qkv, 0, of_queries=True), heads.view(dy, 0, of_queries=True)
         self._dq = _Sum(heads, dq, 0, of_queries=True)
-        self._dk = _Sum(heads, keys, before, of_queries=False)
-        self._dv = _Sum(heads, keys, before + 1, of_queries=False)
-        pairs, short, long = heads.most_pairs(dy), min(QUERY_BLOCK, heads.context), min(LONG, heads.context)
+        pairs, short, long = heads.most_pairs(dy), min(QUERY_BLOCK, most), min(LONG, heads.context)
         self._scores = _Memory(saved, "scores", pairs * short * long, dy)
         self._gradients = _Memory(saved, "gradients", pairs * short * long, dy)
-        self._part = _Memory(saved, "part", pairs * long * heads.size, dy)
+        self._part = _Memory(saved, "part", pairs * max(short, long) * heads.size, dy)
 
-    def block(self, chunk: HeadChunk, start: int, end: int, dropped: Mask | None) -> None:
-        """Write the gradients of the keys and values [start, end), and add to those of the queries that see them."""
-        multiply, count, columns = namespace(self._do).matmul, chunk.pairs, end - start
-        k, v = (chunk.of(view)[..., start:end, :] for view in (self._k, self._v))
-        begin = start if self._causal else 0  # earlier queries do not see these keys
-        for first, last in blocks(self._heads.context, LONG, begin):
+    def block(
+        self,
+        chunk: HeadChunk,
+        rows: Block,
+        keys: KeyRows,
+        gradients: KeyGradients,
+        dropped: Mask | None,
+        *,
+        causal: bool,
+        begins: bool,
+        from_row: int = 0,
+    ) -> None:
+        """Write the gradients of the keys and values in ``rows``, and add to those of the queries that see them.
+
+        ``causal``: keys are those of the queries' own array; else all queries from ``from_row`` on see them. Where it
+        ``begins``, the gradients of the queries are written.
+        """
+        (start, end, column), multiply, count = rows, namespace(self._do).matmul, chunk.pairs
+        k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))
+        begin = start if causal else from_row  # earlier queries do not see these keys
+        for first, last, place in blocks(self._pieces, LONG, begin):
             q, do = (chunk.of(view)[..., first:last, :] for view in (self._q, self._do))
-            s, d = (memory.tile(*chunk.outer, last - first, columns) for memory in (self._scores, self._gradients))
-            p, g = (tile.reshape(count, last - first, columns) for tile in (s, d))
+            s, d = (memory.tile(*chunk.outer, last - first, end - start) for memory in (self._scores, self._gradients))
+            p, g = (tile.reshape(count, last - first, end - start) for tile in (s, d))
             # s = q k^T becomes the probabilities p, d = do v^T the gradient of the scores; then dv += p^T do (with p
             # dropped as in the forward), dk += d^T q and dq += d k.
             multiply(q, k.swapaxes(-1, -2), out=s)
             multiply(do, v.swapaxes(-1, -2), out=d)
-            chunk.drop(g, dropped, first, start)
-            where = chunk.pair, first, start, self._causal
+            chunk.drop(g, dropped, place, column)
+            where = chunk.pair, first, start, causal
             kernels.softmax_gradient(p, g, where, self._heads.scale, self._top, self._total, self._dots)
-            chunk.drop(p, dropped, first, start)  # now p as v was multiplied by it
-            add = first > begin  # the first block of queries writes, later ones add; dq is written by the first keys
-            self._dv.product(s.swapaxes(-1, -2), do, chunk, start, end, self._part, add)
-            self._dk.product(d.swapaxes(-1, -2), q, chunk, start, end, self._part, add)
-            self._dq.product(d, k, chunk, first, last, self._part, start > 0)
+            chunk.drop(p, dropped, place, column)  # now p as v was multiplied by it
+            add = first > begin  # the first block of queries writes, later ones add
+            gradients.v.product(s.swapaxes(-1, -2), do, chunk, start, end, self._part, add)
+            gradients.k.product(d.swapaxes(-1, -2), q, chunk, start, end, self._part, add)
+            self._dq.product(d, k, chunk, first, last, self._part, not begins)
 
 
 class _Sum:
     """A gradient in an array (batch, context, columns), the sum of products over tiles."""
 
-    def __init__(self, heads: Heads, target: Array, part: int, *, of_queries: bool) -> None:
+    def __init__(self, heads: Heads, target: Array, part: int, *, of_queries: bool, skipped: int = 0) -> None:
+        self._skipped = skipped
         self._target, self._view = target, heads.view(target, part, of_queries=of_queries)
         self._heads = heads.queries if of_queries else heads.shared
         self._column = part * self._heads * heads.size
@@ -282,19 +357,12 @@ class _Sum:
         """Write ``a b``, summed over query heads that share these rows, to rows [first, last); ``add`` adds it."""
         multiply = namespace(b).matmul
         if self._groups == 1 and not add:
-            multiply(a, b, out=chunk.of(self._view)[..., first:last, :])
+            multiply(a, b, out=chunk.of(self._view, self._skipped)[..., first:last, :])
             return
         # Through scratch, from which the query heads of a group are added to the one row of their shared head.
         part = memory.tile(*chunk.outer, last - first, b.shape[-1])
         multiply(a, b, out=part)
         rows = part.reshape(chunk.pairs, *part.shape[-2:])
-        pair = chunk.shared_pair if self._groups > 1 else chunk.pair
+        each = self._heads // self._view.shape[1]  # query heads of a shared one, in a gradient of queries
+        pair = chunk.first_sample * self._heads + (chunk.first_head - self._skipped) * each
         kernels.accumulate(rows, self._groups, self._target, self._heads, pair, self._column, first, add)
-
-
-def _views(heads: Heads, qkv: Array, kv: Array | None) -> tuple[Array, Array, Array]:
-    """Return query, key and value as `Heads.view` has them."""
-    q = heads.view(qkv, 0, of_queries=True)
-    if kv is None:
-        return q, heads.view(qkv, 1, of_queries=False), heads.view(qkv, 2, of_queries=False)
-    return q, heads.view(kv, 0, of_queries=False), heads.view(kv, 1, of_queries=False)

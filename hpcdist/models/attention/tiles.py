@@ -1,13 +1,14 @@
 """Memory layout of attention heads, and the chunks of samples and heads that are computed at a time.
 
-Pairs of a sample and a query head are numbered by sample, then by head; the query heads of a group, which share a key
-and value head, follow one another. Arrays of statistics have a row for each pair.
+Rows of an array are tokens in the order of their places in the sample: all of them, or some `Pieces`. Pairs of a
+sample and a query head are numbered by sample, then by head; the query heads of a group, which share a key and value
+head, follow one another. Arrays of statistics have a row for each pair.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.errors import UsageError
@@ -52,18 +53,22 @@ class Heads:
         """Return the most pairs of a sample and a query head that a chunk has, in the memory that ``like`` lies in."""
         return max((chunk.pairs for chunk in self.chunks(everything=is_device(like))), default=0)
 
-    def chunks(self, everything: bool) -> Iterator["HeadChunk"]:
-        """Cut samples and heads so that a tile has about TILE scores, or not at all."""
+    def chunks(self, everything: bool, first_head: int = 0, last_head: int | None = None) -> Iterator["HeadChunk"]:
+        """Cut samples, and shared heads [first, last), so that a tile has about TILE scores, or not at all."""
+        last_head = self.shared if last_head is None else last_head
         tile = min(QUERY_BLOCK, self.context) * min(LONG, self.context)  # scores of one pair
         samples = self.batch if everything else TILE // (tile * self.queries)
+        if last_head - first_head < self.shared:  # pairs of a chunk are numbered without gaps
+            assert not everything
+            samples = 0
         if samples:  # whole samples, with all their heads
             for first in range(0, self.batch, samples):
-                yield HeadChunk(self, first, min(first + samples, self.batch), 0, self.shared)
+                yield HeadChunk(self, first, min(first + samples, self.batch), first_head, last_head)
         else:  # not one sample fits: some of its shared heads, each with its group of query heads
             step = max(1, TILE // (tile * self.group))
             for sample in range(self.batch):
-                for first in range(0, self.shared, step):
-                    yield HeadChunk(self, sample, sample + 1, first, min(first + step, self.shared))
+                for first in range(first_head, last_head, step):
+                    yield HeadChunk(self, sample, sample + 1, first, min(first + step, last_head))
 
 
 @dataclass(frozen=True)
@@ -88,21 +93,19 @@ class HeadChunk:
         return samples * shared * group
 
     @property
-    def shared_pair(self) -> int:
-        """The number of the first pair of a sample and a shared head."""
-        return self.first_sample * self.heads.shared + self.first_head
-
-    @property
     def pair(self) -> int:
         """The number of the first pair of a sample and a query head."""
-        return self.shared_pair * self.heads.group
+        return (self.first_sample * self.heads.shared + self.first_head) * self.heads.group
 
-    def of(self, view: Array) -> Array:
-        """Return what this chunk has of a view that `Heads.view` made."""
-        return view[self.first_sample : self.last_sample, self.first_head : self.last_head]
+    def of(self, view: Array, skipped: int = 0) -> Array:
+        """Return what this chunk has of a view that `Heads.view` made of all but the first ``skipped`` heads."""
+        return view[self.first_sample : self.last_sample, self.first_head - skipped : self.last_head - skipped]
 
     def drop(self, tile: Array, dropped: Mask | None, first: int, start: int) -> None:
-        """Drop what ``dropped`` says of a tile (pairs, rows, columns) from row ``first`` and column ``start`` on."""
+        """Drop what ``dropped`` says of a tile (pairs, rows, columns) from row ``first`` and column ``start`` on.
+
+        Both are places in the sample.
+        """
         if dropped is not None:
             # Rows of the mask in front of this chunk: whole samples, then whole query heads of `pitch` rows each.
             above = self.first_sample * dropped.rows_per_sample + self.first_head * self.heads.group * dropped.pitch
@@ -128,7 +131,19 @@ def heads_of(qkv: Array, kv: Array | None, head_size: int) -> Heads:
     return Heads(batch, context, shared, columns // (shared * head_size), head_size)
 
 
-def blocks(context: int, long: int = QUERY_BLOCK, first: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of blocks of ``long`` rows from ``first`` on."""
-    for start in range(first, context, long):
-        yield start, min(start + long, context)
+Pieces: TypeAlias = tuple[tuple[int, int, int], ...]  # first row, last row, place of the first in its sample; ascending
+
+
+def one_piece(rows: int) -> Pieces:
+    """Return the pieces of an array that has the first ``rows`` tokens of each sample."""
+    return ((0, rows, 0),)
+
+
+def blocks(
+    pieces: Pieces, long: int = QUERY_BLOCK, first: int = 0, last: int | None = None
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, end, place of the start) of blocks of ``long`` rows in [first, last), none over a border."""
+    for begin, end, place in pieces:
+        stop = end if last is None else min(end, last)
+        for start in range(max(begin, first), stop, long):
+            yield start, min(start + long, stop), place + start - begin

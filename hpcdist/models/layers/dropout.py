@@ -93,37 +93,24 @@ def mask(saved: Saved, rate: float, site: int, **place: int) -> Mask | None:
 
 
 class LocalDropout:
-    """Dropout of (samples, columns) or (samples, rows, columns), or of some rows of those of all samples.
+    """Dropout of (samples, columns) or (samples, rows, columns)."""
 
-    The latter are given as (rows, columns), with the number of the first of them and of those of a sample.
-    """
-
-    def forward(
-        self, x: Array, rate: float, site: int, saved: Saved, first_row: int = 0, rows_per_sample: int = 0
-    ) -> Array:
+    def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
         """Return x, which is overwritten."""
-        _drop_rows(x, rate, site, saved, first_row, rows_per_sample)
+        rows_per_sample, columns = (x.shape[1] if x.ndim > 2 else 1), x.shape[-1]
+        dropped = mask(saved, rate, site, rows_per_sample=rows_per_sample, columns=columns)
+        if dropped is not None and x.size:
+            rows = x.reshape(1, -1, columns)
+            dropped.drop(rows, 0, rows.shape[1], columns)
         return x
 
-    def backward(
-        self, dy: Array, rate: float, site: int, saved: Saved, first_row: int = 0, rows_per_sample: int = 0
-    ) -> Array:
+    def backward(self, dy: Array, rate: float, site: int, saved: Saved) -> Array:
         """Return dx, a scratch array; dy itself where nothing was dropped."""
         if not rate or saved.draw is None:
             return dy
         dx = saved.scratch("dropout.dx", dy.shape, dy.dtype)
         dx[...] = dy
-        _drop_rows(dx, rate, site, saved, first_row, rows_per_sample)
-        return dx
-
-
-def _drop_rows(x: Array, rate: float, site: int, saved: Saved, first_row: int, rows_per_sample: int) -> None:
-    columns = x.shape[-1]
-    rows_per_sample = rows_per_sample or (x.shape[1] if x.ndim > 2 else 1)
-    dropped = mask(saved, rate, site, rows_per_sample=rows_per_sample, columns=columns, first_row=first_row)
-    if dropped is not None and x.size:
-        rows = x.reshape(1, -1, columns)
-        dropped.drop(rows, 0, rows.shape[1], columns)
+        return self.forward(dx, rate, site, saved)
 
 
 @jit

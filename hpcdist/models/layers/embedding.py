@@ -98,11 +98,11 @@ class LocalRotary:
 
         ``rotated`` is a multiple of ``head_size``, which is even: ConfigurationError where it is not.
         """
-        return _turn(x, head_size, rotated, 1)
+        return turn(x, rotated, rotary_table(x.shape[1], head_size, x), 1)
 
     def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
         """Turn columns [0, rotated) of the gradient (batch, context, columns) back, in place; return it."""
-        return _turn(dx, head_size, rotated, -1)
+        return turn(dx, rotated, rotary_table(dx.shape[1], head_size, dx), -1)
 
 
 def rotary_table(context: int, head_size: int, like: Array) -> Array:
@@ -127,10 +127,14 @@ def rotary_table(context: int, head_size: int, like: Array) -> Array:
     return table[:context]
 
 
-def _turn(x: Array, head_size: int, rotated: int, sign: int) -> Array:
+def turn(x: Array, rotated: int, turns: Array, sign: int) -> Array:
+    """Turn columns [0, rotated) of contiguous x (batch, context, columns) by ``turns``, in place; return x.
+
+    ``turns`` has the row of `rotary_table` of each token; the ``sign`` -1 turns back.
+    """
     _, context, columns = x.shape
-    assert rotated % head_size == 0 and rotated <= columns, f"{rotated} of {columns} columns are no heads"
-    turns = rotary_table(context, head_size, x)
+    assert rotated % turns.shape[1] == 0 and rotated <= columns, f"{rotated} of {columns} columns are no heads"
+    assert turns.shape[0] == context
     if is_device(x):
         cuda_kernels.rotate(x, rotated, turns, sign)
     else:

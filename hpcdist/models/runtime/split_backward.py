@@ -72,6 +72,10 @@ class RecomputedStage:
         """Return that of the inner one."""
         return self.inner.output_shape(samples)
 
+    def with_tokens(self, tokens: int) -> "RecomputedStage":
+        """Return the same for so many tokens of each sample."""
+        return RecomputedStage(self.inner.with_tokens(tokens))  # type: ignore[attr-defined]
+
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
         """Draw the values of the inner one."""
         self.inner.initialise(parameters, rng_of)

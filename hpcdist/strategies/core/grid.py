@@ -54,6 +54,11 @@ class ProcessGrid:
         """Number of ranks."""
         return self.data * self.pipeline * self.tensor * self.context
 
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters, and sum their gradients: those of the data and the context axis."""
+        return self.data * self.context
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the index of ``rank`` along each axis."""
         assert 0 <= rank < self.size
@@ -122,18 +127,19 @@ class GridCommunicators:
         self.place = grid.coordinates(comm.rank)
         self._split: dict[str, Communicator] = {}
 
-    def _along(self, axis: str) -> "Communicator":
+    def _along(self, axis: str, *others: str) -> "Communicator":
         # No functools.cached_property: until Python 3.12 it holds a lock that all ranks of one process would share.
-        if axis not in self._split:
-            self._split[axis] = self._make(axis)
-        return self._split[axis]
+        name = " x ".join((axis, *others))
+        if name not in self._split:
+            self._split[name] = self._make(name, (axis, *others))
+        return self._split[name]
 
-    def _make(self, axis: str) -> "Communicator":
-        color = 0
-        for other in ORDER:
-            if other != axis:
-                color = color * getattr(self.grid, other) + self.place[other]
-        comm = self.world.split(color, self.place[axis], axis)
+    def _make(self, name: str, axes: tuple[str, ...]) -> "Communicator":
+        color = key = 0
+        for axis in ORDER:
+            degree, place = getattr(self.grid, axis), self.place[axis]
+            color, key = (color, key * degree + place) if axis in axes else (color * degree + place, key)
+        comm = self.world.split(color, key, name)
         assert comm is not None
         return comm
 
@@ -141,6 +147,16 @@ class GridCommunicators:
     def data(self) -> "Communicator":
         """Ranks that hold the same parameters and see different samples."""
         return self._along("data")
+
+    @property
+    def context(self) -> "Communicator":
+        """Ranks that hold the same parameters and see other tokens of the same samples."""
+        return self._along("context")
+
+    @property
+    def replicas(self) -> "Communicator":
+        """Ranks that hold the same parameters, and sum their gradients."""
+        return self.data if self.grid.context == 1 else self._along("data", "context")
 
     @property
     def pipeline(self) -> "Communicator":

@@ -25,6 +25,7 @@ from hpcdist.optim import optimizer as optimizers
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.optim.master_weights import MasterWeights
 from hpcdist.optim.optimizer import Optimizer
+from hpcdist.strategies.context.axis import ContextAxis
 from hpcdist.strategies.schedule.operations import StagePlacement
 
 _FEW_BYTES: Final = 128
@@ -35,11 +36,13 @@ _IN_SHARED_MEMORY: Final = {"node_shared", "hierarchical"}  # algorithms that wo
 class RankContext:
     """Context of a rank, for its strategy: communicators, model, optimizer and settings.
 
-    ``world`` joins all who agree on a step, ``data`` the replicas of these stages, ``pipeline`` the stages of this
-    replica, ``tensor`` those who compute these stages together, each with its part of the tensors, which ``model``
-    has. ``placement`` says which stages of ``model`` each rank of the pipeline computes; None: the one rank all. A rank
-    that only serves ``computes`` nothing. ``working`` is the 16-bit type in which parameters and gradients are kept and
-    sent, while updates step a float32 master; None: the type that the model computes in.
+    ``world`` joins all who agree on a step, ``data`` the replicas of these stages, which sum their gradients,
+    ``pipeline`` the stages of this replica, ``tensor`` those who compute these stages together, each with its part of
+    the tensors, which ``model`` has. Where samples are cut, ``context`` joins those of the replicas that have the other
+    tokens of the same samples, and ``batch`` those that have other samples. ``placement`` says which stages of
+    ``model`` each rank of the pipeline computes; None: the one rank all. A rank that only serves ``computes`` nothing.
+    ``working`` is the 16-bit type in which parameters and gradients are kept and sent, while updates step a float32
+    master; None: the type that the model computes in.
     """
 
     world: Communicator
@@ -57,6 +60,18 @@ class RankContext:
     working: "np.dtype[np.generic] | None" = None
     placement: StagePlacement | None = None
     tensor: Communicator = field(default_factory=solo)
+    context: ContextAxis | None = None
+    batch: Communicator | None = None
+
+    @property
+    def samplers(self) -> Communicator:
+        """Ranks that take other samples of a batch: all replicas, but where these share samples."""
+        return self.data if self.batch is None else self.batch
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank counts samples for those that see the same ones."""
+        return self.tensor.rank == 0 and (self.context is None or self.context.rank == 0)
 
     @property
     def placed(self) -> StagePlacement:

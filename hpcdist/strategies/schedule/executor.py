@@ -66,8 +66,9 @@ class Executor:
         self._scale = 1.0  # of the loss in that step: 1 / its targets
         widens = context.working not in (None, context.model.dtype)
         self._bound = (MixedPrecisionViews if widens else ParameterViews)(context, exchange, copies)
-        # Sums over a tensor axis bring in bad values of other ranks: the axis looks with the same finder.
-        self._watch = context.model.axis.watch if isinstance(context.model, CutModel) else NanFinder()
+        # Messages inside of stages bring in bad values of other ranks: their axis looks with the same finder.
+        axis = context.model.axis if isinstance(context.model, CutModel) else context.context
+        self._watch = NanFinder() if axis is None else axis.watch
         self._stages = Stages(context, arena, self._bound, self._watch)
         evaluation = evaluation_operations(context.placed, context.pipeline.rank)
         self._forward_only = insert_gathers(evaluation, exchange.gathers) if exchange.gathers else evaluation

@@ -139,7 +139,9 @@ class Stages:
 
         Backwards begin with ``scale`` times the gradient of the summed loss.
         """
-        self._batches, self._scale, evaluates = batches, scale, draw is None
+        axis = self._context.context
+        self._batches = batches if axis is None else [(axis.cut(x), axis.cut(y)) for x, y in batches]
+        self._scale, evaluates = scale, draw is None
         firsts = accumulate((len(inputs) for inputs, _ in batches), initial=draw.first_sample if draw else 0)
         self._draws = [draw and replace(draw, first_sample=first) for first in firsts]
         self._losses = backend.empty(len(batches), np.dtype(np.float64), self._context.on)

@@ -10,7 +10,7 @@ and `sum_gradients` see to it that each counts once in norms, checkpoints and su
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Final, Protocol
 
@@ -26,6 +26,7 @@ from hpcdist.collectives import ON_GPUS, SHARDED, SHARDED_ON_GPUS, Sharding
 from hpcdist.collectives.dispatch import parse_algorithm
 from hpcdist.collectives.node import shared_memory
 from hpcdist.comm.communicator import Communicator
+from hpcdist.models.attention.tiles import Pieces, blocks, one_piece
 from hpcdist.models.stage import Saved
 from hpcdist.strategies.schedule.observers import NanFinder
 
@@ -94,11 +95,11 @@ class TensorAxis:
     ``watch`` looks for this rank's own bad values: where those of another rank come in by a sum, it stops.
     """
 
-    def __init__(self, comm: Communicator, algorithm: str) -> None:
+    def __init__(self, comm: Communicator, algorithm: str, watch: NanFinder | None = None) -> None:
         self.comm, self.algorithm = comm, suited(comm, algorithm)
         self.rank, self.size = comm.rank, comm.size
         self._spent_s = 0.0
-        self.watch = NanFinder()
+        self.watch = NanFinder() if watch is None else watch
 
     def allreduce(self, buffer: Array, op: str = "sum") -> None:
         """Reduce ``buffer``, 1-D, in place."""
@@ -211,14 +212,26 @@ class ReplicatedBorders:
 class SequenceBorders:
     """Borders where activations (batch x context, hidden) are cut by rows, unevenly if need be.
 
-    All samples have ``context`` tokens, at least one a rank: so the own rows tell how many there are in all.
+    All samples have ``context`` tokens here, at least one a rank: so the own rows tell how many there are in all. Where
+    a context axis cuts samples of ``whole`` tokens first, they are its ``pieces``.
     """
 
     by_rows = True
 
-    def __init__(self, axis: TensorAxis, context: int) -> None:
-        self.axis, self.context = axis, context
+    def __init__(self, axis: TensorAxis, context: int, pieces: Pieces | None = None, whole: int = 0) -> None:
+        self.axis, self.context, self.whole = axis, context, whole or context
+        self._pieces = one_piece(context) if pieces is None else pieces
         assert context >= axis.size
+
+    def stretches(self, y: Array) -> Iterator[tuple[slice, int, int]]:
+        """Yield rows of y (own rows, ...), the number of their sample, and the place of the first in it (local)."""
+        first, row = self.first_token(y), 0
+        while row < y.shape[0]:
+            sample, token = divmod(first + row, self.context)
+            _, end, place = next(piece for piece in blocks(self._pieces, self.context, token))
+            size = min(end - token, y.shape[0] - row)
+            yield slice(row, row + size), sample, place
+            row += size
 
     def enter(self, x: Array, saved: Saved) -> Array:
         """Gather the rows of x (rows, hidden)."""

@@ -16,8 +16,7 @@ from hpcdist.arrays.layout import TensorSpec
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
-from hpcdist.models.attention.flash import LocalAttention
-from hpcdist.models.layers.dropout import LocalDropout
+from hpcdist.models.layers.dropout import LocalDropout, mask
 from hpcdist.models.layers.linear import (
     add_to_rows,
     affine,
@@ -28,8 +27,18 @@ from hpcdist.models.layers.linear import (
 )
 from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
-from hpcdist.models.stage import AttentionOptions, Gradients, Operations, Parameters, Saved, Stage, StreamOf
+from hpcdist.models.stage import (
+    AttentionOperation,
+    AttentionOptions,
+    Gradients,
+    Operations,
+    Parameters,
+    Saved,
+    Stage,
+    StreamOf,
+)
 from hpcdist.models.transformer import TokenEmbedding
+from hpcdist.strategies.context.axis import ContextAxis
 from hpcdist.strategies.tensor.axis import Borders, ReplicatedBorders, SequenceBorders, TensorAxis
 from hpcdist.strategies.tensor.vocabulary import RowPositions, VocabularyCrossEntropy, VocabularyEmbedding
 
@@ -128,32 +137,39 @@ def _weight_gradients(
         gradient_of_bias(gradients, prefix, dy)
 
 
-class HeadParallelAttention(LocalAttention):
-    """Attention of the own heads; every rank of the tensor axis has equally many."""
+class HeadParallelAttention:
+    """Attention of the own heads by ``inner``; every rank of the tensor axis has equally many."""
 
-    def __init__(self, axis: TensorAxis) -> None:
-        self._axis = axis
+    def __init__(self, axis: TensorAxis, inner: AttentionOperation) -> None:
+        self._axis, self._inner = axis, inner
 
     def forward(self, qkv: Array, head_size: int, saved: Saved, **options: Unpack[AttentionOptions]) -> Array:
         """Return (batch, context, own width) for the own heads, of queries and of keys and values."""
         heads = qkv.shape[-1] // head_size // (3 if options.get("kv") is None else 1)
         options["part"] = options.get("part") or (self._axis.rank * heads, self._axis.size * heads)
-        return super().forward(qkv, head_size, saved, **options)
+        return self._inner.forward(qkv, head_size, saved, **options)
+
+    def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
+        """Return dqkv, or (dq, dkv), of the own heads."""
+        return self._inner.backward(dy, saved, keep=keep)
 
 
-class RowDropout:
+class RowDropout(LocalDropout):
     """Dropout of the own rows (rows, columns) of activations that are cut by tokens."""
 
     def __init__(self, borders: SequenceBorders) -> None:
-        self._borders, self._local = borders, LocalDropout()
+        self._borders = borders
 
     def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
         """Return x, which is overwritten."""
-        return self._local.forward(x, rate, site, saved, self._borders.first_token(x), self._borders.context)
-
-    def backward(self, dy: Array, rate: float, site: int, saved: Saved) -> Array:
-        """Return dx, a scratch array; dy itself where nothing was dropped."""
-        return self._local.backward(dy, rate, site, saved, self._borders.first_token(dy), self._borders.context)
+        whole, columns = self._borders.whole, x.shape[-1]
+        dropped = mask(saved, rate, site, rows_per_sample=whole, columns=columns)
+        if dropped is None:
+            return x
+        for rows, sample, place in self._borders.stretches(x):
+            above = sample * whole + place - rows.start
+            dropped.drop(x.reshape(1, -1, columns), rows.start, rows.stop, columns, above=above)
+        return x
 
 
 def local_part(spec: TensorSpec, comm: Communicator) -> TensorSpec:
@@ -164,11 +180,19 @@ def local_part(spec: TensorSpec, comm: Communicator) -> TensorSpec:
     return spec.part(parts[comm.rank], parts[0].size)
 
 
-def cut_model(model: Model, comm: Communicator, algorithm: str = "native", *, sequence_parallel: bool = False) -> Model:
+def cut_model(
+    model: Model,
+    comm: Communicator,
+    algorithm: str = "native",
+    *,
+    sequence_parallel: bool = False,
+    context: ContextAxis | None = None,
+) -> Model:
     """Return this rank's part of the transformer ``model``, cut over the tensor axis ``comm``. Collective.
 
-    ``algorithm`` sums activations over ``comm``, the tensor axis. Initial values are those of ``model``. On one rank
-    the model is returned as it is. Raises ConfigurationError for a model of other stages than those of a transformer.
+    ``algorithm`` sums activations over ``comm``, the tensor axis. ``model`` may be that of a ``context`` axis. Initial
+    values are those of ``model``. On one rank the model is returned as it is. Raises ConfigurationError for a model of
+    other stages than those of a transformer.
     """
     if comm.size == 1:
         return model
@@ -177,12 +201,13 @@ def cut_model(model: Model, comm: Communicator, algorithm: str = "native", *, se
             f"parallel.tensor = {comm.size}: the stages of this model are not cut over ranks, as those of a gpt are; "
             "set it to 1, and spread the model by parallel.pipeline or the strategies zero1, zero2, zero3"
         )
-    axis = TensorAxis(comm, algorithm)
+    axis = TensorAxis(comm, algorithm, None if context is None else context.watch)
     borders: Borders = ReplicatedBorders(axis)
     classes = split(model.layout.by_key["0.tokens.weight"].spec.shape[0], comm.size, itemsize=1, align_bytes=1)
     operations = sampling = _operations(model.operations, borders, classes)
     if sequence_parallel:
-        borders = by_rows = SequenceBorders(axis, model.stages[-1].output_shape(1)[1])
+        cut_by_context = () if context is None else (context.own, context.context)
+        borders = by_rows = SequenceBorders(axis, model.stages[-1].output_shape(1)[1], *cut_by_context)
         operations = _operations(model.operations, borders, classes)
         operations = replace(operations, positions=RowPositions(by_rows), dropout=RowDropout(by_rows))
     last = len(model.stages) - 1
@@ -190,6 +215,7 @@ def cut_model(model: Model, comm: Communicator, algorithm: str = "native", *, se
     stages = [CutStage(stage, borders, own if unit == last else None) for unit, stage in enumerate(model.stages)]
     cut = CutModel(stages, model.dtype.name, tokens_per_sample=model.tokens_per_sample, operations=operations)
     cut.axis, cut.classes, cut.sampling = axis, classes, sampling
+    cut.clocks = (*model.clocks, axis.taken_s)
     return cut
 
 
@@ -201,7 +227,7 @@ def _operations(whole: Operations, borders: Borders, classes: Sequence[Range]) -
         linear_column=ColumnLinear(borders),
         linear_row=RowLinear(borders),
         embed=VocabularyEmbedding(borders, own, vocabulary),
-        attention=HeadParallelAttention(borders.axis),
+        attention=HeadParallelAttention(borders.axis, whole.attention),
         cross_entropy=VocabularyCrossEntropy(borders, own, vocabulary),
     )
 
@@ -224,10 +250,6 @@ class CutModel(Model):
         columns = [buffer[part.slice].reshape(*own.shape[:-1], -1) for part in parts]
         whole: Array = namespace(own).concatenate(columns, axis=-1)
         return whole
-
-    def communicated_s(self) -> float:
-        """Return the seconds of communication inside of stages since the last call."""
-        return self.axis.taken_s()
 
 
 class CutStage:

@@ -5,7 +5,6 @@ token. Indices of tokens and targets are those of the whole vocabulary; less the
 or columns, of this rank, if they lie inside of it. Kernels for the host and the device stand below the classes.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from hpcdist.arrays.jit import jit
 from hpcdist.arrays.ranges import Range
 from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES, exp, row_maximum
 from hpcdist.models.stage import Gradients, Parameters, Saved, as_indices, check_tokens
-from hpcdist.strategies.tensor.axis import Borders
+from hpcdist.strategies.tensor.axis import Borders, SequenceBorders
 
 
 class VocabularyEmbedding:
@@ -61,14 +60,14 @@ class RowPositions:
     The gradient of the table is that of the own rows: the ranks' parts are summed once a step.
     """
 
-    def __init__(self, borders: Borders) -> None:
+    def __init__(self, borders: SequenceBorders) -> None:
         self.borders = borders
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
         """Add to each of the own rows of y (rows, hidden) that of its position, in place."""
-        saved.keep(f"{prefix}.context", context)
-        for rows, places in self._stretches(y, context):
-            y[rows] += parameters[f"{prefix}.weight"][places]
+        assert context == self.borders.context
+        for rows, _, place in self.borders.stretches(y):
+            y[rows] += parameters[f"{prefix}.weight"][place : place + rows.stop - rows.start]
         return y
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
@@ -76,17 +75,8 @@ class RowPositions:
         into, add = gradients.into(f"{prefix}.weight")
         if not add:
             into[...] = 0
-        for rows, places in self._stretches(dy, saved[f"{prefix}.context"]):
-            into[places] += dy[rows]
-
-    def _stretches(self, y: Array, context: int) -> Iterator[tuple[slice, slice]]:
-        """Yield the rows of one sample after the other, and their positions."""
-        first, row = self.borders.first_token(y), 0
-        while row < y.shape[0]:
-            place = (first + row) % context
-            size = min(context - place, y.shape[0] - row)
-            yield slice(row, row + size), slice(place, place + size)
-            row += size
+        for rows, _, place in self.borders.stretches(dy):
+            into[place : place + rows.stop - rows.start] += dy[rows]
 
 
 class VocabularyCrossEntropy:

@@ -26,6 +26,9 @@ from hpcdist.strategies.compressed.dgc import DgcExchange
 from hpcdist.strategies.compressed.exchange import CompressedExchange
 from hpcdist.strategies.compressed.onebit import OneBitExchange
 from hpcdist.strategies.compressed.zero import CompressedZero
+from hpcdist.strategies.config import resolve_context_method
+from hpcdist.strategies.context.axis import ContextAxis
+from hpcdist.strategies.context.model import cut_context
 from hpcdist.strategies.core import mixed_precision
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
@@ -138,8 +141,8 @@ def assemble(
         noise.check(operations)
     shares = balance = None
     if recipe.data.shares == "measured" and context.computes:
-        shares = data.SampleShares(recipe.run.global_batch, context.data.size)
-        balance = data.LoadBalancer(context.data, context.pipeline, shares)
+        shares = data.SampleShares(recipe.run.global_batch, context.samplers.size)
+        balance = data.LoadBalancer(context.samplers, context.pipeline, shares)
     trainer = Trainer(
         comm=comm,
         recipe=recipe,
@@ -194,7 +197,7 @@ def _build_observers(
         noise = NoiseMeter(context, exchange, run.noise_scale_every_steps)
         in_order.append(noise)
     if chaos.on:
-        in_order.append(Slowdown(chaos, context.world.rank, run.global_batch / context.data.size, exchange))
+        in_order.append(Slowdown(chaos, context.world.rank, run.global_batch / context.samplers.size, exchange))
     if chaos.faults and directory is not None:
         faults = FaultPlan(chaos, context.world.rank, directory)
         in_order.append(FaultInjector(faults, exchange))
@@ -252,6 +255,14 @@ def _source_and_model(comm: Communicator, recipe: Recipe, script_model: Model | 
     return source, with_recomputation(whole) if recipe.parallel.recomputes_layers else whole
 
 
+def _context_axis(recipe: Recipe, axes: GridCommunicators) -> ContextAxis:
+    """Return the axis of the ranks that share samples. Collective."""
+    model, parallel = recipe.model, recipe.parallel
+    heads = (count // parallel.tensor for count in (model.heads, model.kv_heads or model.heads))
+    method = resolve_context_method(parallel.context_method, parallel.context, *heads)
+    return ContextAxis(axes.context, recipe.data.context, method)
+
+
 def _rank_context(
     session: Session,
     recipe: Recipe,
@@ -269,16 +280,20 @@ def _rank_context(
     members = roles.part_of(comm) if roles else comm
     axes = GridCommunicators(grid if computes else ProcessGrid(data=members.size), members)
     tensor = axes.tensor if grid.tensor > 1 else solo()
-    selection = resolve_algorithm(session, recipe, cut_model(whole, tensor), axes.data, origin)
+    selection = resolve_algorithm(session, recipe, cut_model(whole, tensor), axes.replicas, origin)
     settled = selection.source == "recipe"
     algorithm = algorithm_on(tensor, selection.algorithm, settled=settled, on=recipe.run.device)
-    model = cut_model(whole, tensor, algorithm, sequence_parallel=recipe.parallel.sequence_parallel)
+    cut = _context_axis(recipe, axes) if grid.context > 1 else None
+    model = cut_context(whole, cut)
+    model = cut_model(model, tensor, algorithm, sequence_parallel=recipe.parallel.sequence_parallel, context=cut)
     plan = pipeline.plan_partition(comm, recipe, grid, whole, model, schedule, origin) if computes else None
     context = RankContext(
         world=comm,
-        data=axes.data,
+        data=axes.replicas,
         pipeline=axes.pipeline,
         tensor=tensor,
+        context=cut,
+        batch=axes.data,
         model=model,
         placement=None if plan is None else plan.placement,
         optimizer=rates.resolve_rate(recipe.optimizer, recipe.run.batches),

@@ -114,7 +114,7 @@ def plan_partition(
         speed = speeds[grid.coordinates(comm.rank)["pipeline"]]
         measured = pipeline_measured.measure(own, samples, recipe.run.device)
         seconds = pipeline_measured.agree(comm, measured, speed)
-    kinds = model_state_bytes(recipe, grid.data, splits=order.splits)
+    kinds = model_state_bytes(recipe, grid.replicas, splits=order.splits)
     return plan(whole, parallel, order, kinds, samples, seconds=seconds, earlier_units=earlier_units)
 
 
@@ -127,7 +127,8 @@ def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
     parallel, comm = recipe.parallel, solo()
     source = data.open_source(recipe.data, recipe.model, comm, digests=False)
     whole = models.build(recipe.model, recipe.precision.computes, **source.inputs)
-    grid = ProcessGrid(data=max(1, parallel.data), pipeline=parallel.pipeline, tensor=parallel.tensor)
+    degrees = {axis: getattr(parallel, axis) for axis in ("pipeline", "tensor", "context")}
+    grid = ProcessGrid(data=max(1, parallel.data), **degrees)
     partition = plan_partition(comm, recipe, grid, whole, whole, read_schedule(parallel, comm), None)
     if partition is None:
         raise UsageError(

@@ -69,8 +69,8 @@ class Trainer:
 
     @property
     def data_axis(self) -> Communicator:
-        """The replicas of this rank's stages."""
-        return self.context.data
+        """The replicas of this rank's stages that see other samples."""
+        return self.context.samplers
 
     @property
     def last_stage(self) -> bool:
@@ -108,7 +108,7 @@ class Trainer:
         All ranks bring equally many ``rounds``: of each up to ``parts`` batches, already in their place, and none where
         nothing is computed.
         """
-        speaks = self.context.computes and self.last_stage and self.context.tensor.rank == 0
+        speaks = self.context.computes and self.last_stage and self.context.speaks
         total, count = 0.0, 0.0
         for batches in rounds:
             losses = [self.executor.evaluate(*batch) for batch in batches]

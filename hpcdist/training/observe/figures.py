@@ -66,6 +66,8 @@ def describe_architecture(trainer: Trainer) -> str:
     if isinstance(trainer.model, CutModel):
         rows = ", activations by rows" if parallel.sequence_parallel else ""
         parts.append(f"tensor by {trainer.model.axis.algorithm}{rows}")
+    if trainer.context.context is not None:
+        parts.append(f"context by {trainer.context.context.method}")
     if grid.pipeline > 1:
         parts.append(f"{parallel.order} of {parallel.microbatches} micro-batches")
         bubble = registry.bubble(parallel.order, grid.pipeline, parallel.microbatches, chunks=parallel.chunks_each)
@@ -87,7 +89,7 @@ def _state_placement(zero: ZeroConfig, trainer: Trainer) -> list[str]:
         return []
     parts = []
     if zero.parameters or zero.gradients or zero.optimizer:
-        cut = zero.degrees(stage, trainer.grid.data)
+        cut = zero.degrees(stage, trainer.grid.replicas)
         parts.append(f"degrees {cut.parameters}, {cut.gradients}, {cut.optimizer}")
     if zero.persistent_below:
         parts.append(f"layers below {zero.persistent_below:,} elements whole")

@@ -62,7 +62,7 @@ def grid_and_roles(recipe: "Recipe", world: int, *, chaos: bool = True) -> "tupl
     if chaos:
         recipe.chaos.check_world(world, world - servers, lock_step=recipe.parameter_server.lock_step)
     if parallel.strategy in STAGES:
-        recipe.zero.degrees(STAGES[parallel.strategy], grid.data)
+        recipe.zero.degrees(STAGES[parallel.strategy], grid.replicas)
     return grid, roles
 
 

@@ -289,7 +289,7 @@ class TrainingLoop:
         if run.sentinel_every_steps and (saves or step % run.sentinel_every_steps == 0):
             for store in (trainer.exchange.parameters, trainer.executor.copies.parameters):
                 if store.size and trainer.exchange.replicas_identical:
-                    check_replicas(trainer.data_axis, store, step, trainer.context.agree_algorithm)
+                    check_replicas(trainer.context.data, store, step, trainer.context.agree_algorithm)
                 if store.size and trainer.context.tensor.size > 1:
                     check_tensor_axis(trainer.context.tensor, store, step, trainer.context.agree_algorithm)
         if saves:

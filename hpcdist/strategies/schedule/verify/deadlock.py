@@ -10,7 +10,7 @@ No rank ever has a choice, so the order in which ranks are tried here cannot cha
 ends always, as long as sends find room.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, TypeAlias
 
 from hpcdist.errors import ScheduleError
@@ -27,6 +27,8 @@ OVER_DATA: Final = (
 )
 OVER_COPIES: Final = (Kind.COPY_GRADIENT, Kind.COPY_VALUE)
 OVER_TENSOR: Final = (*COMPUTE, Kind.SUM_ROWS)  # where that axis has several ranks, they compute together
+OVER_CONTEXT: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)  # as do those of a context axis
+REPLICAS: Final = ("data", "context")
 SERVED: Final = {Kind.COLLECT: Kind.PUSH, Kind.PULL: Kind.PUBLISH}  # what waits -> what it waits for
 
 MessageKey: TypeAlias = tuple[int, int, Kind, int, int, int]  # (from, to, kind of the send, micro-batch, unit, source)
@@ -45,11 +47,11 @@ class PeerRanks:
         """Return the pipeline stage of a worker."""
         return self._places[rank]["pipeline"]
 
-    def along(self, axis: str, rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` along ``axis`` only; servers are one such group."""
+    def along(self, axes: Collection[str], rank: int) -> tuple[int, ...]:
+        """Return the ranks that differ from ``rank`` along ``axes`` only; servers are one such group."""
         if rank >= self.grid.size:
             return self.servers
-        others = [other for other in ORDER if other != axis]
+        others = [other for other in ORDER if other not in axes]
         place = self._places[rank]
         return tuple(r for r in self.workers if all(self._places[r][other] == place[other] for other in others))
 
@@ -67,8 +69,8 @@ class DryRun:
         # What was started, with the rank that came first.
         self._begun: dict[tuple[object, ...], list[tuple[int, Operation]]] = {}
         self._starts = [0] * len(lists)
-        self._data = [neighbours.along("data", rank) for rank in range(len(lists))]
-        self._pipeline = [neighbours.along("pipeline", rank) for rank in neighbours.workers]
+        self._data = [neighbours.along(REPLICAS, rank) for rank in range(len(lists))]
+        self._pipeline = [neighbours.along(("pipeline",), rank) for rank in neighbours.workers]
         self.messages = self.meetings = 0
 
     def run(self) -> None:
@@ -141,19 +143,21 @@ class DryRun:
         if op.kind is Kind.AGREE:
             return ("world",), tuple(range(len(self._lists)))
         if op.kind in OVER_TENSOR:
-            members = self._neighbours.along("tensor", rank)
-            return ("tensor", *members), members
+            axes = ("tensor", "context") if op.kind in OVER_CONTEXT else ("tensor",)
+            members = self._neighbours.along(axes, rank)
+            return (*axes, *members), members
         if op.kind in OVER_DATA:
             members = self._data[rank] if op.kind is not Kind.NORMS else self._updating(rank)
             return ("data", *members), members
-        pipeline = self._neighbours.along("pipeline", rank)
+        pipeline = self._neighbours.along(("pipeline",), rank)
         members = tuple(r for r in pipeline if op in self._lists[r])
         if len(members) < 2:
             raise ScheduleError(f"rank {rank}: {op} has no other side among ranks {list(pipeline)}")
         return ("copy", op.kind, op.unit, *members), members
 
     def _together(self, op: Operation) -> bool:
-        return op.kind in OVER_TENSOR and self._neighbours.grid.tensor > 1
+        grid = self._neighbours.grid
+        return (op.kind in OVER_TENSOR and grid.tensor > 1) or (op.kind in OVER_CONTEXT and grid.context > 1)
 
     def _updating(self, rank: int) -> tuple[int, ...]:
         """Return the ranks along the data axis that update: all of them, or those among them that serve."""

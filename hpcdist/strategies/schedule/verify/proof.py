@@ -17,7 +17,7 @@ from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.verify import liveness, rank_checks
-from hpcdist.strategies.schedule.verify.deadlock import DryRun, PeerRanks
+from hpcdist.strategies.schedule.verify.deadlock import REPLICAS, DryRun, PeerRanks
 from hpcdist.strategies.schedule.verify.liveness import RankProgram
 from hpcdist.strategies.zero.config import ShardingDegrees
 
@@ -76,15 +76,15 @@ def verify(
             needs=needs or {},
             accumulates=accumulates,
             # Several ranks hold the same shard of gradients; the shard of parameters is larger than the own cut.
-            combines=degrees is not None and not accumulates and degrees.gradients < grid.data,
+            combines=degrees is not None and not accumulates and degrees.gradients < grid.replicas,
             refreshes=degrees is not None and degrees.parameters < degrees.optimizer,
-            alone=grid.data == 1 and not neighbours.servers,
+            alone=grid.replicas == 1 and not neighbours.servers,
         )
         for rank, steps in enumerate(lists)
     ]
     for share in shares:
         rank_checks.check(share)
-    _check_owners(shares, neighbours, grid.data // degrees.optimizer if degrees else 1)
+    _check_owners(shares, neighbours, grid.replicas // degrees.optimizer if degrees else 1)
     dry_run = DryRun(lists, neighbours, places)
     dry_run.run()
     stages = [
@@ -113,7 +113,7 @@ def _owned(
     owned = [sorted({op.unit for op in steps if op.kind in COMPUTE}) for steps in lists]
     places = []
     for rank in neighbours.workers:
-        pipeline = neighbours.along("pipeline", rank)
+        pipeline = neighbours.along(("pipeline",), rank)
         stage_of = {unit: stage for stage, member in enumerate(pipeline) for unit in owned[member]}
         computed = sorted(unit for member in pipeline for unit in owned[member])
         if computed != sorted(units) or not all(owned[member] for member in pipeline):
@@ -143,7 +143,7 @@ def _check_owners(shares: Sequence[RankProgram], neighbours: PeerRanks, copies: 
     """
     servers = [part for server in neighbours.servers for part in shares[server].ranges(Kind.APPLY)]
     for share in shares[: neighbours.grid.size]:
-        members = neighbours.along("data", share.rank)
+        members = neighbours.along(REPLICAS, share.rank)
         applied = servers + [part for member in members for part in shares[member].ranges(Kind.APPLY)]
         for unit, whole in share.units.items():
             for piece, times in coverage(whole, applied):

@@ -171,12 +171,12 @@ def test_an_override_without_a_value_is_a_wrong_call(home):
         recipes.load(None, ["run.steps"], home)
 
 
-@pytest.mark.parametrize("text", ["parallel.context=2"])
-def test_what_is_not_built_is_refused(home, text):
+@pytest.mark.parametrize("texts", [["parallel.context=2", "parallel.strategy=gossip"]])
+def test_what_is_not_built_is_refused(home, texts):
     with pytest.raises(ConfigurationError, match="not built in this version") as refused:
-        recipes.load(None, [text], home)
+        recipes.load(None, texts, home)
     assert refused.value.exit_code == errors.CONFIGURATION == 78
-    assert text.partition("=")[0] in str(refused.value)
+    assert all(text.partition("=")[0] in str(refused.value) for text in texts)
     assert "--set" in str(refused.value)
 
 

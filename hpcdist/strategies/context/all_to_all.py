@@ -1,0 +1,162 @@
+"""Attention by an exchange of heads for tokens (DeepSpeed-Ulysses; Jacobs et al., arXiv:2309.14509).
+
+Before attention every rank sends each other one the heads that are that one's, for its own tokens, and gets whole
+samples for its heads; afterwards the way back. Heads of keys and values that several ranks need go to all of them, and
+their gradients are summed on the way back. With q and k bytes of the queries and of the keys of a sample, a rank sends
+``(2 q + 2 k) (c - 1) / c^2`` in each layer forward, and as much backward.
+"""
+
+from typing import TypeAlias, Unpack
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ranges import Range
+from hpcdist.models.attention.flash import LocalAttention
+from hpcdist.models.attention.tiles import Heads, heads_of
+from hpcdist.models.stage import AttentionOptions, Saved
+from hpcdist.strategies.context.axis import ContextAxis
+from hpcdist.strategies.context.passes import tokens
+
+Target: TypeAlias = tuple[Array, bool]  # and whether to add to it
+
+
+class AllToAllAttention:
+    """`hpcdist.models.attention.flash.LocalAttention` of samples that are cut over ``axis``. Collective over it.
+
+    The number of ranks divides the query heads, and is a divisor or a multiple of the shared heads.
+    """
+
+    def __init__(self, axis: ContextAxis) -> None:
+        self._axis, self._inner = axis, LocalAttention()
+
+    def forward(self, qkv: Array, head_size: int, saved: Saved, **options: Unpack[AttentionOptions]) -> Array:
+        """Return (batch, own tokens, width) for contiguous qkv (batch, own tokens, 3 width), or queries and kv."""
+        axis, kv = self._axis, options.get("kv")
+        heads = heads_of(qkv, kv, head_size)
+        # Nobody reads what the linears gave any more: whole samples take its memory where they fit.
+        wholes = [
+            given.reshape(heads.batch, axis.context, columns)
+            if given.size == heads.batch * axis.context * columns
+            else saved.empty(f"context.{name}", (heads.batch, axis.context, columns), qkv.dtype)
+            for name, given, columns in zip(
+                ("qkv", "kv"), (qkv, kv), self._columns(heads, kv is not None), strict=False
+            )
+            if given is not None
+        ]
+        self._exchange(self._sources(heads, qkv, kv), wholes, saved)
+        each = heads.queries // axis.size
+        first, of_heads = options.get("part") or (0, heads.queries)
+        options["part"] = first + axis.rank * each, of_heads
+        if kv is not None:
+            options["kv"] = wholes[1]
+        whole = self._inner.forward(wholes[0], head_size, saved, **options)
+        saved.keep("context.given", (qkv, kv, head_size))  # their shapes
+        y = saved.empty("context.y", (heads.batch, heads.context, heads.queries * head_size), qkv.dtype)
+        self._exchange_back([whole], [[(part, False) for part in _split(y, axis.size)]], saved)
+        return y
+
+    def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
+        """Return dqkv, or (dq, dkv), of the own tokens; see `LocalAttention.backward`."""
+        axis, (qkv, kv, head_size) = self._axis, saved["context.given"]
+        heads = heads_of(qkv, kv, head_size)
+        whole = saved.scratch("context.dy", (heads.batch, axis.context, dy.shape[2] // axis.size), dy.dtype)
+        self._exchange([[part] for part in _split(dy, axis.size)], [whole], saved)
+        found = self._inner.backward(whole, saved)
+        gradients = list(found) if isinstance(found, tuple) else [found]
+        take = saved.empty if keep else saved.scratch
+        dq = take("context.dqkv", qkv.shape, qkv.dtype)
+        dkv = None if kv is None else take("context.dkv", kv.shape, kv.dtype)
+        self._exchange_back(gradients, self._targets(heads, dq, dkv), saved)
+        return dq if dkv is None else (dq, dkv)
+
+    def _columns(self, heads: Heads, grouped: bool) -> tuple[int, ...]:
+        """Return the columns of what a rank has of whole samples: query, key, value, or queries and kv."""
+        queries, shared = heads.queries // self._axis.size, self._shared(heads)
+        if grouped:
+            return queries * heads.size, 2 * shared * heads.size
+        return (3 * queries * heads.size,)
+
+    def _shared(self, heads: Heads) -> int:
+        """Return how many heads of keys and values the query heads of a rank look at."""
+        return max(1, heads.shared // self._axis.size)
+
+    def _sources(self, heads: Heads, qkv: Array, kv: Array | None) -> list[list[Array]]:
+        """Return, for each rank, the columns that it gets, in the order of `_columns`."""
+        size, shared = heads.size, self._shared(heads)
+        keys, first = (qkv, heads.queries * size) if kv is None else (kv, 0)
+        second = first + heads.shared * size
+        found = []
+        for rank, queries in enumerate(_split(qkv[..., : heads.queries * size], self._axis.size)):
+            # With fewer shared heads than ranks, neighbours get the same one.
+            begin = rank * heads.shared // self._axis.size * size
+            parts = [keys[..., at + begin : at + begin + shared * size] for at in (first, second)]
+            found.append([queries, *parts])
+        return found
+
+    def _targets(self, heads: Heads, dq: Array, dkv: Array | None) -> list[list[Target]]:
+        """Return, for queries, keys and values, the columns of the gradient that each rank brings."""
+        firsts = [rank * heads.shared // self._axis.size for rank in range(self._axis.size)]
+        again = [rank > 0 and firsts[rank] == firsts[rank - 1] for rank in range(self._axis.size)]
+        queries, *others = zip(*self._sources(heads, dq, dkv), strict=True)
+        return [[(part, False) for part in queries], *(list(zip(parts, again, strict=True)) for parts in others)]
+
+    def _exchange(self, sources: list[list[Array]], wholes: list[Array], saved: Saved) -> None:
+        """Send each rank its columns of the own tokens; fill ``wholes`` (batch, context, columns) by what comes."""
+        axis, like = self._axis, wholes[0]
+        batch, columns = like.shape[0], sum(whole.shape[2] for whole in wholes)
+        own = batch * axis.tokens * columns
+        send = saved.scratch("context.send", (own * axis.size,), like.dtype)
+        for rank, parts in enumerate(sources):
+            message, at = send[rank * own : (rank + 1) * own].reshape(batch, axis.tokens, columns), 0
+            for part in parts:
+                message[..., at : at + part.shape[2]] = part
+                at += part.shape[2]
+        receive = saved.scratch("context.receive", (batch * axis.context * columns,), like.dtype)
+        ends = self._ends(batch * columns)
+        axis.all_to_all(send, receive, [Range(rank * own, (rank + 1) * own) for rank in range(axis.size)], ends)
+        for rank, where in enumerate(ends):
+            came = receive[where.slice].reshape(batch, -1, columns)
+            for start, end, place in axis.pieces[rank]:
+                at = 0
+                for whole in wholes:
+                    width = whole.shape[2]
+                    whole[:, place : place + end - start] = came[:, start:end, at : at + width]
+                    at += width
+
+    def _exchange_back(self, wholes: list[Array], targets: list[list[Target]], saved: Saved) -> None:
+        """Send each rank its tokens of ``wholes``; write what rank r brings to the r-th of each of ``targets``."""
+        axis, like = self._axis, wholes[0]
+        batch, columns = like.shape[0], sum(whole.shape[2] for whole in wholes)
+        send = saved.scratch("context.send", (batch * axis.context * columns,), like.dtype)
+        ends = self._ends(batch * columns)
+        for rank, where in enumerate(ends):
+            message, at = send[where.slice].reshape(batch, -1, columns), 0
+            for whole in wholes:
+                for start, end, place in axis.pieces[rank]:
+                    message[:, start:end, at : at + whole.shape[2]] = whole[:, place : place + end - start]
+                at += whole.shape[2]
+        own = batch * axis.tokens * columns
+        receive = saved.scratch("context.receive", (own * axis.size,), like.dtype)
+        mine = [Range(rank * own, (rank + 1) * own) for rank in range(axis.size)]
+        axis.all_to_all(send, receive, ends, mine)
+        at = 0
+        for parts in targets:
+            for rank, (target, adds) in enumerate(parts):
+                came = receive[mine[rank].slice].reshape(batch, -1, columns)[..., at : at + target.shape[2]]
+                if adds:
+                    target += came
+                else:
+                    target[...] = came
+            at += parts[0][0].shape[2]
+
+    def _ends(self, each: int) -> list[Range]:
+        """Return the ranges of messages with ``each`` elements a token, one for the tokens of each rank."""
+        stops = [0]
+        for own in self._axis.pieces:
+            stops.append(stops[-1] + each * tokens(own))
+        return [Range(start, stop) for start, stop in zip(stops, stops[1:], strict=False)]
+
+
+def _split(x: Array, parts: int) -> list[Array]:
+    """View the columns of x as so many parts of equal size."""
+    width = x.shape[-1] // parts
+    return [x[..., part * width : (part + 1) * width] for part in range(parts)]

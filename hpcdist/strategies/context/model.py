@@ -1,0 +1,116 @@
+"""The model of one rank of the context axis: whole layers, for its own tokens of each sample.
+
+`cut_context` replaces what depends on places in a sample: learned and rotary positions, dropout, and attention. All
+else acts on each token by itself and stays as it is.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from hpcdist.arrays.backend import Array, is_device
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.attention.tiles import Pieces
+from hpcdist.models.layers.dropout import LocalDropout, mask
+from hpcdist.models.layers.embedding import rotary_table, turn
+from hpcdist.models.layers.linear import add_to_rows, column_sums
+from hpcdist.models.model import Model
+from hpcdist.models.stage import AttentionOperation, Gradients, Parameters, Saved
+from hpcdist.models.transformer import TokenEmbedding
+from hpcdist.strategies.context.all_to_all import AllToAllAttention
+from hpcdist.strategies.context.axis import ContextAxis
+from hpcdist.strategies.context.ring import RingAttention
+
+
+class PiecePositions:
+    """Learned positions of the own tokens. The gradient of the table is that of its own rows, others are zero."""
+
+    def __init__(self, axis: ContextAxis) -> None:
+        self._axis = axis
+
+    def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
+        """Add the rows of the own places to y (batch, own tokens, hidden), in place; return y."""
+        assert context == self._axis.tokens
+        rows = self._axis.rows(parameters[f"{prefix}.weight"])
+        add_to_rows(y.reshape(y.shape[0], -1), rows.reshape(-1))
+        return y
+
+    def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
+        """Add dy (batch, own tokens, hidden), summed over samples, to the own rows of the table's gradient."""
+        into, add = gradients.into(f"{prefix}.weight")
+        if not add:
+            into[...] = 0
+        sums = saved.scratch("tokens.sums", dy.shape[1:], into.dtype)
+        column_sums(dy.reshape(dy.shape[0], -1), sums.reshape(-1), False)
+        for start, end, place in self._axis.own:
+            into[place : place + end - start] += sums[start:end]
+
+
+class PieceRotary:
+    """Rotary positions of the own tokens."""
+
+    def __init__(self, axis: ContextAxis) -> None:
+        self._axis = axis
+        self._tables: dict[object, Array] = {}
+
+    def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
+        """Turn columns [0, rotated) of x (batch, own tokens, columns), in place; return x."""
+        return turn(x, rotated, self._table(head_size, x), 1)
+
+    def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
+        """Turn columns [0, rotated) of the gradient back, in place; return it."""
+        return turn(dx, rotated, self._table(head_size, dx), -1)
+
+    def _table(self, head_size: int, like: Array) -> Array:
+        key = head_size, like.dtype, is_device(like)
+        if key not in self._tables:
+            self._tables[key] = self._axis.rows(rotary_table(self._axis.context, head_size, like))
+        return self._tables[key]
+
+
+class PieceDropout(LocalDropout):
+    """Dropout of the own tokens: what the whole samples would drop of them."""
+
+    def __init__(self, pieces: Pieces, context: int) -> None:
+        self._pieces, self._context = pieces, context
+
+    def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
+        """Return x (batch, own tokens, columns), which is overwritten."""
+        dropped = mask(saved, rate, site, rows_per_sample=self._context, columns=x.shape[-1])
+        if dropped is not None and x.size:
+            for start, end, place in self._pieces:
+                dropped.drop(x, start, end, x.shape[-1], above=place - start)
+        return x
+
+
+METHODS: Final[dict[str, Callable[[ContextAxis], AttentionOperation]]] = {
+    "ring": RingAttention,
+    "all_to_all": AllToAllAttention,
+}
+
+
+def cut_context(model: Model, axis: ContextAxis | None) -> Model:
+    """Return ``model`` for the tokens of this rank of ``axis``, and its attention; as it is without one.
+
+    Local. Forward and backward of what is returned are collective over the axis, and see samples that `ContextAxis.cut`
+    has cut. Raises ConfigurationError for a model of other stages than those of a transformer.
+    """
+    if axis is None:
+        return model
+    if not isinstance(model.stages[0], TokenEmbedding):
+        raise ConfigurationError(
+            f"parallel.context = {axis.size}: the stages of this model do not say what they do with the places of "
+            "tokens, as those of a gpt do; set it to 1"
+        )
+    own = copy.copy(model)
+    own.stages = tuple(stage.with_tokens(axis.tokens) for stage in model.stages)  # type: ignore[attr-defined]
+    own.operations = replace(
+        model.operations,
+        positions=PiecePositions(axis),
+        rotary=PieceRotary(axis),
+        dropout=PieceDropout(axis.own, axis.context),
+        attention=METHODS[axis.method](axis),
+    )
+    own.clocks = (*model.clocks, axis.taken_s)
+    return own

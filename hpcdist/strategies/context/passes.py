@@ -1,0 +1,74 @@
+"""Places of tokens on the ranks of a context axis, and the passes of keys and values round its ring.
+
+Pure integers: the same functions place samples, run attention, and count pairs and bytes for the planner.
+"""
+
+from dataclasses import dataclass
+
+from hpcdist.arrays.ranges import split
+from hpcdist.models.attention.tiles import Pieces, one_piece
+from hpcdist.models.layers.dropout import WORDS_PER_COUNTER
+from hpcdist.strategies.config import PIECE_TOKENS
+
+assert PIECE_TOKENS % WORDS_PER_COUNTER == 0, "tiles of a mask of dropout begin at whole counters"
+
+
+@dataclass(frozen=True)
+class Visit:
+    """The block of keys and values of rank ``source`` on another rank.
+
+    Queries from the local row ``from_row`` on see ``keys``, pieces of the block; nobody sees the rest of it.
+    """
+
+    source: int
+    from_row: int
+    keys: Pieces
+
+
+def pieces(context: int, ranks: int) -> tuple[Pieces, ...]:
+    """Return the pieces of a sample of ``context`` tokens that each of ``ranks`` has, its head and its tail.
+
+    Sizes differ by up to `PIECE_TOKENS`; the last tails may be empty.
+    """
+    assert context > PIECE_TOKENS * (ranks - 1), "a rank would have no token: the rules refuse it"
+    if ranks == 1:
+        return (one_piece(context),)
+    parts = split(context, 2 * ranks, itemsize=1, align_bytes=PIECE_TOKENS)
+    placed = []
+    for rank in range(ranks):
+        head, tail = parts[rank], parts[2 * ranks - 1 - rank]
+        placed.append(((0, head.size, head.start), (head.size, head.size + tail.size, tail.start)))
+    return tuple(placed)
+
+
+def tokens(own: Pieces) -> int:
+    """Return how many tokens of a sample the pieces have."""
+    return own[-1][1]
+
+
+def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visit, ...]:
+    """Return the blocks of the other ranks in the order in which the ring brings them to ``rank``.
+
+    Causal queries see all keys at earlier places: of an earlier rank its head, of a later one, for the tail of this
+    rank, both. No piece is seen in part.
+    """
+    ranks, visited = len(placed), []
+    for step in range(1, ranks):
+        source = (rank - step) % ranks
+        keys, from_row = placed[source], 0
+        if causal and source < rank:
+            keys = keys[:1]
+        elif causal:
+            from_row = placed[rank][0][1]
+            keys = keys if tokens(placed[rank]) > from_row else ()
+        visited.append(Visit(source, from_row, keys))
+    return tuple(visited)
+
+
+def pairs(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> int:
+    """Return how many pairs of a query and a key that it sees a sample has on ``rank``."""
+    own = tokens(placed[rank])
+    total = own * (own + 1) // 2 if causal else own * own
+    for visit in visits(placed, rank, causal=causal):
+        total += (own - visit.from_row) * sum(end - start for start, end, _ in visit.keys)
+    return total

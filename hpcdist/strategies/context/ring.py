@@ -1,0 +1,163 @@
+"""Ring attention: exact attention of the own queries over the keys of all ranks of the context axis.
+
+The own block comes first, so that every row has seen a key; then the blocks of the ranks before this one, while the
+next is on its way. The softmax goes on over blocks as it does over tiles, and backward computes the probabilities
+again. Gradients of a block follow it round the ring and collect every rank's part: they come home with the last pass.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Final, Unpack
+
+from hpcdist.arrays.backend import Array, is_device
+from hpcdist.arrays.dtypes import accumulation_dtype
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.models.attention import kernels
+from hpcdist.models.attention.flash import (
+    KeyGradients,
+    KeyRows,
+    TiledBackward,
+    TiledForward,
+    has_fused_kernel,
+    mask_of_heads,
+)
+from hpcdist.models.attention.tiles import HeadChunk, Heads, blocks, heads_of
+from hpcdist.models.stage import AttentionOptions, Saved
+from hpcdist.strategies.context.axis import ContextAxis, Ring
+from hpcdist.strategies.context.passes import Visit, visits
+
+PART_BYTES: Final = 1 << 20  # larger blocks travel in parts of their heads: less memory for what is on its way
+
+
+class RingAttention:
+    """`hpcdist.models.attention.flash.LocalAttention` of samples that are cut over ``axis``. Collective over it."""
+
+    def __init__(self, axis: ContextAxis) -> None:
+        self._axis = axis
+        self._visits = {
+            causal: {visit.source: visit for visit in visits(axis.pieces, axis.rank, causal=causal)}
+            for causal in (False, True)
+        }
+
+    def forward(self, qkv: Array, head_size: int, saved: Saved, **options: Unpack[AttentionOptions]) -> Array:
+        """Return (batch, own tokens, width) for contiguous qkv (batch, own tokens, 3 width), or queries and kv."""
+        assert not has_fused_kernel(qkv), "the rules refuse 16-bit attention on a ring"
+        axis, kv, causal = self._axis, options.get("kv"), options.get("causal", True)
+        heads = heads_of(qkv, kv, head_size)
+        y = saved.empty("attention.y", (heads.batch, heads.context, heads.queries * head_size), qkv.dtype)
+        shape = 2, heads.batch * heads.queries, heads.context
+        sums = saved.empty("attention.sums", shape, accumulation_dtype(qkv.dtype))
+        dropout, part = options.get("dropout", 0.0), options.get("part")
+        dropped = mask_of_heads(saved, dropout, heads.queries, axis.context, part)
+        forward = TiledForward(heads, saved, qkv, y, sums, axis.most_tokens)
+        for travelling in self._parts(heads, saved, qkv, kv):
+            for source, block, poll in travelling.rounds():
+                own, from_row = source == axis.rank, 0
+                keys = KeyRows(heads, axis.own, qkv, kv)
+                if not own:
+                    visit = self._visits[causal][source]
+                    keys, from_row = travelling.keys(visit, block), visit.from_row
+                for chunk in travelling.chunks():
+                    for rows in blocks(axis.own, first=from_row):
+                        forward.block(chunk, rows, keys, dropped, causal=causal and own, begins=own)
+                    poll()
+            for chunk in travelling.chunks():
+                for rows in blocks(axis.own):
+                    forward.finish(chunk, rows)
+        for_backward = {"qkv": qkv, "kv": kv, "head_size": head_size, "dropped": dropped, "causal": causal}
+        for key, value in for_backward.items():
+            saved.keep(f"attention.{key}", value)
+        return y
+
+    def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
+        """Return dqkv, or (dq, dkv), of the own tokens; see `LocalAttention.backward`."""
+        axis = self._axis
+        qkv, kv, y, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "y", "sums"))
+        causal, dropped = saved["attention.causal"], saved["attention.dropped"]
+        heads = heads_of(qkv, kv, saved["attention.head_size"])
+        take = saved.empty if keep else saved.scratch
+        dq = take("attention.dqkv", qkv.shape, qkv.dtype)
+        dkv = None if kv is None else take("attention.dkv", kv.shape, kv.dtype)
+        dots = saved.scratch("attention.dots", sums.shape[1:], sums.dtype)
+        kernels.row_dots(dy, y, heads.queries, dots)
+        backward = TiledBackward(heads, saved, axis.own, (qkv, dy, dq), sums, dots, axis.most_tokens)
+        keys, gradients = KeyRows(heads, axis.own, qkv, kv), KeyGradients(heads, dq, dkv)
+        for travelling in self._parts(heads, saved, qkv, kv):
+            ring = travelling.ring
+            for source, block, poll in travelling.rounds():
+                if source == axis.rank:
+                    for chunk in travelling.chunks():
+                        for rows in blocks(axis.own):
+                            backward.block(chunk, rows, keys, gradients, dropped, causal=causal, begins=rows[0] == 0)
+                        poll()
+                    continue
+                visit, part = self._visits[causal][source], ring.contribution(source)
+                part[:, visit.keys[-1][1] if visit.keys else 0 :] = 0  # what no own query sees
+                theirs, into = travelling.keys(visit, block), travelling.gradients(part)
+                for chunk in travelling.chunks():
+                    for rows in blocks(visit.keys):
+                        backward.block(
+                            chunk, rows, theirs, into, dropped, causal=False, begins=False, from_row=visit.from_row
+                        )
+                    poll()
+                ring.pass_on(part, source)
+            travelling.add(ring.finish(), dq if dkv is None else dkv)
+        return dq if dkv is None else (dq, dkv)
+
+    def _parts(self, heads: Heads, saved: Saved, qkv: Array, kv: Array | None) -> Iterator["_Travelling"]:
+        """Yield the parts of the shared heads that travel one after the other: the same on all ranks."""
+        columns = 2 * heads.size
+        nbytes = heads.batch * self._axis.most_tokens * heads.shared * columns * qkv.dtype.itemsize
+        # On a GPU kernels take all heads at once.
+        count = 1 if is_device(qkv) else min(heads.shared, -(-nbytes // PART_BYTES))
+        parts = split(heads.shared, count, itemsize=1, align_bytes=1)
+        for part in parts:
+            ring = Ring(self._axis, saved, qkv, part.size * columns, parts[0].size * columns)
+            yield _Travelling(ring, heads, part, qkv, kv, self._axis.rank)
+
+
+class _Travelling:
+    """Some of the shared heads, whose keys and values travel on ``ring``."""
+
+    def __init__(self, ring: Ring, heads: Heads, part: Range, qkv: Array, kv: Array | None, rank: int) -> None:
+        self.ring, self._heads, self._part, self._rank = ring, heads, part, rank
+        self._qkv, self._kv = qkv, kv
+
+    def rounds(self) -> Iterator[tuple[int, Array, Callable[[], None]]]:
+        """Yield what `Ring.rounds` does, beginning with the own keys and values, contiguous."""
+        if self._kv is not None and self._part.size == self._heads.shared:
+            yield from self.ring.rounds(self._kv)
+            return
+        block, width = self.ring.block("keys0", self._rank), self._part.size * self._heads.size
+        array = self._qkv if self._kv is None else self._kv
+        for at, columns in enumerate(self._columns(array)):
+            block[..., at * width : (at + 1) * width] = array[..., columns]
+        yield from self.ring.rounds(block)
+
+    def chunks(self) -> Iterator[HeadChunk]:
+        """Yield the chunks of these heads."""
+        return self._heads.chunks(is_device(self._qkv), self._part.start, self._part.stop)
+
+    def keys(self, visit: Visit, block: Array) -> KeyRows:
+        """Return the keys and values of a ``block`` of another rank that the own queries see."""
+        return KeyRows(self._of(block), visit.keys, block, block, self._part.start)
+
+    def gradients(self, block: Array) -> KeyGradients:
+        """Return the gradients of a block of another rank."""
+        return KeyGradients(self._of(block), block, block, self._part.start)
+
+    def add(self, home: Array, target: Array) -> None:
+        """Add ``home``, gradients of the own keys and values, to those in ``target``, dqkv or dkv."""
+        width = self._part.size * self._heads.size
+        for at, columns in enumerate(self._columns(target)):
+            target[..., columns] += home[..., at * width : (at + 1) * width]
+
+    def _of(self, block: Array) -> Heads:
+        return replace(self._heads, context=block.shape[1], shared=self._part.size)
+
+    def _columns(self, array: Array) -> list[slice]:
+        """Return the columns of these keys, and of their values, in qkv or kv."""
+        size, shared = self._heads.size, self._heads.shared
+        first = array.shape[2] - 2 * shared * size
+        starts = (first + (at * shared + self._part.start) * size for at in range(2))
+        return [slice(start, start + self._part.size * size) for start in starts]

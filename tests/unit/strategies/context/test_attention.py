@@ -1,0 +1,97 @@
+"""Attention over context ranks: which rank has and sees what; numbers, masks and bytes of the whole attention."""
+
+import numpy as np
+import pytest
+
+from harness.marks import cases
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.models.attention.flash import LocalAttention
+from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.stage import Draw
+from hpcdist.strategies.context.axis import ContextAxis
+from hpcdist.strategies.context.model import METHODS
+from hpcdist.strategies.context.passes import pairs, pieces, tokens, visits
+
+
+def places(own):
+    return [place + row - start for start, end, place in own for row in range(start, end)]
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_every_pair_of_a_query_and_a_key_is_on_one_rank(ranks, rng):
+    for context in {4 * ranks, int(rng.integers(4 * ranks, 99)), 128}:
+        placed = pieces(context, ranks)
+        assert sorted(place for own in placed for place in places(own)) == list(range(context))
+        assert all(place % 4 == 0 for own in placed for start, end, place in own if end > start)
+        for causal in (True, False):
+            seen = np.zeros((context, context), int)
+            for rank, own in enumerate(placed):
+                mine = np.array(places(own))
+                assert (np.diff(mine) > 0).all(), "rows are in the order of their places"
+                seen[np.ix_(mine, mine)] += mine[:, None] >= mine if causal else 1
+                for step, visit in enumerate(visits(placed, rank, causal=causal), 1):
+                    assert visit.source == (rank - step) % ranks
+                    seen[np.ix_(mine[visit.from_row :], places(visit.keys))] += 1
+            whole = np.ones((context, context), int)
+            np.testing.assert_array_equal(seen, np.tril(whole) if causal else whole)
+            assert sum(pairs(placed, rank, causal=causal) for rank in range(ranks)) == seen.sum()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_causal_work_is_even(ranks):
+    placed = pieces(4096, ranks)
+    work = [pairs(placed, rank, causal=True) for rank in range(ranks)]
+    assert max(work) <= 1.03 * sum(work) / ranks
+
+
+def attention(inputs, dy, size, options, draw, make, cut=lambda x: x):
+    saved = Arena().saved(3)
+    saved.draw = draw
+    qkv, kv = (None if x is None else cut(x) for x in inputs)
+    y = make().forward(qkv, size, saved, kv=kv, **options).copy()
+    found = make().backward(cut(dy), saved)
+    return [y, *(found if kv is not None else (found,))]
+
+
+@cases(
+    "method, ranks, context, heads, shared, causal, dropout",
+    ("ring", 2, 40, 4, 0, True, 0.0),
+    ("ring", 2, 1400, 2, 1, True, 0.2),  # tiles of 512 within a piece
+    ("ring", 3, 131, 4, 2, True, 0.3),
+    ("ring", 3, 50, 2, 0, False, 0.3),
+    ("ring", 4, 150, 4, 1, False, 0.0),
+    ("ring", 4, 13, 2, 2, True, 0.1),  # ranks without a tail
+    ("ring", 8, 200, 2, 0, True, 0.2),
+    ("all_to_all", 2, 40, 4, 0, True, 0.2),
+    ("all_to_all", 3, 131, 6, 3, False, 0.0),
+    ("all_to_all", 4, 13, 4, 2, True, 0.1),  # two ranks need the same keys
+    ("all_to_all", 4, 37, 8, 1, True, 0.3),
+)
+def test_attention_is_that_of_whole_samples(method, ranks, context, heads, shared, causal, dropout, rng):
+    size, batch, width = 4, 2, 4 * heads
+    qkv = 2 * rng.standard_normal((batch, context, width if shared else 3 * width))
+    kv = rng.standard_normal((batch, context, 2 * shared * size)) if shared else None
+    dy, draw = rng.standard_normal((batch, context, width)), Draw(7, 2, 5)
+    options = {"causal": causal, "dropout": dropout, "part": (1, heads + 2)}
+    expected = attention((qkv, kv), dy, size, options, draw, LocalAttention)
+
+    def body(comm):
+        axis = ContextAxis(comm, context, method)
+        with count_traffic(comm) as traffic:
+            got = attention((qkv, kv), dy, size, options, draw, lambda: METHODS[method](axis), axis.cut)
+        for one, want in zip(got, expected, strict=True):
+            want = axis.cut(want)
+            assert one.shape == want.shape
+            assert np.abs(one - want).max() <= 1e-13 * (1 + np.abs(want).max())
+        assert not axis.taken_s() < 0
+        return traffic.sent_bytes, tokens(axis.own)
+
+    together = run_threads(ranks, body)
+    token = batch * size * 8  # bytes of a head
+    shared = shared or heads
+    sent = 6 * context * shared * (ranks - 1)  # 2 (c - 1) / c a rank forward, twice that backward
+    if method == "all_to_all":
+        sent = 4 * context * (heads + max(shared, ranks)) * (ranks - 1) // ranks
+    assert sum(bytes_sent for bytes_sent, _ in together) == sent * token
+    assert sum(own for _, own in together) == context
