@@ -201,6 +201,7 @@ class Model:
             assert d is not None
             stage = self.stages[unit]
             saved = arena.saved(stage.layer, microbatch)
+            saved.scale = scale
             d = stage.backward(parameters[unit], gradients[unit], skips.add(unit, d), self.operations, saved)
             skips.send_back(unit, saved)
             saved.release()

@@ -254,6 +254,13 @@ RULES: Final = (
         )
     ),
     rule("communication.overlap with run.device!=cpu", UNBUILT),
+    # Mixtures of experts
+    *each_of("* with model.experts", UNBUILT, "run.device!=cpu", "parallel.tensor>1", "parallel.context>1"),
+    rule(
+        "model.balance_rate with own steps",
+        "biases follow the loads of the whole batch",
+        LOCK_STEP,
+    ),
     *_tensor_parallel(),
     # Logical shards, whose sums have an order of their own
     rule(f"{MIXING} with run.logical_shards", ORDER),

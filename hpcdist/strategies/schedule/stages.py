@@ -209,6 +209,7 @@ class Stages:
             return
         stage, saved = self._model.stages[op.unit], self._saved(op)
         split = op.kind is Kind.BACKWARD_INPUT
+        saved.scale = self._scale
         if op.unit == self._last:
             dy = self._model.loss.backward(self._scale, self._model.operations, saved)
         else:

@@ -55,6 +55,7 @@ from hpcdist.training.build.trainer import Trainer, microbatches_of
 from hpcdist.training.chaos.injection import FaultInjector, FaultPlan, Slowdown
 from hpcdist.training.observe.instrumentation import NvtxRanges
 from hpcdist.training.observe.noise_scale import NoiseMeter
+from hpcdist.training.observe.router_meter import RouterMeter
 from hpcdist.training.observe.sdc_check import SdcCheck
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.recipe.requirements import grid_and_roles
@@ -128,7 +129,7 @@ def assemble(
     compression = build_selection.resolve_compression(context, recipe, origin)
     exchange = build_exchange(context, recipe, compression.name)
     loss_scale = _loss_scale(recipe)
-    in_order, noise, faults, ranges = _build_observers(recipe, context, exchange, loss_scale, directory)
+    in_order, router, noise, faults, ranges = _build_observers(recipe, context, exchange, loss_scale, directory)
     seed, spans = recipe.run.seed, session.spans
     executor = strategies.build_executor(
         context, exchange, loss_scale=loss_scale, seed=seed, spans=spans, observers=in_order
@@ -154,6 +155,7 @@ def assemble(
         compression=compression,
         proof=proof,
         noise=noise,
+        router=router,
         faults=faults,
         ranges=ranges,
         plan=plan,
@@ -183,13 +185,16 @@ def _proven_operations(
 
 def _build_observers(
     recipe: Recipe, context: RankContext, exchange: Exchange, loss_scale: NoLossScale, directory: Path | None
-) -> tuple[tuple[StepObserver, ...], NoiseMeter | None, FaultPlan | None, ProfilerRanges]:
-    """Return the observers of the steps of ``recipe``, and noise, faults and ranges that the run reads (local).
+) -> tuple[tuple[StepObserver, ...], RouterMeter | None, NoiseMeter | None, FaultPlan | None, ProfilerRanges]:
+    """Return the observers of the steps of ``recipe``, and router, noise, faults and ranges that it reads (local).
 
     Their order counts: the noise meter sees gradients before a fault damages them, and the check for corruption after.
     """
     in_order: list[StepObserver] = []
-    run, chaos, noise, faults, ranges = recipe.run, recipe.chaos, None, None, NO_RANGES
+    run, chaos, router, noise, faults, ranges = recipe.run, recipe.chaos, None, None, None, NO_RANGES
+    if (experts := context.model.operations.experts) is not None:
+        router = RouterMeter(context, experts.state)
+        in_order.append(router)
     if run.noise_scale_every_steps:
         noise = NoiseMeter(context, exchange, run.noise_scale_every_steps)
         in_order.append(noise)
@@ -210,7 +215,7 @@ def _build_observers(
     if recipe.telemetry.nvtx:
         ranges = NvtxRanges()
         in_order.append(OperationRanges(ranges))
-    return tuple(in_order), noise, faults, ranges
+    return tuple(in_order), router, noise, faults, ranges
 
 
 def _initialised(trainer: Trainer) -> Trainer:
