@@ -109,6 +109,8 @@ class Model:
         self.operations = operations
         self.loss = Loss() if loss is None else loss
         self.seeded, self.on = seeded, on
+        self.clocks: tuple[Callable[[], float], ...] = ()  # of communication inside of stages; see `communicated_s`
+        self.watch: Any = None  # the search for bad values that communication inside of stages looks with
 
     @cached_property
     def layout(self) -> Layout:
@@ -231,8 +233,8 @@ class Model:
         return result
 
     def communicated_s(self) -> float:
-        """Return the seconds that stages spent in communication since the last call: 0 here (local)."""
-        return 0.0
+        """Return the seconds that stages spent in communication since the last call (local)."""
+        return sum(clock() for clock in self.clocks)
 
     def evaluate(self, parameters: Sequence[Parameters], x: Array, targets: Array, arena: Arena) -> float:
         """Return the summed loss in nats of a batch, without a backward to come."""

@@ -222,7 +222,13 @@ class CrossEntropyOperation(Protocol):
 class ExpertsOperation(Protocol):
     """Router and feed-forwards of a mixture of experts; see `hpcdist.models.experts.mixture.LocalExperts`."""
 
-    state: RouterState
+    @property
+    def state(self) -> RouterState:
+        """The biases, and what the routers did."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether ranks compute together, those without samples too: see `MixedStage`."""
 
     def forward(self, parameters: Parameters, x: Array, activation: ActivationOperation, saved: Saved) -> Array:
         """Return (batch, context, hidden) for x of that shape, which is kept and stays unchanged."""
@@ -272,6 +278,18 @@ class Stage(Protocol):
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
         """Write or add the gradients; return that of the input, None where the input is data."""
+
+
+class MixedStage(Stage, Protocol):
+    """A stage with experts, whose ranks compute together where they share those out: also those without samples."""
+
+    def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
+        """Take part without samples in `forward`. Collective."""
+
+    def attend_backward(
+        self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
+    ) -> None:
+        """Take part without samples in `backward`, and write or add the gradients of the experts here. Collective."""
 
 
 class DeclaredStage:

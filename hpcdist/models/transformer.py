@@ -15,6 +15,8 @@ import math
 from collections.abc import Iterator
 from typing import Final
 
+import numpy as np
+
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.errors import ConfigurationError, UsageError
@@ -152,6 +154,22 @@ class TransformerBlock(DeclaredStage):
         d = self._attention_backward(parameters, gradients, d, operations, saved)
         return operations.norm.backward(parameters, gradients, "norm1", d, saved, residual=dy)
 
+    def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
+        """Take part without samples in what ranks that share out experts do together in `forward`. Collective."""
+        assert operations.experts is not None
+        operations.experts.forward(parameters, self._no_samples(parameters), operations.activation, saved)
+
+    def attend_backward(
+        self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
+    ) -> None:
+        """Take part without samples in `backward`: the experts here have gradients of other ranks' tokens."""
+        assert operations.experts is not None
+        nothing = self._no_samples(parameters)
+        operations.experts.backward(parameters, gradients, nothing, operations.activation, saved)
+
+    def _no_samples(self, parameters: Parameters) -> Array:
+        return np.empty(self.output_shape(0), parameters["norm2.scale"].dtype)
+
     def _feed_forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         """Return the second half of the block for its normalised input: dense, or of experts and what is shared."""
         mixture, shared = None, "shared." if self.mixed else ""
@@ -236,11 +254,12 @@ def _feed_forward_specs(layer: int, config: ModelConfig) -> Iterator[TensorSpec]
     count, inner = config.experts, config.expert_inner
     yield TensorSpec(layer, "router.weight", (count, hidden))
     up, down = (count, *gated, inner), (count, hidden)
-    yield TensorSpec(layer, "experts.up.weight", (*up, hidden), cut=len(up) - 1, stacked=count)
-    yield TensorSpec(layer, "experts.down.weight", (*down, inner), cut=2, stacked=count)
+    cut = len(up) - 1
+    yield TensorSpec(layer, "experts.up.weight", (*up, hidden), cut=cut, stacked=count, expert=True)
+    yield TensorSpec(layer, "experts.down.weight", (*down, inner), cut=2, stacked=count, expert=True)
     if bias:
-        yield TensorSpec(layer, "experts.up.bias", up, False, cut=len(up) - 1, stacked=count)
-        yield TensorSpec(layer, "experts.down.bias", down, False, stacked=count)
+        yield TensorSpec(layer, "experts.up.bias", up, False, cut=cut, stacked=count, expert=True)
+        yield TensorSpec(layer, "experts.down.bias", down, False, stacked=count, expert=True)
 
 
 class LanguageModelHead(DeclaredStage):

@@ -19,7 +19,9 @@ _CUTS: Final = ("stage_units", "stage_speeds", "stage_memory_bytes", f"partition
 
 RULES: Final = (
     *at_least(0, "parallel.data", expected="give a number of ranks, or 0 for all that are left"),
-    *at_least(1, *(f"parallel.{name}" for name in ("pipeline", "tensor", "context", "microbatches", "chunks"))),
+    *at_least(
+        1, *(f"parallel.{name}" for name in ("pipeline", "tensor", "context", "expert", "microbatches", "chunks"))
+    ),
     rule("parallel.context>1", UNBUILT),
     one_of("parallel.strategy", STRATEGIES),
     one_of("parallel.schedule", ("auto", *NAMES)),
@@ -84,6 +86,7 @@ class ParallelConfig:
     activations again for the backward: of a micro-batch in a pipeline only its input is kept; where it goes back right
     after it came, input and output of each layer are. ``tensor``
     ranks compute each layer of a gpt together; ``sequence_parallel`` cuts what lies between their products by tokens.
+    ``expert`` consecutive data ranks share out the experts of each block, and send each other the tokens for them.
 
     A pipeline is cut by ``partition``: so that the slowest rank has as few parameters, operations or measured seconds
     as can be, or into ``stage_units`` units (layers, and what is before and behind them) a chunk. ``stage_speeds`` are
@@ -95,6 +98,7 @@ class ParallelConfig:
     pipeline: int = 1
     tensor: int = 1
     context: int = 1
+    expert: int = 1
     strategy: str = "allreduce"
     schedule: str = "auto"
     chunks: int = 1

@@ -11,13 +11,13 @@ Python:
 The operations are those of k dense feed-forwards of width f, and of the router. Kept from forward to backward beside
 the input are k N (2 h + f + f') numbers, with f' = 2 f for "swiglu", and N (E + 3 k + h) small ones and the output.
 
-`LocalExperts` has all experts on this rank; a strategy that has them on several overrides `send_out` and
-`bring_back`, the two all-to-alls, which here do nothing.
+`StayingRows` and `WholeExperts` do nothing: strategies that have experts on several ranks, or parts of all of them,
+replace them by all-to-alls, and by sums.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 
@@ -33,50 +33,11 @@ from hpcdist.models.stage import ActivationOperation, Gradients, Operations, Par
 ACTIVATION = "experts.activation"
 
 
-class LocalExperts:
-    """Router and experts of each block, all on this rank; ``predictions`` are the targets of a sample.
+class StayingRows:
+    """Rows of experts that are all on this rank: what a strategy replaces that has them on several. Local."""
 
-    Its tensors are ``router.weight`` (E, h), ``experts.up.weight`` (E, [2,] f, h), ``experts.down.weight`` (E, h, f)
-    and, where linears have one, biases ``experts.up.bias`` (E, [2,] f) and ``experts.down.bias`` (E, h).
-    """
-
-    first = True  # whether this rank adds what must be added once: False on all but one of a tensor axis
-
-    def __init__(self, config: ModelConfig, predictions: int, state: RouterState) -> None:
-        self.config, self.predictions, self.state = config, predictions, state
-
-    def forward(self, parameters: Parameters, x: Array, activation: ActivationOperation, saved: Saved) -> Array:
-        """Return y (batch, context, hidden) for contiguous x of that shape, which is kept and stays unchanged."""
-        tokens, places, gates, starts = self._route(parameters, x, saved)
-        rows = saved.empty("experts.rows", (int(starts[-1]), tokens.shape[1]), x.dtype)
-        _spread(tokens, places, rows)
-        rows, starts = self.send_out(rows, starts, saved)
-        wide = _products(parameters, "experts.up", rows, starts, saved, biased=True)
-        active = activation.forward(wide, self.config.activation, saved, name=ACTIVATION)
-        out = _products(parameters, "experts.down", active, starts, saved, biased=self.first)
-        out = self.bring_back(out, "experts.out", saved)
-        saved.keep("experts.collected", out)
-        y = saved.empty("experts.y", x.shape, x.dtype)
-        _collect(out, places, gates, y.reshape(tokens.shape))
-        return self.sum_partial(y)
-
-    def backward(
-        self, parameters: Parameters, gradients: Gradients, dy: Array, activation: ActivationOperation, saved: Saved
-    ) -> Array:
-        """Write or add all gradients, those of the balance and z losses too; return dx, a scratch array."""
-        places, out = saved["experts.places"], saved["experts.collected"]
-        tokens: Array = saved["experts.x"].reshape(-1, dy.shape[-1])
-        dgates = saved.scratch("experts.dgates", places.shape, dy.dtype)
-        _collect_backward(dy.reshape(tokens.shape), places, saved["experts.gates"], out, dgates)
-        dout, starts = self.send_out(out, saved["experts.starts"], saved, back=True)
-        active, rows = saved[f"{ACTIVATION}.y"], saved["experts.received"]
-        dactive = _products_backward(parameters, gradients, "experts.down", dout, active, starts, saved)
-        dwide = activation.backward(dactive, saved, name=ACTIVATION)
-        drows = _products_backward(parameters, gradients, "experts.up", dwide, rows, starts, saved)
-        drows = self.bring_back(drows, "experts.drows", saved, back=True)
-        dx = self._router_backward(parameters, gradients, tokens, self.sum_partial(dgates), saved)
-        _collect_onto(drows, places, dx)
-        return self.sum_partial(dx).reshape(dy.shape)
+    keeps_output = True  # whether the output of the experts is what `bring_back` returns
+    attends = False  # whether ranks compute together
 
     def send_out(
         self, rows: Array, starts: np.ndarray, saved: Saved, *, back: bool = False
@@ -90,8 +51,100 @@ class LocalExperts:
         return rows, starts
 
     def bring_back(self, rows: Array, name: str, saved: Saved, *, back: bool = False) -> Array:
-        """Return the rows of the tokens of this rank for those of its experts, in the order of `send_out`. Local."""
+        """Return the rows of the tokens of this rank for those of its experts, in the order of `send_out`."""
         return rows
+
+
+class WholeExperts:
+    """Borders of experts that no tensor axis cuts: what a strategy replaces that cuts them. Local."""
+
+    first = True  # whether this rank adds what must be added once
+    writes_whole = True  # whether it has the gradients of tensors that are not cut
+
+    def enter(self, x: Array, saved: Saved) -> Array:
+        """Return all tokens of ``x`` (batch, context, hidden), which stay until backward."""
+        return x
+
+    def partial(self, shape: tuple[int, ...], dtype: Any, saved: Saved) -> Array:
+        """Return uninitialised memory for this rank's summand of the output."""
+        return saved.empty("experts.y", shape, dtype)
+
+    def leave(self, partial: Array, saved: Saved) -> Array:
+        """Return this rank's part of the sum of the ranks' summands."""
+        return partial
+
+    def leave_backward(self, dy: Array, saved: Saved) -> Array:
+        """Return the gradient of all tokens."""
+        return dy
+
+    def enter_backward(self, dx: Array, saved: Saved) -> Array:
+        """Return this rank's part of the sum of the ranks' gradients of all tokens."""
+        return dx
+
+    def sum_gates(self, dgates: Array) -> Array:
+        """Return the sum of the ranks' gradients of the gates, in place."""
+        return dgates
+
+
+HERE: Final = StayingRows()
+WHOLE: Final = WholeExperts()
+
+
+@dataclass(frozen=True)
+class LocalExperts:
+    """Router and experts of each block; ``predictions`` are the targets of a sample.
+
+    Its tensors are ``router.weight`` (E, h), ``experts.up.weight`` (E, [2,] f, h), ``experts.down.weight`` (E, h, f)
+    and, where linears have one, biases ``experts.up.bias`` (E, [2,] f) and ``experts.down.bias`` (E, h). A rank may
+    have some of the experts, to which ``travel`` brings the rows, or parts of all of them, within ``borders``.
+    """
+
+    config: ModelConfig
+    predictions: int
+    state: RouterState
+    travel: StayingRows = HERE
+    borders: WholeExperts = WHOLE
+
+    @property
+    def attends(self) -> bool:
+        """Whether ranks compute together, those without samples too."""
+        return self.travel.attends
+
+    def forward(self, parameters: Parameters, x: Array, activation: ActivationOperation, saved: Saved) -> Array:
+        """Return y of the shape of x, (batch, context, hidden) or this rank's part of that, which is kept unchanged."""
+        x = self.borders.enter(x, saved)
+        tokens, places, gates, starts = self._route(parameters, x, saved)
+        rows = saved.empty("experts.rows", (int(starts[-1]), tokens.shape[1]), x.dtype)
+        _spread(tokens, places, rows)
+        rows, starts = self.travel.send_out(rows, starts, saved)
+        wide = _products(parameters, "experts.up", rows, starts, saved)
+        active = activation.forward(wide, self.config.activation, saved, name=ACTIVATION)
+        biased, keep = self.borders.first, self.travel.keeps_output
+        out = _products(parameters, "experts.down", active, starts, saved, biased=biased, keep=keep)
+        out = self.travel.bring_back(out, "experts.out", saved)
+        saved.keep("experts.collected", out)
+        y = self.borders.partial(x.shape, x.dtype, saved)
+        _collect(out, places, gates, y.reshape(tokens.shape))
+        return self.borders.leave(y, saved)
+
+    def backward(
+        self, parameters: Parameters, gradients: Gradients, dy: Array, activation: ActivationOperation, saved: Saved
+    ) -> Array:
+        """Write or add all gradients, those of the balance and z losses too; return dx, a scratch array."""
+        dy = self.borders.leave_backward(dy, saved)
+        places, out = saved["experts.places"], saved["experts.collected"]
+        tokens: Array = saved["experts.x"].reshape(-1, dy.shape[-1])
+        dgates = saved.scratch("experts.dgates", places.shape, dy.dtype)
+        _collect_backward(dy.reshape(tokens.shape), places, saved["experts.gates"], out, dgates)
+        dout, starts = self.travel.send_out(out, saved["experts.starts"], saved, back=True)
+        active, rows, whole = saved[f"{ACTIVATION}.y"], saved["experts.received"], self.borders.writes_whole
+        dactive = _products_backward(parameters, gradients, "experts.down", dout, active, starts, saved, biased=whole)
+        dwide = activation.backward(dactive, saved, name=ACTIVATION)
+        drows = _products_backward(parameters, gradients, "experts.up", dwide, rows, starts, saved)
+        drows = self.travel.bring_back(drows, "experts.drows", saved, back=True)
+        dx = self._router_backward(parameters, gradients, tokens, self.borders.sum_gates(dgates), saved)
+        _collect_onto(drows, places, dx)
+        return self.borders.enter_backward(dx.reshape(dy.shape), saved)
 
     def _route(self, parameters: Parameters, x: Array, saved: Saved) -> tuple[Array, Array, Array, np.ndarray]:
         """Return the tokens (N, h), and of each the rows and gates of its choices (N, k); where each expert begins."""
@@ -125,19 +178,18 @@ class LocalExperts:
         )
         dweight, add = gradients.into("router.weight")
         product = saved.scratch("linear.dweight", dweight.shape, dweight.dtype) if add else dweight
-        np.matmul(logits.T, tokens, out=product)
+        if self.borders.writes_whole:
+            np.matmul(logits.T, tokens, out=product)
+        else:
+            product[...] = 0
         if add:
             dweight += product
         dx = saved.scratch("experts.dx", tokens.shape, tokens.dtype)
-        if self.first:
+        if self.borders.first:
             np.matmul(logits, parameters["router.weight"], out=dx)
         else:
             dx[...] = 0
         return dx
-
-    def sum_partial(self, values: Array) -> Array:
-        """Return the sum of what the ranks of a tensor axis have of ``values``, in place; here they are whole."""
-        return values
 
 
 def with_experts(operations: Operations, config: ModelConfig, predictions: int) -> Operations:
@@ -153,12 +205,22 @@ def _slices(starts: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def _products(
-    parameters: Parameters, prefix: str, rows: Array, starts: np.ndarray, saved: Saved, *, biased: bool
+    parameters: Parameters,
+    prefix: str,
+    rows: Array,
+    starts: np.ndarray,
+    saved: Saved,
+    *,
+    biased: bool = True,
+    keep: bool = True,
 ) -> Array:
-    """Return rows weight^T + bias (rows, outputs), each row with the weight of its expert, kept as ``PREFIX.y``."""
+    """Return rows weight^T + bias (rows, outputs), each row with the weight of its expert, kept as ``PREFIX.y``.
+
+    Without ``keep`` it is a scratch array.
+    """
     weights, biases = parameters[f"{prefix}.weight"], parameters.get(f"{prefix}.bias") if biased else None
     weights = weights.reshape(len(weights), -1, weights.shape[-1])  # (experts, outputs, inputs)
-    y = saved.empty(f"{prefix}.y", (len(rows), weights.shape[1]), rows.dtype)
+    y = (saved.empty if keep else saved.scratch)(f"{prefix}.y", (len(rows), weights.shape[1]), rows.dtype)
     for e, own in _slices(starts):
         np.matmul(rows[own], weights[e].T, out=y[own])
         if biases is not None:
@@ -167,21 +229,34 @@ def _products(
 
 
 def _products_backward(
-    parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, x: Array, starts: np.ndarray, saved: Saved
+    parameters: Parameters,
+    gradients: Gradients,
+    prefix: str,
+    dy: Array,
+    x: Array,
+    starts: np.ndarray,
+    saved: Saved,
+    *,
+    biased: bool = True,
 ) -> Array:
-    """Write or add the gradients of the weights and biases of all experts; return dy weight, a scratch array."""
+    """Write or add the gradients of the weights and biases of all experts; return dy weight, a scratch array.
+
+    Unless ``biased``, the gradients of biases are another rank's.
+    """
     weights = parameters[f"{prefix}.weight"]
     into, add = gradients.into(f"{prefix}.weight")
     shape = len(weights), -1, weights.shape[-1]
     weights, into = weights.reshape(shape), into.reshape(shape)
     biases, add_bias = gradients.into(f"{prefix}.bias") if f"{prefix}.bias" in parameters else (None, False)
+    if biases is not None and not (biased or add_bias):
+        biases[...] = 0
     dx = saved.scratch(f"{prefix}.dx", x.shape, x.dtype)
     product = saved.scratch("linear.dweight", into.shape[1:], into.dtype) if add else None
     for e, own in _slices(starts):
         np.matmul(dy[own].T, x[own], out=into[e] if product is None else product)
         if product is not None:
             into[e] += product
-        if biases is not None:
+        if biases is not None and biased:
             column_sums(dy[own], biases[e].reshape(-1), add_bias)
         np.matmul(dy[own], weights[e], out=dx[own])
     return dx

@@ -137,7 +137,7 @@ def _scores(logits: Any, sigmoid: Any, scores: Any, soft: Any) -> Any:
 @jit
 def _choose(logits: Any, bias: Any, sigmoid: Any, chosen: Any, gates: Any) -> None:
     tokens, count = chosen.shape
-    scores, soft = np.empty_like(logits[:1, :])[0], np.empty_like(logits[:1, :])[0]
+    scores, soft = np.empty(logits.shape[1], logits.dtype), np.empty(logits.shape[1], logits.dtype)
     for t in range(tokens):
         _scores(logits[t], sigmoid, scores, soft)
         total = logits.dtype.type(0)
@@ -189,7 +189,7 @@ def _choose_backward(
     tokens, count = chosen.shape
     experts = logits.shape[1]
     zero, one = logits.dtype.type(0), logits.dtype.type(1)
-    scores, soft = np.empty_like(logits[:1, :])[0], np.empty_like(logits[:1, :])[0]
+    scores, soft = np.empty(logits.shape[1], logits.dtype), np.empty(logits.shape[1], logits.dtype)
     dscores, even = np.empty_like(scores), np.empty_like(scores)
     loads, means = np.zeros(experts), np.zeros(experts)
     for first in range(0, tokens, context):

@@ -317,7 +317,7 @@ def _per_sample(stage: Stage) -> int:
 
 def _product_size(spec: TensorSpec, split: TensorSplit) -> int:
     """Return the numbers of a matrix that is multiplied at once: experts are multiplied one by one."""
-    return split.size(spec) // (spec.shape[0] if spec.name.startswith("experts.") else 1)
+    return split.size(spec) // (spec.shape[0] if spec.expert else 1)
 
 
 def _products(model: Model, stage: Stage) -> list[TensorSpec]:

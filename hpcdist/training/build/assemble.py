@@ -33,12 +33,15 @@ from hpcdist.strategies.core.logical_shards import LogicalShards
 from hpcdist.strategies.core.mixed_precision import NoLossScale
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.delayed import DelayedExchange
+from hpcdist.strategies.expert.axis import ExpertAxis, algorithm_for, split_data_axis
+from hpcdist.strategies.expert.exchange import ExpertExchange
+from hpcdist.strategies.expert.model import share_out
 from hpcdist.strategies.parameter_server.compressed import PushCompression
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.pipeline.plan import PartitionPlan
 from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
-from hpcdist.strategies.schedule.observers import NO_RANGES, OperationRanges, ProfilerRanges
+from hpcdist.strategies.schedule.observers import NO_RANGES, NanFinder, OperationRanges, ProfilerRanges
 from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.step import StepObserver
 from hpcdist.strategies.schedule.verify.proof import Proof
@@ -80,6 +83,9 @@ def check_user_model(recipe: Recipe, model: Model) -> None:
 def build_exchange(context: RankContext, recipe: Recipe, compression: str) -> Exchange:
     """Return the exchange of the recipe's strategy; ``compression`` is resolved, never "auto". Collective."""
     shards = LogicalShards(context, recipe.run.logical_shards) if recipe.run.logical_shards else None
+    if context.experts.size > 1 and not context.portion:
+        replicas = split_data_axis(context.data, context.experts.size)[1]
+        return ExpertExchange(context, replicas, lambda part: build_exchange(part, recipe, compression))
     if recipe.parallel.strategy == "parameter_server":
         quantiser = compression, recipe.compression, recipe.run.seed
         pushed = None if compression == "none" else PushCompression(*quantiser)
@@ -278,12 +284,15 @@ def _rank_context(
     settled = selection.source == "recipe"
     algorithm = algorithm_on(tensor, selection.algorithm, settled=settled, on=recipe.run.device)
     model = cut_model(whole, tensor, algorithm, sequence_parallel=recipe.parallel.sequence_parallel)
+    experts = split_data_axis(axes.data, grid.expert)[0] if grid.expert > 1 and computes else solo()
+    model = share_out(model, ExpertAxis(experts, algorithm_for(selection.algorithm), model.watch or NanFinder()))
     plan = pipeline.plan_partition(comm, recipe, grid, whole, model, schedule, origin) if computes else None
     context = RankContext(
         world=comm,
         data=axes.data,
         pipeline=axes.pipeline,
         tensor=tensor,
+        experts=experts,
         model=model,
         placement=None if plan is None else plan.placement,
         optimizer=rates.resolve_rate(recipe.optimizer, recipe.run.batches),

@@ -78,7 +78,7 @@ def checkpoint_metadata(trainer: Trainer) -> dict[str, Any]:
     """Return topology, recipe, versions and tied names, for people and tools: a restore reads none of it (local)."""
     if trainer.comm.rank:
         return {}  # those of rank 0 count
-    axes = ("data", "pipeline", "tensor", "context")
+    axes = ("data", "pipeline", "tensor", "context", "expert")
     tied = {name: key for stage in trainer.model.stages for name, key in stage.tied.items()}
     return {
         "tied": tied,

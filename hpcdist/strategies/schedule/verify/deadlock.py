@@ -26,7 +26,8 @@ OVER_DATA: Final = (
     *(*ENDS, *ENDS.values()),
 )
 OVER_COPIES: Final = (Kind.COPY_GRADIENT, Kind.COPY_VALUE)
-OVER_TENSOR: Final = (*COMPUTE, Kind.SUM_ROWS)  # where that axis has several ranks, they compute together
+# Where that axis has several ranks, they compute together, and so do those that share out experts.
+OVER_TENSOR: Final = (*COMPUTE, Kind.SUM_ROWS)
 SERVED: Final = {Kind.COLLECT: Kind.PUSH, Kind.PULL: Kind.PUBLISH}  # what waits -> what it waits for
 
 MessageKey: TypeAlias = tuple[int, int, Kind, int, int, int]  # (from, to, kind of the send, micro-batch, unit, source)
@@ -40,10 +41,22 @@ class PeerRanks:
         self.workers = range(grid.size)
         self.servers = tuple(range(grid.size, ranks))
         self._places = [grid.coordinates(rank) for rank in self.workers]
+        groups: dict[tuple[int, int, int], list[int]] = {}
+        for rank in self.workers:
+            groups.setdefault(self._group_of(rank), []).append(rank)
+        self._groups = {group: tuple(members) for group, members in groups.items()}
 
     def stage(self, rank: int) -> int:
         """Return the pipeline stage of a worker."""
         return self._places[rank]["pipeline"]
+
+    def together(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that ``rank`` computes with: of its tensor group, and of those that share out experts."""
+        return self._groups[self._group_of(rank)]
+
+    def _group_of(self, rank: int) -> tuple[int, int, int]:
+        place = self._places[rank]
+        return place["pipeline"], place["data"] // self.grid.expert, place["context"]
 
     def along(self, axis: str, rank: int) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` along ``axis`` only; servers are one such group."""
@@ -141,8 +154,9 @@ class DryRun:
         if op.kind is Kind.AGREE:
             return ("world",), tuple(range(len(self._lists)))
         if op.kind in OVER_TENSOR:
-            members = self._neighbours.along("tensor", rank)
-            return ("tensor", *members), members
+            along = self._neighbours.along
+            members = along("tensor", rank) if op.kind is Kind.SUM_ROWS else self._neighbours.together(rank)
+            return ("tensor", op.kind is Kind.SUM_ROWS, *members), members
         if op.kind in OVER_DATA:
             members = self._data[rank] if op.kind is not Kind.NORMS else self._updating(rank)
             return ("data", *members), members
@@ -153,7 +167,8 @@ class DryRun:
         return ("copy", op.kind, op.unit, *members), members
 
     def _together(self, op: Operation) -> bool:
-        return op.kind in OVER_TENSOR and self._neighbours.grid.tensor > 1
+        grid = self._neighbours.grid
+        return op.kind in OVER_TENSOR and (grid.tensor > 1 or (grid.expert > 1 and op.kind is not Kind.SUM_ROWS))
 
     def _updating(self, rank: int) -> tuple[int, ...]:
         """Return the ranks along the data axis that update: all of them, or those among them that serve."""

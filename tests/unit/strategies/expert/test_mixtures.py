@@ -28,6 +28,22 @@ LAYOUTS = {
     "servers": (2, "strategy=parameter_server parameter_server.placement=colocated", "biased", ""),
     "1f1b": (4, "pipeline=2 microbatches=2 recompute=true", "biased", "global_batch=8"),
     "zb-h1": (2, "pipeline=2 schedule=zb-h1 microbatches=3", "dropping", "global_batch=9"),
+    "tensor": (2, "tensor=2", "biased", "optimizer.name=lamb"),
+    "tensor by rows": (2, "tensor=2 sequence_parallel=true microbatches=2", "dropping", ""),
+    "tensor x expert": (4, "tensor=2 expert=2", "softmax", "optimizer.name=lamb"),
+    "tensor by rows x expert x zero1": (4, "tensor=2 expert=2 strategy=zero1 sequence_parallel=true", "biased", ""),
+    "expert": (2, "expert=2 algorithm=ring", "softmax", "optimizer.name=lamb"),
+    "expert of one sample less": (4, "expert=2 microbatches=3", "biased", "optimizer.name=lars learning_rate=1"),
+    "expert x zero1": (4, "expert=2 strategy=zero1", "dropping", "optimizer.name=lamb"),
+    "expert x zero2": (4, "expert=4 strategy=zero2 microbatches=2", "softmax", ""),
+    "expert x zero3": (4, "expert=2 strategy=zero3 recompute=true", "biased", "optimizer.name=lamb"),
+    "expert x 1f1b": (4, "expert=2 pipeline=2 microbatches=2", "biased", "global_batch=8"),
+    "expert x zb-h1 x zero1": (
+        4,
+        "expert=2 pipeline=2 strategy=zero1 schedule=zb-h1 microbatches=3",
+        "dropping",
+        "global_batch=6",
+    ),
     "interleaved": (2, "pipeline=2 schedule=interleaved chunks=2 microbatches=2", "softmax", "layers=3"),
 }
 
