@@ -30,6 +30,8 @@ class TensorSpec:
 
     ``stacked`` is how many tensors of one shape lie one behind the other along the first dim, as query, key and value
     do: their biases (3, h) are three vectors and no matrix.
+
+    ``expert``: its first dim counts experts, which ranks may share out. These tensors are the last of their layer.
     """
 
     layer: int
@@ -41,6 +43,7 @@ class TensorSpec:
     box: tuple[tuple[int, int], ...] = ()
     room: int = 0
     stacked: int = 1
+    expert: bool = False
 
     @property
     def is_matrix(self) -> bool:
@@ -69,6 +72,18 @@ class TensorSpec:
         box = tuple((along.start, along.stop) if dim == self.cut else (0, size) for dim, size in enumerate(self.shape))
         room = self.size // self.shape[self.cut] * longest
         return replace(self, shape=shape, whole=self.shape, box=box, room=room)
+
+    def of_experts(self, own: Range) -> "TensorSpec":
+        """Return the part of the experts ``own``; each rank has as many. A cut along another dim stays."""
+        assert self.expert, f"{self.key} has no experts"
+        box = self.box or tuple((0, size) for size in self.shape)
+        return replace(
+            self,
+            shape=(own.size, *self.shape[1:]),
+            whole=self.whole or self.shape,
+            box=((own.start, own.stop), *box[1:]),
+            room=self.room // self.shape[0] * own.size,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +143,15 @@ class Layout:
                 assert before.stop == segment.range.start, f"layer {segment.spec.layer} is not contiguous"
                 units[segment.spec.layer] = Range(before.start, stop)
         return units
+
+    def part_of(self, layer: int, portion: str) -> Range:
+        """Return the range of a layer, all of it or its ``portion``: "expert", or "dense", what is before that."""
+        unit = self.units[layer]
+        if not portion:
+            return unit
+        starts = [segment.range.start for segment, _ in self.within(unit) if segment.spec.expert]
+        border = min(starts, default=unit.stop)
+        return Range(unit.start, border) if portion == "dense" else Range(border, unit.stop)
 
     @cached_property
     def _starts(self) -> list[int]:

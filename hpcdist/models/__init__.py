@@ -1,14 +1,15 @@
 """Models: lists of stages with explicit forward and backward, pure mathematics on arrays (no rank, no message).
 
-Floor 3: imports arrays and errors only. `layers` and `attention` compute, `runtime` holds activations, recomputes and
-splits a backward, `counts` has parameters, operations and memory in closed form, `cuda` the sources of the kernels.
+Floor 3: imports arrays and errors only. `layers`, `attention` and `experts` compute, `runtime` holds activations,
+recomputes and splits a backward, `counts` has parameters, operations and memory in closed form, `cuda` the sources of
+the kernels.
 `config` stays light: `build` imports everything else when it is called.
 Begin with `build` and `model.Model`.
 """
 
 from typing import TYPE_CHECKING
 
-from hpcdist.models.config import FOREIGN
+from hpcdist.models.config import FOREIGN, TRANSFORMERS
 
 if TYPE_CHECKING:
     from hpcdist.models.config import ModelConfig
@@ -34,7 +35,8 @@ def build(
     """
     # Imported here, so that `models.config` stays as light as `hpcdist --help` needs it.
     from hpcdist.models import classifiers, transformer
-    from hpcdist.models.model import Model
+    from hpcdist.models.experts.mixture import with_experts
+    from hpcdist.models.model import LOCAL, Model
 
     if config.kind in FOREIGN:
         from hpcdist.models import factory
@@ -42,11 +44,12 @@ def build(
         sizes = {"context": context, "features": features, "classes": classes}
         sizes |= {"height": height, "width": width, "channels": channels}
         return factory.make(config, dtype, {name: value for name, value in sizes.items() if value})
-    if config.kind == "gpt":
-        return Model(transformer.gpt_stages(config, context), dtype, tokens_per_sample=context)
-    if config.kind == "encoder":
-        stages, predictions = transformer.encoder_stages(config, context), transformer.masked_predictions(context)
-        return Model(stages, dtype, tokens_per_sample=predictions)
+    if config.kind in TRANSFORMERS:
+        causal = config.kind == "gpt"
+        stages = transformer.transformer_stages(config, context, causal=causal)
+        predictions = context if causal else transformer.masked_predictions(context)
+        operations = with_experts(LOCAL, config, predictions)
+        return Model(stages, dtype, tokens_per_sample=predictions, operations=operations)
     if config.kind == "convnet":
         return Model(classifiers.convnet_stages(config, height, width, channels, classes), dtype, tokens_per_sample=1)
     return Model(classifiers.mlp_stages(config, features, classes), dtype, tokens_per_sample=1)

@@ -3,7 +3,18 @@
 from dataclasses import dataclass, fields
 from typing import Final
 
-from hpcdist.reporting.rules import at_least, check_section, must, no_effect, one_of, rule
+from hpcdist.reporting.rules import (
+    NO_EFFECT,
+    Condition,
+    Rule,
+    at_least,
+    check_section,
+    must,
+    no_effect,
+    one_of,
+    other_than,
+    rule,
+)
 
 TRANSFORMERS: Final = ("gpt", "encoder")
 BUILT: Final = (*TRANSFORMERS, "mlp", "convnet")
@@ -12,6 +23,7 @@ KINDS: Final = (*BUILT, *FOREIGN)
 ACTIVATIONS: Final = ("gelu", "relu", "swiglu")
 POSITIONS: Final = ("learned", "rotary")
 NORMS: Final = ("layer", "rms")
+ROUTERS: Final = ("softmax", "sigmoid")
 ROUND_UP: Final = 32  # the width that "swiglu" gives to a feed-forward is a multiple of it
 
 # Keys that only some kinds have.
@@ -24,6 +36,18 @@ _ONLY: Final = {
     "bias": TRANSFORMERS,
     "mask_token": ("encoder",),
     "factory": ("import",),
+    "experts": TRANSFORMERS,
+}
+# Keys that only a mixture of experts has: without one they are at these defaults.
+EXPERT_KEYS: Final = {
+    "experts_per_token": 2,
+    "shared_experts": 0,
+    "expert_hidden": 0,
+    "router": "softmax",
+    "capacity_factor": 0.0,
+    "balance_loss": 0.01,
+    "z_loss": 0.0,
+    "balance_rate": 0.0,
 }
 
 
@@ -49,6 +73,14 @@ class ModelConfig:
     PyTorch or functions of JAX (see `hpcdist.adapters`); it is given what the data decides, as ``context=`` or
     ``classes=``. ``given``: the model of a script, which brings the batches, too (see `hpcdist.training.script`).
 
+    With ``experts`` the second half of each block of a transformer is a mixture of so many feed-forwards of the inner
+    width ``expert_hidden`` (0: as without experts), of which ``experts_per_token`` see a token, chosen and weighted by
+    a "softmax" or "sigmoid" ``router``; beside them all tokens share one feed-forward as wide as ``shared_experts``.
+    No token is dropped, unless a ``capacity_factor`` bounds what an expert takes of a sample to so many times an even
+    share. Loads are balanced by a loss with the coefficient ``balance_loss``, or without one by biases that move by
+    ``balance_rate`` a step; ``z_loss`` is the coefficient of a loss that keeps logits small. See
+    `hpcdist.models.experts.router` for the formulas.
+
     ``dropout`` is the share of elements that training drops: of embeddings, attention and both branches of a block in
     a transformer, behind each activation in an mlp, of what a convnet's head reads.
     """
@@ -68,6 +100,15 @@ class ModelConfig:
     bias: bool = True
     mask_token: int = -1
     factory: str = ""
+    experts: int = 0
+    experts_per_token: int = 2
+    shared_experts: int = 0
+    expert_hidden: int = 0
+    router: str = "softmax"
+    capacity_factor: float = 0.0
+    balance_loss: float = 0.01
+    z_loss: float = 0.0
+    balance_rate: float = 0.0
 
     @property
     def inner(self) -> int:
@@ -75,6 +116,11 @@ class ModelConfig:
         if self.feed_forward:
             return self.feed_forward
         return -(-8 * self.hidden // (3 * ROUND_UP)) * ROUND_UP if self.activation == "swiglu" else 4 * self.hidden
+
+    @property
+    def expert_inner(self) -> int:
+        """The inner width of one expert."""
+        return self.expert_hidden or self.inner
 
     @property
     def kv_width(self) -> int:
@@ -97,13 +143,44 @@ RULES: Final = (
     one_of("model.positions", POSITIONS),
     one_of("model.norm", NORMS),
     *at_least(1, "model.layers", "model.hidden", "model.heads", "model.vocabulary"),
-    *at_least(0, "model.kv_heads", "model.feed_forward"),
+    one_of("model.router", ROUTERS),
+    *at_least(0, *(f"model.{name}" for name in ("kv_heads", "feed_forward", "experts"))),
+    *at_least(0, "model.shared_experts", "model.expert_hidden"),
+    *(
+        must(f"model.{name}", lambda value: 0.0 <= value < float("inf"), "it must be finite and at least 0")
+        for name in ("capacity_factor", "balance_loss", "z_loss", "balance_rate")
+    ),
+    *at_least(1, "model.experts_per_token"),
     *at_least(-1, "model.mask_token"),
     must("model.dropout", lambda share: 0.0 <= share < 1.0, "it must be at least 0 and less than 1"),
     *(
         no_effect(f"model.{item.name}", item.default, "model.kind", _ONLY.get(item.name, BUILT))
         for item in fields(ModelConfig)
-        if item.name != "kind"
+        if item.name != "kind" and item.name not in EXPERT_KEYS
+    ),
+    *(
+        Rule(
+            {
+                f"model.{name}": other_than(default),
+                "model.experts": Condition(lambda count: count == 0, sign="=", values=(0,)),
+            },
+            NO_EFFECT,
+            "remove it, or set model.experts to 2 or more",
+        )
+        for name, default in EXPERT_KEYS.items()
+    ),
+    rule("model.experts=1", "a mixture has a choice", "set it to 2 or more, or to 0 for a dense model"),
+    rule(
+        "model.experts_per_token? with model.experts",
+        "a token sees each of them at most once",
+        "choose at most {1}",
+        relation=lambda each, experts: each > experts,
+    ),
+    rule(
+        "model.capacity_factor with model.experts with model.experts_per_token?",
+        "that is more than every token",
+        lambda _, experts, each: f"choose at most {experts / each:g}, or 0 to drop nothing",
+        relation=lambda factor, experts, each: factor * each > experts,
     ),
     rule(
         "model.kind=import with model.factory=",

@@ -8,6 +8,7 @@ computes twice (recomputation) or needlessly (scores of tokens that a causal att
     attention           4 h P forward, 8 h P back, with P = s (s + 1) / 2 pairs of tokens where it is causal, else s^2
     block of width h    linears h -> h + 2 k (query, key and value; k columns of keys), h -> h, and a feed-forward of
                         width f: h -> f, twice for "swiglu", and f -> h
+    experts             those of the m that see a token, of the shared ones, and of the router, h -> E
     gpt, encoder        L blocks, and the head h -> v
     convolution         a linear of 9 c -> o for every pixel of its output
 
@@ -20,6 +21,8 @@ stages share, each name as large as the largest of them. In numbers a sample, wi
 n = 2 statistics of a row for the norm "layer", 1 for "rms":
 
     block               kept s (5 h + (h + 2 k) + f' + f + 2 a + 2 n), scratch s (max(f, h) + h + 2 k + a)
+    experts, m a token  instead of f' + f: kept s (h + m (2 h + f' + f + 3) + E), scratch s (m (f + h + 1) + h), and
+                        those of the shared ones, a feed-forward beside them; nothing is dropped
     head                kept s (h + v + n + 1), scratch 2 s h
     embedding           kept s h
 
@@ -37,6 +40,7 @@ from typing import NamedTuple, TypedDict, Unpack
 
 from hpcdist.models.attention.tiles import LONG, QUERY_BLOCK, TILE
 from hpcdist.models.config import ModelConfig
+from hpcdist.models.experts.router import capacity
 from hpcdist.models.layers.convolution import CACHE_BYTES, SIZE, output_side
 from hpcdist.models.runtime.arena import MAX_WASTE
 
@@ -124,26 +128,27 @@ def head_counts(config: ModelConfig, context: int) -> UnitCounts:
 
 def block_counts(config: ModelConfig, context: int) -> UnitCounts:
     """Return the counts of a block of a transformer."""
-    hidden, wide, inner = config.hidden, config.hidden + 2 * config.kv_width, config.inner
+    hidden, wide = config.hidden, config.hidden + 2 * config.kv_width
     grouped = config.kv_width != hidden
-    rises = 2 * inner if config.activation == "swiglu" else inner
-    matrices = hidden * wide + hidden * hidden + hidden * rises + inner * hidden
-    biases = wide + hidden + rises + hidden if config.bias else 0
+    half = _experts(config, context) if config.experts else _feed_forward(config, context, config.inner)
+    matrices = hidden * wide + hidden * hidden
+    biases = wide + hidden if config.bias else 0
     like = KeptArray(context * hidden)
     columns: tuple[int, ...] = (hidden, wide - hidden) if grouped else (wide,)
     normal = like, KeptArray(norm_statistics(config) * context)
     heads = *(KeptArray(context * width, cut=True) for width in columns), KeptArray(context * hidden, cut=True)
     sums = KeptArray(2 * config.heads * context, cut=True)
     return UnitCounts(
-        parameters=matrices + biases + 2 * norm_statistics(config) * hidden,
-        linear=2 * context * matrices,
+        parameters=matrices + biases + 2 * norm_statistics(config) * hidden + half.parameters,
+        linear=2 * context * matrices + half.linear,
         attention=4 * hidden * attention_pairs(context, causal=config.kind == "gpt"),
         kept=(
             *(*normal, *heads, sums, like),
-            *(*normal, KeptArray(context * rises, cut=True), KeptArray(context * inner, cut=True), like),
+            *(*normal, *half.kept),
         ),
         scratch={
-            "linear.dx": Scratch(context * max(inner, hidden), cut=True),
+            "linear.dx": Scratch(context * hidden, cut=True),
+            **half.scratch,
             "attention.dqkv": Scratch(context * columns[0], cut=True),
             **({"attention.dkv": Scratch(context * columns[1], cut=True)} if grouped else {}),
             **({"block.dquery": Scratch(context * hidden)} if grouped else {}),
@@ -152,6 +157,59 @@ def block_counts(config: ModelConfig, context: int) -> UnitCounts:
             **_dropout_scratch(config, context * hidden),
         },
     )
+
+
+def _feed_forward(config: ModelConfig, context: int, inner: int) -> UnitCounts:
+    """Return the counts of a feed-forward of the width ``inner``, without the norm before it."""
+    hidden, rises = config.hidden, 2 * inner if config.activation == "swiglu" else inner
+    matrices = hidden * rises + inner * hidden
+    return UnitCounts(
+        parameters=matrices + (rises + hidden if config.bias else 0),
+        linear=2 * context * matrices,
+        kept=(
+            *(KeptArray(context * width, cut=True) for width in (rises, inner)),
+            KeptArray(context * hidden),
+        ),
+        scratch={"linear.dx": Scratch(context * max(inner, hidden), cut=True)},
+    )
+
+
+def expert_rows(config: ModelConfig, context: int) -> int:
+    """Return the most rows that the experts multiply for a sample: choices of its tokens, without those dropped."""
+    return min(context * config.experts_per_token, config.experts * capacity(config, context))
+
+
+def _experts(config: ModelConfig, context: int) -> UnitCounts:
+    """Return the counts of a mixture of experts with its router, and with the feed-forward that is shared."""
+    hidden, inner, rows = config.hidden, config.expert_inner, expert_rows(config, context)
+    one, router = _feed_forward(config, 1, inner), config.experts * hidden
+    shared = _feed_forward(config, context, config.shared_experts * inner) if config.shared_experts else None
+    choices = KeptArray(context * config.experts_per_token)
+    rises, falls, _ = (KeptArray(rows * array.size, cut=array.cut) for array in one.kept)
+    return UnitCounts(
+        parameters=router + config.experts * one.parameters + (shared.parameters if shared else 0),
+        linear=2 * context * router + rows * one.linear + (shared.linear if shared else 0),
+        kept=(
+            *(KeptArray(context * config.experts), choices, choices, choices),
+            *(KeptArray(rows * hidden), rises, falls, KeptArray(rows * hidden), KeptArray(context * hidden)),
+            *(shared.kept if shared else ()),
+        ),
+        scratch={
+            "experts.dgates": Scratch(choices.size),
+            "experts.down.dx": Scratch(rows * inner, cut=True),
+            "experts.up.dx": Scratch(rows * hidden),
+            "experts.dx": Scratch(context * hidden),
+            **(shared.scratch if shared else {}),
+        },
+    )
+
+
+def routed_flops(config: ModelConfig, context: int) -> int:
+    """Return the operations forward of the router and the experts of a block for a sample; 0 without any."""
+    if not config.experts:
+        return 0
+    each = _feed_forward(config, 1, config.expert_inner).linear
+    return 2 * context * config.experts * config.hidden + expert_rows(config, context) * each
 
 
 def _tile_scores(config: ModelConfig, context: int) -> dict[str, Scratch]:

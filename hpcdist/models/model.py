@@ -109,9 +109,8 @@ class Model:
         self.operations = operations
         self.loss = Loss() if loss is None else loss
         self.seeded, self.on = seeded, on
-        self.clocks: tuple[
-            Callable[[], float], ...
-        ] = ()  # each: seconds of communication in stages since its last call
+        self.clocks: tuple[Callable[[], float], ...] = ()  # of communication inside of stages; see `communicated_s`
+        self.watch: Any = None  # the search for bad values that communication inside of stages looks with
 
     @cached_property
     def layout(self) -> Layout:
@@ -204,6 +203,7 @@ class Model:
             assert d is not None
             stage = self.stages[unit]
             saved = arena.saved(stage.layer, microbatch)
+            saved.scale = scale
             d = stage.backward(parameters[unit], gradients[unit], skips.add(unit, d), self.operations, saved)
             skips.send_back(unit, saved)
             saved.release()

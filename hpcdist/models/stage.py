@@ -24,6 +24,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array, Scalar, is_device
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.errors import DataError
+from hpcdist.models.experts.router import RouterState
 
 Parameters: TypeAlias = Mapping[str, Array]  # local tensor name -> view, tied names included
 StreamOf: TypeAlias = Callable[[TensorSpec], np.random.Generator]
@@ -56,6 +57,7 @@ class Saved(Protocol):
 
     layer: int  # the global one of the stage
     draw: Draw | None  # of what is dropped; None: nothing is, as in an evaluation
+    scale: float  # of the summed loss, in the gradient that a backward computes
     deferred: dict[
         str, str
     ]  # prefix of a tensor -> its operation, whose weight gradient is put off: see `models.runtime.split_backward`
@@ -184,13 +186,14 @@ class AttentionOperation(Protocol):
 class ActivationOperation(Protocol):
     """An elementwise function."""
 
-    def forward(self, x: Array, kind: str, saved: Saved) -> Array:
+    def forward(self, x: Array, kind: str, saved: Saved, *, name: str = "activation") -> Array:
         """Return "gelu" (tanh form), "relu" or "swiglu" of x; x is kept and must stay unchanged until backward.
 
-        "swiglu" of x (..., 2 w), gates before values, is (..., w); the others have the shape of x.
+        "swiglu" of x (..., 2 w), gates before values, is (..., w); the others have the shape of x. Several in one
+        stage have a ``name`` each.
         """
 
-    def backward(self, dy: Array, saved: Saved) -> Array:
+    def backward(self, dy: Array, saved: Saved, *, name: str = "activation") -> Array:
         """Return dx, written over the x that was kept."""
 
 
@@ -217,6 +220,26 @@ class CrossEntropyOperation(Protocol):
         """Return dlogits = (softmax - onehot) scale, written over the logits of the forward."""
 
 
+class ExpertsOperation(Protocol):
+    """Router and feed-forwards of a mixture of experts; see `hpcdist.models.experts.mixture.LocalExperts`."""
+
+    @property
+    def state(self) -> RouterState:
+        """The biases, and what the routers did."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether ranks compute together, those without samples too: see `MixedStage`."""
+
+    def forward(self, parameters: Parameters, x: Array, activation: ActivationOperation, saved: Saved) -> Array:
+        """Return (batch, context, hidden) for x of that shape, which is kept and stays unchanged."""
+
+    def backward(
+        self, parameters: Parameters, gradients: Gradients, dy: Array, activation: ActivationOperation, saved: Saved
+    ) -> Array:
+        """Write or add the gradients; return dx, a scratch array."""
+
+
 @dataclass(frozen=True)
 class Operations:
     """One implementation of each operation. Column and row name how a tensor-parallel one would cut the weight."""
@@ -231,6 +254,7 @@ class Operations:
     activation: ActivationOperation
     dropout: DropoutOperation
     cross_entropy: CrossEntropyOperation
+    experts: ExpertsOperation | None = None  # where blocks have some
 
 
 class Stage(Protocol):
@@ -255,6 +279,18 @@ class Stage(Protocol):
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
         """Write or add the gradients; return that of the input, None where the input is data."""
+
+
+class MixedStage(Stage, Protocol):
+    """A stage with experts, whose ranks compute together where they share those out: also those without samples."""
+
+    def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
+        """Take part without samples in `forward`. Collective."""
+
+    def attend_backward(
+        self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
+    ) -> None:
+        """Take part without samples in `backward`, and write or add the gradients of the experts here. Collective."""
 
 
 class DeclaredStage:

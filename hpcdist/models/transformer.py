@@ -4,13 +4,18 @@ GPT: learned positions, pre-norm blocks, tanh GELU, causal attention. Layers: 0 
 last norm and the head. Activations are (batch, context, hidden). As options, those of Llama (Touvron et al.,
 arXiv:2302.13971): rotary positions, RMS norms, SwiGLU, heads of keys and values that queries share, linears without
 bias.
+With ``model.experts`` the feed-forward of a block is a mixture of experts (`hpcdist.models.experts`), beside one that
+all tokens share where there is one.
 Encoder: the same stages and options, but every token sees all others, and the training predicts masked tokens. A sample
 has as many targets as `masked_predictions` says; the other places of its targets hold `hpcdist.models.stage.IGNORED`.
 `hpcdist.training.data` decides which tokens are masked.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Final
+
+import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import TensorSpec
@@ -35,13 +40,11 @@ from hpcdist.models.stage import (
 INITIAL_DEVIATION: Final = 0.02  # of initial weights, as in GPT-2
 
 
-def gpt_stages(config: ModelConfig, context: int) -> tuple[Stage, ...]:
-    """Return the stages of a GPT for at most ``context`` tokens a sample."""
-    return transformer_stages(config, context, causal=True)
-
-
 def transformer_stages(config: ModelConfig, context: int, *, causal: bool) -> tuple[Stage, ...]:
-    """Return the stages of a transformer; unless ``causal`` every token sees all of its sample."""
+    """Return the stages of a transformer for at most ``context`` tokens a sample.
+
+    Unless ``causal``, as a GPT is, every token sees all of its sample, as in an encoder.
+    """
     if context < 1:
         raise ConfigurationError(f"data.context is {context}; {config.kind} models need at least 1 token of context")
     if config.dropout and not fits_counter(config.heads * context, context):
@@ -107,14 +110,13 @@ class TransformerBlock(DeclaredStage):
         if self.grouped:
             qkv = column_specs(layer, "query", hidden, hidden, bias=bias)
             qkv += column_specs(layer, "kv", hidden, 2, config.kv_width, bias=bias)
-        gated = (2,) if config.activation == "swiglu" else ()  # gates, then values
+        self.config, self.mixed, self.shared = config, config.experts > 0, config.shared_experts > 0
         specs = (
             *norm_specs(layer, "norm1", hidden, config.norm),
             *qkv,
             *row_specs(layer, "projection", hidden, hidden, bias=bias),
             *norm_specs(layer, "norm2", hidden, config.norm),
-            *column_specs(layer, "up", hidden, *gated, config.inner, bias=bias),
-            *row_specs(layer, "down", config.inner, hidden, bias=bias),
+            *_feed_forward_specs(layer, config),
         )
         super().__init__(layer, specs, (context, hidden))
 
@@ -122,7 +124,7 @@ class TransformerBlock(DeclaredStage):
         """Draw the weights, those that end in the residual smaller; norms start as the identity."""
         for spec in self._specs:
             if spec.name.endswith(".weight"):
-                residual = spec.name.startswith(("projection", "down"))
+                residual = spec.name.endswith(("projection.weight", "down.weight"))
                 draw_normal(parameters, spec, rng_of, self._residual_deviation if residual else INITIAL_DEVIATION)
             else:
                 parameters[spec.name][...] = 1 if spec.name.endswith(".scale") else 0
@@ -135,9 +137,7 @@ class TransformerBlock(DeclaredStage):
         middle = operations.dropout.forward(middle, self.dropout, PROJECTION, saved)
         middle += x
         normal = operations.norm.forward(parameters, "norm2", middle, saved, kind=self.norm)
-        wide = operations.linear_column.forward(parameters, "up", normal, saved)
-        active = operations.activation.forward(wide, self.activation, saved)
-        y = operations.linear_row.forward(parameters, "down", active, saved)
+        y = self._feed_forward(parameters, normal, operations, saved)
         y = operations.dropout.forward(y, self.dropout, DOWN, saved)
         y += middle
         return y
@@ -147,14 +147,58 @@ class TransformerBlock(DeclaredStage):
     ) -> Array:
         """Write the gradients; return dx in the memory of dy, which runs along the residual."""
         branch = operations.dropout.backward(dy, self.dropout, DOWN, saved)
-        d = operations.linear_row.backward(parameters, gradients, "down", branch, saved)
-        d = operations.activation.backward(d, saved)
-        d = operations.linear_column.backward(parameters, gradients, "up", d, saved)
+        d = self._feed_forward_backward(parameters, gradients, branch, operations, saved)
         dy = operations.norm.backward(parameters, gradients, "norm2", d, saved, residual=dy)
         branch = operations.dropout.backward(dy, self.dropout, PROJECTION, saved)
         d = operations.linear_row.backward(parameters, gradients, "projection", branch, saved)
         d = self._attention_backward(parameters, gradients, d, operations, saved)
         return operations.norm.backward(parameters, gradients, "norm1", d, saved, residual=dy)
+
+    def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
+        """Take part without samples in what ranks that share out experts do together in `forward`. Collective."""
+        assert operations.experts is not None
+        operations.experts.forward(parameters, self._no_samples(parameters), operations.activation, saved)
+
+    def attend_backward(
+        self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
+    ) -> None:
+        """Take part without samples in `backward`: the experts here have gradients of other ranks' tokens."""
+        assert operations.experts is not None
+        nothing = self._no_samples(parameters)
+        operations.experts.backward(parameters, gradients, nothing, operations.activation, saved)
+
+    def _no_samples(self, parameters: Parameters) -> Array:
+        return np.empty(self.output_shape(0), parameters["norm2.scale"].dtype)
+
+    def _feed_forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
+        """Return the second half of the block for its normalised input: dense, or of experts and what is shared."""
+        mixture, shared = None, "shared." if self.mixed else ""
+        if operations.experts is not None and self.mixed:
+            mixture = operations.experts.forward(parameters, x, operations.activation, saved)
+            if not self.shared:
+                return mixture
+        wide = operations.linear_column.forward(parameters, f"{shared}up", x, saved)
+        active = operations.activation.forward(wide, self.activation, saved)
+        y = operations.linear_row.forward(parameters, f"{shared}down", active, saved)
+        if mixture is not None:
+            y += mixture
+        return y
+
+    def _feed_forward_backward(
+        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
+    ) -> Array:
+        """Write the gradients of the second half; return that of its normalised input, a scratch array."""
+        mixture, shared = None, "shared." if self.mixed else ""
+        if operations.experts is not None and self.mixed:
+            mixture = operations.experts.backward(parameters, gradients, dy, operations.activation, saved)
+            if not self.shared:
+                return mixture
+        d = operations.linear_row.backward(parameters, gradients, f"{shared}down", dy, saved)
+        d = operations.activation.backward(d, saved)
+        d = operations.linear_column.backward(parameters, gradients, f"{shared}up", d, saved)
+        if mixture is not None:
+            d += mixture
+        return d
 
     def _attention(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         """Return what the heads see (batch, context, width), from their linears on."""
@@ -195,6 +239,29 @@ class TransformerBlock(DeclaredStage):
         return dx
 
 
+def _feed_forward_specs(layer: int, config: ModelConfig) -> Iterator[TensorSpec]:
+    """Yield the tensors of the second half of a block. Those of experts come last, stacked along their first dim."""
+    hidden, bias = config.hidden, config.bias
+    gated = (2,) if config.activation == "swiglu" else ()  # gates, then values
+    if not config.experts:
+        yield from column_specs(layer, "up", hidden, *gated, config.inner, bias=bias)
+        yield from row_specs(layer, "down", config.inner, hidden, bias=bias)
+        return
+    if config.shared_experts:
+        width = config.shared_experts * config.expert_inner
+        yield from column_specs(layer, "shared.up", hidden, *gated, width, bias=bias)
+        yield from row_specs(layer, "shared.down", width, hidden, bias=bias)
+    count, inner = config.experts, config.expert_inner
+    yield TensorSpec(layer, "router.weight", (count, hidden))
+    up, down = (count, *gated, inner), (count, hidden)
+    cut = len(up) - 1
+    yield TensorSpec(layer, "experts.up.weight", (*up, hidden), cut=cut, stacked=count, expert=True)
+    yield TensorSpec(layer, "experts.down.weight", (*down, inner), cut=2, stacked=count, expert=True)
+    if bias:
+        yield TensorSpec(layer, "experts.up.bias", up, False, cut=cut, stacked=count, expert=True)
+        yield TensorSpec(layer, "experts.down.bias", down, False, stacked=count, expert=True)
+
+
 class LanguageModelHead(DeclaredStage):
     """The last norm and the matrix to logits, which may be the table of token embeddings."""
 
@@ -227,11 +294,6 @@ class LanguageModelHead(DeclaredStage):
 
 
 MASKED_PERCENT: Final = 15  # of the tokens of a sample
-
-
-def encoder_stages(config: ModelConfig, context: int) -> tuple[Stage, ...]:
-    """Return the stages of an encoder for at most ``context`` tokens a sample."""
-    return transformer_stages(config, context, causal=False)
 
 
 def masked_predictions(context: int) -> int:

@@ -10,7 +10,7 @@ log2(L/p) partial sums of Psi bytes beside the gradients; see `hpcdist.collectiv
 numbers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from hpcdist import collectives
 from hpcdist.arrays.layout import Layout
@@ -24,17 +24,19 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.tensor.axis import counted
 
 
-def buckets_of_layers(layout: Layout, itemsize: int, bucket_bytes: int, part: Range | None = None) -> list[Range]:
+def buckets_of_layers(
+    layout: Layout, itemsize: int, bucket_bytes: int, part: Range | None = None, units: Iterable[Range] = ()
+) -> list[Range]:
     """Cut ``part`` of the flat space into buckets of whole layers, last layers first: as backward completes them.
 
     A bucket closes when it has reached ``bucket_bytes``; a layer larger than that is cut. ``part`` (None: all) begins
-    and ends between layers.
+    and ends between layers, or between ``units``, parts of them.
     """
     longest = max(1, bucket_bytes // itemsize)
     part = part or Range(0, layout.size)
     buckets: list[Range] = []
     stop = part.stop
-    for unit in sorted(layout.units.values(), reverse=True):
+    for unit in sorted(units or layout.units.values(), reverse=True):
         if part.start <= unit.start < stop and (stop - unit.start >= longest or unit.start == part.start):
             buckets += reversed(list(cut(Range(unit.start, stop), longest)))
             stop = unit.start
@@ -43,8 +45,10 @@ def buckets_of_layers(layout: Layout, itemsize: int, bucket_bytes: int, part: Ra
 
 def buckets_of_rank(context: RankContext, itemsize: int) -> list[Range]:
     """Return the buckets of all stages of this rank, in the order in which backward completes them (local)."""
-    sizes = itemsize, context.bucket_bytes
-    return [bucket for part in reversed(context.parts) for bucket in buckets_of_layers(context.layout, *sizes, part)]
+    sizes, units = (itemsize, context.bucket_bytes), [*context.ranges.values()]
+    return [
+        bucket for part in reversed(context.parts) for bucket in buckets_of_layers(context.layout, *sizes, part, units)
+    ]
 
 
 class AllreduceExchange(ShardedUpdateExchange):
@@ -70,6 +74,7 @@ class AllreduceExchange(ShardedUpdateExchange):
             context.agree_algorithm,
             exactly=shards is not None,
             tensor=context.tensor,
+            experts=context.expert_norms,
         )
         self.handlers: Handlers = {Kind.REDUCE: self.reduce, **self.sharded_update.handlers}
         self.handlers |= {Kind.START: self.start, Kind.WAIT: self.wait, Kind.POLL: self.poll}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
+from hpcdist.arrays.ranges import Range
 from hpcdist.comm.record.spans import NULL_SPANS, SpanSink
 from hpcdist.errors import ConfigurationError, ScheduleError
 from hpcdist.models.runtime.arena import Arena
@@ -161,6 +162,12 @@ def operations(
     return whole + copies.after_update()
 
 
+def _shared_out(context: RankContext) -> dict[int, Range]:
+    """Return the parts of the units that are experts, by unit (local)."""
+    parts = {unit: context.layout.part_of(stage.layer, "expert") for unit, stage in enumerate(context.model.stages)}
+    return {unit: part for unit, part in parts.items() if part}
+
+
 def prove(
     context: RankContext,
     grid: ProcessGrid,
@@ -192,6 +199,7 @@ def prove(
                 placement=context.placed,
                 accumulates=accumulates,
                 degrees=degrees,
+                experts=_shared_out(context) if grid.expert > 1 else None,
             )
         except ScheduleError as error:
             verdict = error

@@ -21,7 +21,9 @@ _CUTS: Final = ("stage_units", "stage_speeds", "stage_memory_bytes", f"partition
 
 RULES: Final = (
     *at_least(0, "parallel.data", expected="give a number of ranks, or 0 for all that are left"),
-    *at_least(1, *(f"parallel.{name}" for name in ("pipeline", "tensor", "context", "microbatches", "chunks"))),
+    *at_least(
+        1, *(f"parallel.{name}" for name in ("pipeline", "tensor", "context", "expert", "microbatches", "chunks"))
+    ),
     one_of("parallel.context_method", CONTEXT_METHODS),
     rule("parallel.context_method!=auto with parallel.context=1", NO_EFFECT, "no sample is cut; remove it"),
     one_of("parallel.strategy", STRATEGIES),
@@ -107,6 +109,7 @@ class ParallelConfig:
     ``context`` ranks share the tokens of each sample; ``context_method`` says how their attention meets those of the
     others: keys and values travel round a "ring", or heads are exchanged for tokens, "all_to_all"; "auto" takes the one
     that sends less, of those that the heads allow.
+    ``expert`` consecutive data ranks share out the experts of each block, and send each other the tokens for them.
 
     A pipeline is cut by ``partition``: so that the slowest rank has as few parameters, operations or measured seconds
     as can be, or into ``stage_units`` units (layers, and what is before and behind them) a chunk. ``stage_speeds`` are
@@ -119,6 +122,7 @@ class ParallelConfig:
     tensor: int = 1
     context: int = 1
     context_method: str = "auto"
+    expert: int = 1
     strategy: str = "allreduce"
     schedule: str = "auto"
     chunks: int = 1

@@ -203,6 +203,40 @@ def _context_parallel() -> Iterator[Rule]:
         yield rule(f"{term} with parallel.context>1", UNBUILT)
 
 
+def _experts() -> Iterator[Rule]:
+    """Yield the rules for mixtures of experts, and for ranks that share them out."""
+    yield from each_of("* with model.experts", UNBUILT, "run.device!=cpu", "parallel.context>1")
+    yield rule("model.balance_rate with own steps", "biases follow the loads of the whole batch", LOCK_STEP)
+    shared = "parallel.expert>1"
+    yield rule(
+        f"{shared} with model.experts=0",
+        "there are none to share out",
+        "set it to 1, or model.experts to a multiple of {0}",
+    )
+    yield rule(
+        f"{shared} with model.experts",
+        "every rank takes as many of them",
+        lambda ranks, experts: (
+            f"choose one of {[count for count in range(1, experts + 1) if experts % count == 0]} ranks, or a multiple "
+            f"of {ranks} experts"
+        ),
+        relation=lambda ranks, experts: experts % ranks,
+    )
+    for term in (
+        f"parallel.strategy!=allreduce|{'|'.join(STAGES)}",
+        *("communication.overlap", "communication.delayed", COMPRESSED, "compression.parameters"),
+        *(f"zero.{name}" for name in ("parameters", "gradients", "optimizer", "persistent_below", "prefetch")),
+        *("zero.shared_parameters", *OFFLOADED, "run.logical_shards", "data.shares!=even", IN_16_BITS),
+        "parallel.partition=measured->flops",
+    ):
+        yield rule(f"{term} with {shared}", UNBUILT)
+    yield rule(
+        f"run.noise_scale_every_steps with {shared}",
+        "gradients of experts are of the tokens of several replicas, so none has its own",
+    )
+    yield rule(f"{shared} with --survive?", "the experts of a dead rank are gone", "set it to 1, or use --restarts")
+
+
 RULES: Final = (
     *_without_effect(),
     *_batches(),
@@ -301,6 +335,7 @@ RULES: Final = (
         )
     ),
     rule("communication.overlap with run.device!=cpu", UNBUILT),
+    *_experts(),
     *_tensor_parallel(),
     *_context_parallel(),
     # Logical shards, whose sums have an order of their own

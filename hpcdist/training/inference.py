@@ -167,6 +167,8 @@ def _loaded(comm: Communicator, path: Path, checkpoint: Path | None, recipe: Rec
         working = backend.empty(parameters.size, dtype_of(recipe.precision.working), recipe.run.device)
         kernels.round_into(parameters.array, working)
         kernels.widen(working, parameters.array)
+    if model.operations.experts is not None:
+        model.operations.experts.state.restore(scalars)
     return TrainedModel(comm, checkpoint, recipe, model, parameters, scalars, ledger)
 
 

@@ -32,13 +32,13 @@ class LocalActivation:
     SwiGLU takes x (..., 2 w), first the gates, then the values, and gives silu(gate) value (..., w).
     """
 
-    def forward(self, x: Array, kind: str, saved: Saved) -> Array:
-        """Return the function ``kind`` of x; x is kept and must stay unchanged until backward."""
+    def forward(self, x: Array, kind: str, saved: Saved, *, name: str = "activation") -> Array:
+        """Return the function ``kind`` of x; x is kept, as ``NAME.x``, and must stay unchanged until backward."""
         assert kind in KINDS, f"an activation is of the kind {kind!r}; there are {', '.join(KINDS)}"
         width = x.shape[-1] // 2 if kind == "swiglu" else x.shape[-1]
-        y = saved.empty("activation.y", (*x.shape[:-1], width), x.dtype)
-        saved.keep("activation.x", x)
-        saved.keep("activation.kind", kind)
+        y = saved.empty(f"{name}.y", (*x.shape[:-1], width), x.dtype)
+        saved.keep(f"{name}.x", x)
+        saved.keep(f"{name}.kind", kind)
         if kind == "relu":
             cuda_kernels.relu(x, y) if is_device(x) else np.maximum(x, 0, out=y)
         elif kind == "swiglu":
@@ -49,10 +49,10 @@ class LocalActivation:
             _gelu(x.reshape(-1), y.reshape(-1), x.dtype.type(_LINEAR), x.dtype.type(_CUBE))
         return y
 
-    def backward(self, dy: Array, saved: Saved) -> Array:
+    def backward(self, dy: Array, saved: Saved, *, name: str = "activation") -> Array:
         """Return dx, written over the x that was kept."""
-        x: Array = saved["activation.x"]
-        kind = saved["activation.kind"]
+        x: Array = saved[f"{name}.x"]
+        kind = saved[f"{name}.kind"]
         if kind == "relu":
             (cuda_kernels.relu_backward if is_device(x) else _relu_backward)(x.reshape(-1), dy.reshape(-1))
         elif kind == "swiglu":

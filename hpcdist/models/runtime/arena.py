@@ -104,6 +104,7 @@ class ArenaSaved:
         self._key = key
         self.layer = key[0]
         self.draw: Draw | None = None
+        self.scale = 1.0
         self._values: dict[str, Any] = {}
         self._taken: list[int] = []
         self._held: list[tuple[str, int | None]] = []  # (name, block), see `hold`
@@ -132,7 +133,7 @@ class ArenaSaved:
     def within(self) -> "ArenaSaved":
         """Return another one of the same stage and draw, with memory of its own, that the caller releases."""
         inner = ArenaSaved(self._arena, self._key)
-        inner.draw = self.draw
+        inner.draw, inner.scale = self.draw, self.scale
         return inner
 
     def owns(self, array: Array) -> bool:

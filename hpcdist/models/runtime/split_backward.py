@@ -24,7 +24,7 @@ nothing waits.
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Final, Unpack
+from typing import Final, Unpack, cast
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import TensorSpec
@@ -35,6 +35,7 @@ from hpcdist.models.stage import (
     EmbeddingOperation,
     Gradients,
     LinearOperation,
+    MixedStage,
     Operations,
     Parameters,
     Saved,
@@ -101,6 +102,21 @@ class RecomputedStage:
         assert dx is None or not within.owns(dx), "what a stage returns lies in scratch, or in the memory of dy"
         within.release()
         return dx
+
+    def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
+        """Take part without samples in the forward, of which nothing is kept. Collective."""
+        within = saved.within()
+        cast(MixedStage, self.inner).attend(parameters, operations, within)
+        within.release()
+
+    def attend_backward(
+        self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
+    ) -> None:
+        """Take part without samples in the second forward, and in the backward. Collective."""
+        within, inner = saved.within(), cast(MixedStage, self.inner)
+        inner.attend(parameters, operations, within)
+        inner.attend_backward(parameters, gradients, operations, within)
+        within.release()
 
 
 _LINEARS: Final = ("linear_column", "linear_row")

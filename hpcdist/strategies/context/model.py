@@ -112,5 +112,5 @@ def cut_context(model: Model, axis: ContextAxis | None) -> Model:
         dropout=PieceDropout(axis.own, axis.context),
         attention=METHODS[axis.method](axis),
     )
-    own.clocks = (*model.clocks, axis.taken_s)
+    own.clocks, own.watch = (*model.clocks, axis.taken_s), axis.watch
     return own

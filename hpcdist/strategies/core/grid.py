@@ -26,19 +26,29 @@ class ProcessGrid:
     pipeline: int = 1
     tensor: int = 1
     context: int = 1
+    expert: int = 1  # consecutive data ranks that share out the experts: no factor of the product
 
     @classmethod
     def of(
-        cls, world: int, *, data: int = 0, pipeline: int = 1, tensor: int = 1, context: int = 1, servers: int = 0
+        cls,
+        world: int,
+        *,
+        data: int = 0,
+        pipeline: int = 1,
+        tensor: int = 1,
+        context: int = 1,
+        servers: int = 0,
+        expert: int = 1,
     ) -> "ProcessGrid":
         """Return the grid of ``world`` ranks; ``data = 0`` takes what the other degrees leave.
 
         ``servers`` of the ranks do not compute. Raises ConfigurationError, with the whole equation, when the product is
-        not the number of those that do.
+        not the number of those that do, or ``expert`` does not divide the data ranks.
         """
         total, world = world, world - servers
         others = pipeline * tensor * context
-        grid = cls(data=data or max(1, world // others), pipeline=pipeline, tensor=tensor, context=context)
+        data = data or max(1, world // others)
+        grid = cls(data=data, pipeline=pipeline, tensor=tensor, context=context, expert=expert)
         if grid.size != world:
             divisors = [d for d in range(1, world + 1) if world % d == 0]
             left = f"{total} ranks - {servers} dedicated servers = {world} workers" if servers else f"{world} ranks"
@@ -46,6 +56,13 @@ class ProcessGrid:
                 f"parallel.data {grid.data} x parallel.pipeline {pipeline} x parallel.tensor {tensor} x "
                 f"parallel.context {context} = {grid.size}, but the world has {left}; "
                 f"each degree must be a divisor of {world}: {divisors}"
+            )
+        if data % expert:
+            divisors = [d for d in range(1, data + 1) if data % d == 0]
+            raise ConfigurationError(
+                f"parallel.expert = {expert} does not divide parallel.data {data} (of {world} ranks = data {data} x "
+                f"pipeline {pipeline} x tensor {tensor} x context {context}), whose ranks share out the experts; "
+                f"choose one of {divisors}"
             )
         return grid
 

@@ -43,6 +43,10 @@ class RankContext:
     ``model`` each rank of the pipeline computes; None: the one rank all. A rank that only serves ``computes`` nothing.
     ``working`` is the 16-bit type in which parameters and gradients are kept and sent, while updates step a float32
     master; None: the type that the model computes in.
+
+    ``experts`` joins the data ranks that have the other experts of these stages. ``portion`` says which of the tensors
+    a strategy looks after: all (""), those of experts ("expert"), or the others ("dense"). With ``every_microbatch`` it
+    takes gradients after each, since that is so of the other portion.
     """
 
     world: Communicator
@@ -62,6 +66,9 @@ class RankContext:
     tensor: Communicator = field(default_factory=solo)
     context: ContextAxis | None = None
     batch: Communicator | None = None
+    experts: Communicator = field(default_factory=solo)
+    portion: str = ""
+    every_microbatch: bool = False
 
     @property
     def samplers(self) -> Communicator:
@@ -85,13 +92,18 @@ class RankContext:
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Stages of this rank, in the order of the model; never none."""
-        return tuple(unit for chunk in self.chunks for unit in chunk)
+        """Stages of this rank, in the order of the model; never none, but in a portion that they have nothing of."""
+        return tuple(unit for chunk in self.chunks for unit in chunk if self._range(unit))
 
     @property
     def members(self) -> Communicator:
         """Ranks that compute and serve these stages: the world or, in a product of axes, the data axis."""
         return self.world if self.pipeline.size * self.tensor.size == 1 else self.data
+
+    @property
+    def expert_norms(self) -> Communicator | None:
+        """Ranks over which norms of tensors are summed, since each has its experts of them; None for none."""
+        return self.experts if self.portion == "expert" and self.experts.size > 1 else None
 
     @property
     def layout(self) -> Layout:
@@ -128,7 +140,10 @@ class RankContext:
     @property
     def ranges(self) -> dict[int, Range]:
         """The range of each of this rank's stages, by its index in the model."""
-        return {unit: self.layout.units[self.model.stages[unit].layer] for unit in self.units}
+        return {unit: self._range(unit) for unit in self.units}
+
+    def _range(self, unit: int) -> Range:
+        return self.layout.part_of(self.model.stages[unit].layer, self.portion)
 
     @property
     def agree_algorithm(self) -> str:

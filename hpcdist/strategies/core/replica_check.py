@@ -49,7 +49,7 @@ def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm
 
     Collective over ``comm``. ``store`` must hold the same range everywhere.
     """
-    whole = [(segment, touched) for segment, touched in store.tensors() if not segment.spec.whole]
+    whole = [(segment, touched) for segment, touched in store.tensors() if segment.spec.cut is None]
     values = [store.range(touched) for _, touched in whole] or [store.array[:0]]
     together = backend.namespace(store.array).concatenate(values)  # so that a GPU is asked once
     if not _agree(comm, _digest(backend.to_host(together)), algorithm):

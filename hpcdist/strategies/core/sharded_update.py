@@ -34,7 +34,7 @@ class ShardedUpdate:
     ``sharers`` joins the ranks that own the other parts of the same tensors, None where tensors are whole: layer-wise
     rates and the global norm are then exact however tensors are cut. With ``exactly`` they are so to the bit: their
     squares are summed without rounding. ``tensor`` joins the ranks of the tensor axis, where there are several: tensors
-    that all of them have whole count once.
+    that all of them have whole count once. ``experts`` joins those that have the other experts of the same tensors.
     """
 
     def __init__(
@@ -48,13 +48,14 @@ class ShardedUpdate:
         *,
         exactly: bool = False,
         tensor: Communicator | None = None,
+        experts: Communicator | None = None,
     ) -> None:
         self.parameters, self.gradients, self.optimizer = parameters, gradients, optimizer
         self.parts = [part for part in parts if part]
         self._sharers, self._algorithm, self._exactly = sharers, agree_algorithm, exactly
         if exactly:
             optimizer.sum_exactly()
-        self._tensor = tensor or solo()
+        self._tensor, self._experts = tensor or solo(), experts
         self.counted = counted(gradients.layout, self.parts, self._tensor)
         # Tensors that the tensor axis does not cut are counted by its first rank alone.
         self._elsewhere = ranges_of(gradients.layout, self.parts) if self._tensor.rank else []
@@ -106,6 +107,8 @@ class ShardedUpdate:
         norms = self.optimizer.partial_norms()  # of the pieces on this rank; a tensor may lie on several sharers
         if self._sharers is not None:
             collectives.allreduce(self._sharers, norms.reshape(-1), self._algorithm)
+        if self._experts is not None:
+            collectives.allreduce(self._experts, norms.reshape(-1), self._algorithm)
         sum_norms(norms, self.gradients.layout, self._tensor, self._algorithm)
         self._norms = exact.rounded(norms) if self._exactly else norms
 

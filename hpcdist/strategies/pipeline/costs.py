@@ -250,7 +250,8 @@ class SampleCounts:
     """Counts of a stage for a sample: ``unit``, and ``held`` between the two passes of a split backward.
 
     ``products`` are the operations of attention forward, with scores that are computed needlessly; ``additions`` those
-    of an embedding. ``joint``: all of its backward is in the first of two passes.
+    of an embedding. ``joint``: all of its backward is in the first of two passes; ``joint_linear`` are operations
+    forward of linears of which that is true.
     """
 
     unit: UnitCounts
@@ -258,16 +259,17 @@ class SampleCounts:
     products: int = 0
     additions: int = 0
     joint: bool = False
+    joint_linear: int = 0
 
     @property
     def input_flop(self) -> int:
         """Operations of the first pass; attention computes its scores again there."""
-        return (2 if self.joint else 1) * self.unit.linear + 5 * self.products // 2
+        return (2 if self.joint else 1) * self.unit.linear + self.joint_linear + 5 * self.products // 2
 
     @property
     def weight_flop(self) -> int:
         """Operations of the second pass."""
-        return (0 if self.joint else self.unit.linear) + 2 * self.additions
+        return (0 if self.joint else self.unit.linear - self.joint_linear) + 2 * self.additions
 
 
 def unit_costs(model: Model, samples: int, split: TensorSplit = TensorSplit()) -> tuple[UnitCost, ...]:
@@ -291,7 +293,10 @@ def unit_costs(model: Model, samples: int, split: TensorSplit = TensorSplit()) -
                 input_bytes=before,
                 output_bytes=after,
                 scratch={name: split.scratch(buffer, samples) * itemsize for name, buffer in whole.scratch.items()}
-                | {"linear.dweight": itemsize * max((split.size(spec) for spec in _products(model, stage)), default=0)},
+                | {
+                    "linear.dweight": itemsize
+                    * max((_product_size(spec, split) for spec in _products(model, stage)), default=0)
+                },
             )
         )
     return tuple(costs)
@@ -308,6 +313,11 @@ def _per_sample(stage: Stage) -> int:
     for extent in stage.output_shape(1):
         size *= extent
     return size
+
+
+def _product_size(spec: TensorSpec, split: TensorSplit) -> int:
+    """Return the numbers of a matrix that is multiplied at once: experts are multiplied one by one."""
+    return split.size(spec) // (spec.shape[0] if spec.expert else 1)
 
 
 def _products(model: Model, stage: Stage) -> list[TensorSpec]:
@@ -346,24 +356,15 @@ def _embedding(model: Model, stage: Stage) -> SampleCounts:
 def _block(model: Model, stage: Stage) -> SampleCounts:
     assert isinstance(stage, TransformerBlock)
     _, context, hidden = stage.output_shape(1)
-    shapes = {spec.name: spec.shape for spec in stage.tensors()}
-    config = ModelConfig(
-        kind="gpt" if stage.causal else "encoder",
-        hidden=hidden,
-        heads=hidden // stage.head_size,
-        kv_heads=shapes["kv.weight"][1] // stage.head_size if stage.grouped else 0,
-        feed_forward=shapes["down.weight"][1],
-        activation=stage.activation,
-        norm=stage.norm,
-        bias="down.bias" in shapes,
-        dropout=stage.dropout,
-    )
-    unit = counts.block_counts(config, context)
-    # Inputs of its linears and gradients of their outputs: four along the residual, and what lies between the cut ones.
-    rest = unit.linear // (2 * context * hidden)  # the matrices have so many columns that are not of the residual
-    held = KeptArray(4 * context * hidden), KeptArray(context * rest, cut=True)
+    unit = counts.block_counts(stage.config, context)
+    experts = counts.routed_flops(stage.config, context)  # experts and router have one backward pass
+    # Inputs of its linears and gradients of their outputs: four along the residual, and what lies between the cut ones;
+    # two where the second half has experts alone.
+    rest = (unit.linear - experts) // (2 * context * hidden)  # so many columns of matrices are not of the residual
+    along = 2 if stage.mixed and not stage.shared else 4
+    held = KeptArray(along * context * hidden), KeptArray(context * rest, cut=True)
     scores = attention_scores(context) if stage.causal else context * context
-    return SampleCounts(unit=unit, held=held, products=4 * hidden * scores)
+    return SampleCounts(unit=unit, held=held, products=4 * hidden * scores, joint_linear=experts)
 
 
 def _head(model: Model, stage: Stage) -> SampleCounts:

@@ -28,7 +28,6 @@ from hpcdist.strategies.schedule.observers import NanFinder, PhaseTimer
 from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Operation
 from hpcdist.strategies.schedule.stages import MicroBatch, Stages
 from hpcdist.strategies.schedule.step import NO_COUNTS, Handler, StepObserver, StepResult
-from hpcdist.strategies.tensor.model import CutModel
 
 __all__ = ["Executor", "MicroBatch", "StepResult"]
 
@@ -66,9 +65,8 @@ class Executor:
         self._scale = 1.0  # of the loss in that step: 1 / its targets
         widens = context.working not in (None, context.model.dtype)
         self._bound = (MixedPrecisionViews if widens else ParameterViews)(context, exchange, copies)
-        # Messages inside of stages bring in bad values of other ranks: their axis looks with the same finder.
-        axis = context.model.axis if isinstance(context.model, CutModel) else context.context
-        self._watch = NanFinder() if axis is None else axis.watch
+        # Messages inside of stages bring in bad values of other ranks: they and the stages look with one finder.
+        self._watch: NanFinder = context.model.watch or NanFinder()
         self._stages = Stages(context, arena, self._bound, self._watch)
         evaluation = evaluation_operations(context.placed, context.pipeline.rank)
         self._forward_only = insert_gathers(evaluation, exchange.gathers) if exchange.gathers else evaluation
@@ -195,7 +193,7 @@ class Executor:
         if self.exchange.gathers:
             if op.kind is not Kind.FREE:
                 store = self.exchange.parameters_at(self.model.stages[op.unit].layer)
-                self._watch.distrust(store.range(self.units[op.unit]))
+                self._watch.distrust_tensors(store, self.units[op.unit])
             self._bound.moved(op.unit)
 
     def _commit(self, op: Operation) -> None:
@@ -223,7 +221,7 @@ class Executor:
             own, part = self._gradients_of_layer(op.unit), self.units[op.unit]
             self._watch.look_at_gradients(own, part)
             self.copies.gradient(op)
-            self._watch.distrust(own.range(part))
+            self._watch.distrust_tensors(own, part)
         else:
             self.copies.gradient(op)
 

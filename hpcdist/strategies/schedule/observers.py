@@ -158,6 +158,11 @@ class NanFinder:
         if self._awake and not _finite(values):
             self._awake = False
 
+    def distrust_tensors(self, store: FlatStore, part: Range) -> None:
+        """Stop the search where tensors in ``part``, which came from another rank, are bad."""
+        for _, touched in store.layout.within(part) if self._awake else ():
+            self.distrust(store.range(touched))
+
 
 def _finite(values: Scalar) -> bool:
     return bool(backend.namespace(values).isfinite(values).all())

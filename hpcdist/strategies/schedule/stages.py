@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
+from typing import cast
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.runtime.split_backward import release_first_pass, split_operations, weight_gradients
-from hpcdist.models.stage import Draw, Operations, Saved
+from hpcdist.models.stage import Draw, MixedStage, Operations, Saved
 from hpcdist.strategies.core.parameter_views import ParameterViews
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.messages import StageMessages
@@ -177,6 +178,7 @@ class Stages:
     def forward(self, op: Operation) -> None:
         """Run one unit on one micro-batch, and the loss behind the last."""
         if not self._has_samples(op):
+            self._attend(op)
             return
         stage, saved, at = self._model.stages[op.unit], self._saved(op), (op.microbatch, op.unit)
         inputs, targets = self._batches[op.microbatch]
@@ -208,9 +210,11 @@ class Stages:
         """Run the backward of one unit for a micro-batch; of a split one, the gradient of the input only."""
         if not self._has_samples(op):
             self._bound.no_backward(op.unit)
+            self._attend(op)
             return
         stage, saved = self._model.stages[op.unit], self._saved(op)
         split = op.kind is Kind.BACKWARD_INPUT
+        saved.scale = self._scale
         if op.unit == self._last:
             dy = self._model.loss.backward(self._scale, self._model.operations, saved)
         else:
@@ -229,6 +233,24 @@ class Stages:
         if op.unit in self._firsts and (op.unit == 0 or not self._place.crosses(op.unit)):
             self._forget_gradient(op)
         self.neighbours.poll()
+
+    def _attend(self, op: Operation) -> None:
+        """Take part without samples where ranks that share out the experts of a unit compute together. Collective."""
+        stage, operations = self._model.stages[op.unit], self._model.operations
+        if operations.experts is None or not operations.experts.attends:
+            return
+        if not any(spec.expert for spec in stage.tensors()):
+            return
+        parameters, saved = self._bound.parameters(op.unit), self._saved(op)
+        saved.scale = self._scale
+        if op.kind is Kind.FORWARD:
+            cast(MixedStage, stage).attend(parameters, operations, saved)
+        else:
+            gradients = self._bound.gradients(op.unit)
+            cast(MixedStage, stage).attend_backward(parameters, gradients, operations, saved)
+        dropped = (op.microbatch, op.unit) in self._dropped and not op.recompute
+        if op.kind is not Kind.FORWARD or dropped:
+            saved.release()
 
     def backward_weight(self, op: Operation) -> None:
         """Run the second half of a split backward: the gradients of the weights."""

@@ -33,14 +33,14 @@ from hpcdist.strategies.schedule.observers import NanFinder
 
 def ranges_of(layout: Layout, parts: Iterable[Range]) -> list[Range]:
     """Return the ranges within ``parts`` of tensors that are not cut (local)."""
-    return [where for part in parts for segment, where in layout.within(part) if not segment.spec.whole]
+    return [where for part in parts for segment, where in layout.within(part) if segment.spec.cut is None]
 
 
 def counted(layout: Layout, parts: Sequence[Range], comm: Communicator) -> list[Range]:
     """Return the ranges of ``parts`` that this rank counts: together the axis ``comm`` counts each element once."""
     if comm.rank == 0:
         return list(parts)
-    return [where for part in parts for segment, where in layout.within(part) if segment.spec.whole]
+    return [where for part in parts for segment, where in layout.within(part) if segment.spec.cut is not None]
 
 
 def sum_norms(norms: np.ndarray, layout: Layout, comm: Communicator, algorithm: str) -> None:
@@ -48,7 +48,7 @@ def sum_norms(norms: np.ndarray, layout: Layout, comm: Communicator, algorithm: 
     if comm.size == 1:
         return
     if comm.rank:
-        norms[[not segment.spec.whole for segment in layout.segments]] = 0
+        norms[[segment.spec.cut is None for segment in layout.segments]] = 0
     collectives.allreduce(comm, norms.reshape(-1), algorithm)
 
 

@@ -16,6 +16,7 @@ from hpcdist.arrays.layout import TensorSpec
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
+from hpcdist.models.experts.mixture import LocalExperts, WholeExperts
 from hpcdist.models.layers.dropout import LocalDropout, mask
 from hpcdist.models.layers.linear import (
     add_to_rows,
@@ -31,6 +32,7 @@ from hpcdist.models.stage import (
     AttentionOperation,
     AttentionOptions,
     Gradients,
+    MixedStage,
     Operations,
     Parameters,
     Saved,
@@ -137,6 +139,47 @@ def _weight_gradients(
         gradient_of_bias(gradients, prefix, dy)
 
 
+class ParallelExperts(WholeExperts):
+    """Borders of experts of which each rank has some inner columns, as of a feed-forward. Collective over the axis.
+
+    Every rank routes all tokens, the same way. Gradients of gates are sums over the ranks, like outputs; router and
+    biases of outputs, which all ranks have, get them from each alike or, with activations by rows, from the first.
+    """
+
+    def __init__(self, borders: Borders) -> None:
+        self._borders, self.first = borders, borders.axis.rank == 0
+        self.writes_whole = self.first or not borders.by_rows
+
+    def enter(self, x: Array, saved: Saved) -> Array:
+        """Return all tokens of x; gathered ones are kept."""
+        whole = self._borders.enter(x, saved)
+        if self._borders.by_rows:
+            gathered, whole = whole, saved.empty("experts.whole", whole.shape, whole.dtype)
+            whole[...] = gathered
+        return whole
+
+    def partial(self, shape: tuple[int, ...], dtype: Any, saved: Saved) -> Array:
+        """Return memory for this rank's summand."""
+        return self._borders.partial(shape, dtype, "experts.y", saved)
+
+    def leave(self, partial: Array, saved: Saved) -> Array:
+        """Sum the ranks' summands; return this rank's part."""
+        return self._borders.leave(partial, "experts.y", saved)
+
+    def leave_backward(self, dy: Array, saved: Saved) -> Array:
+        """Return the gradient of all tokens."""
+        return self._borders.leave_backward(dy, saved)
+
+    def enter_backward(self, dx: Array, saved: Saved) -> Array:
+        """Sum the ranks' gradients of all tokens; return this rank's part."""
+        return self._borders.enter_backward(dx, saved)
+
+    def sum_gates(self, dgates: Array) -> Array:
+        """Sum the ranks' gradients of the gates, in place."""
+        self._borders.axis.allreduce(dgates.reshape(-1))
+        return dgates
+
+
 class HeadParallelAttention:
     """Attention of the own heads by ``inner``; every rank of the tensor axis has equally many."""
 
@@ -215,13 +258,13 @@ def cut_model(
     stages = [CutStage(stage, borders, own if unit == last else None) for unit, stage in enumerate(model.stages)]
     cut = CutModel(stages, model.dtype.name, tokens_per_sample=model.tokens_per_sample, operations=operations)
     cut.axis, cut.classes, cut.sampling = axis, classes, sampling
-    cut.clocks = (*model.clocks, axis.taken_s)
+    cut.clocks, cut.watch = (*model.clocks, axis.taken_s), axis.watch
     return cut
 
 
 def _operations(whole: Operations, borders: Borders, classes: Sequence[Range]) -> Operations:
     """Return ``whole`` with parallel layers; ``classes`` are each rank's part of the vocabulary."""
-    own, vocabulary = classes[borders.axis.rank], classes[-1].stop
+    own, vocabulary, experts = classes[borders.axis.rank], classes[-1].stop, whole.experts
     return replace(
         whole,
         linear_column=ColumnLinear(borders),
@@ -229,6 +272,7 @@ def _operations(whole: Operations, borders: Borders, classes: Sequence[Range]) -
         embed=VocabularyEmbedding(borders, own, vocabulary),
         attention=HeadParallelAttention(borders.axis, whole.attention),
         cross_entropy=VocabularyCrossEntropy(borders, own, vocabulary),
+        experts=replace(experts, borders=ParallelExperts(borders)) if isinstance(experts, LocalExperts) else None,
     )
 
 
@@ -286,6 +330,16 @@ class CutStage:
         With activations cut by rows, gradients of tensors that are not cut are those of the own rows.
         """
         return self.inner.backward(parameters, gradients, dy, operations, saved)
+
+    def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
+        """Take part without samples in `forward`. Collective."""
+        cast(MixedStage, self.inner).attend(parameters, operations, saved)
+
+    def attend_backward(
+        self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
+    ) -> None:
+        """Take part without samples in `backward`. Collective."""
+        cast(MixedStage, self.inner).attend_backward(parameters, gradients, operations, saved)
 
 
 class _Box:

@@ -46,7 +46,9 @@ class PlainZero(ShardedUpdateExchange):
         # Shards in other memory than that of the model are read into it for each use, also where nothing is cut.
         self._is_transient = degrees.parameters > 1 or not memory.is_resident
         self.replicas_identical = not self._is_transient
-        self._keeps_gradients = (degrees.gradients == 1 or config.keep_gradients) and memory.is_resident
+        self._keeps_gradients = (
+            (degrees.gradients == 1 or config.keep_gradients) and memory.is_resident and not context.every_microbatch
+        )
         self.keeps_parameters = config.keep_parameters
         self.accumulates = self._keeps_gradients
         # Units with a tensor of which another pipeline rank has a copy: it is sent whole, so these units stay gathered.
@@ -72,6 +74,7 @@ class PlainZero(ShardedUpdateExchange):
             context.agree_algorithm,
             exactly=self.exact,
             tensor=context.tensor,
+            experts=context.expert_norms,
         )
         self._added: set[int] = set()  # layers whose gradient shard holds a micro-batch of this step already
         self.handlers: Handlers = {

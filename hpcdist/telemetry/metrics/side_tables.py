@@ -4,6 +4,8 @@ clocks       which rank is on which host, and how far the hosts' clocks were apa
 consensus    how far replicas that differ were apart after a step
 lives        when ranks died or came, and how long it took to go on
 loss_scale   the scale of the loss from a step on, and the steps that were skipped
+experts      how evenly the routers of a mixture of experts loaded them, step by step
+expert_loads the load of each expert of a layer in some of the steps
 noise_scale  what was measured of the noise of gradients, and the means so far
 recomputed   the steps that were computed again before their update, and why
 shares       how many samples of a batch each replica took, and from which step on
@@ -31,6 +33,31 @@ CONSENSUS: Final = MetricsTable(
         _SESSION,
         Column("distance", "f8", "1", "root mean square distance of the replicas from their mean, over its norm"),
     ),
+    remade=True,
+)
+EXPERTS: Final = MetricsTable(
+    "experts",
+    (
+        Column("step", "i8", "1", "completed optimizer steps"),
+        _SESSION,
+        Column("imbalance", "f8", "1", "load of the busiest expert over the mean load, mean over the layers"),
+        Column("worst", "f8", "1", "the same of the worst layer"),
+        Column("entropy", "f8", "1", "entropy of the scores of a token in nats, mean over tokens and layers"),
+        Column("dropped", "f8", "1", "share of the choices of tokens that no expert took"),
+        Column("balance_loss", "f8", "1", "load-balancing loss of a sample, mean over the layers, no coefficient"),
+        Column("z_loss", "f8", "1", "squared log-sum-exp of the logits of a token, mean, no coefficient"),
+    ),
+    remade=True,
+)
+EXPERT_LOADS: Final = MetricsTable(
+    "expert_loads",
+    (
+        Column("step", "i8", "1", "completed optimizer steps"),
+        _SESSION,
+        Column("layer", "i8", "1", "the block, from 1"),
+        Column("load", "f8", "1", "choices of each expert in the step, before drops", wide=True),
+    ),
+    second="expert",
     remade=True,
 )
 LIVES: Final = MetricsTable(

@@ -36,12 +36,15 @@ from hpcdist.strategies.core.logical_shards import LogicalShards
 from hpcdist.strategies.core.mixed_precision import NoLossScale
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.delayed import DelayedExchange
+from hpcdist.strategies.expert.axis import ExpertAxis, algorithm_for, split_data_axis
+from hpcdist.strategies.expert.exchange import ExpertExchange
+from hpcdist.strategies.expert.model import share_out
 from hpcdist.strategies.parameter_server.compressed import PushCompression
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.pipeline.plan import PartitionPlan
 from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
-from hpcdist.strategies.schedule.observers import NO_RANGES, OperationRanges, ProfilerRanges
+from hpcdist.strategies.schedule.observers import NO_RANGES, NanFinder, OperationRanges, ProfilerRanges
 from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.step import StepObserver
 from hpcdist.strategies.schedule.verify.proof import Proof
@@ -58,6 +61,7 @@ from hpcdist.training.build.trainer import Trainer, microbatches_of
 from hpcdist.training.chaos.injection import FaultInjector, FaultPlan, Slowdown
 from hpcdist.training.observe.instrumentation import NvtxRanges
 from hpcdist.training.observe.noise_scale import NoiseMeter
+from hpcdist.training.observe.router_meter import RouterMeter
 from hpcdist.training.observe.sdc_check import SdcCheck
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.recipe.requirements import grid_and_roles
@@ -82,6 +86,9 @@ def check_user_model(recipe: Recipe, model: Model) -> None:
 def build_exchange(context: RankContext, recipe: Recipe, compression: str) -> Exchange:
     """Return the exchange of the recipe's strategy; ``compression`` is resolved, never "auto". Collective."""
     shards = LogicalShards(context, recipe.run.logical_shards) if recipe.run.logical_shards else None
+    if context.experts.size > 1 and not context.portion:
+        replicas = split_data_axis(context.data, context.experts.size)[1]
+        return ExpertExchange(context, replicas, lambda part: build_exchange(part, recipe, compression))
     if recipe.parallel.strategy == "parameter_server":
         quantiser = compression, recipe.compression, recipe.run.seed
         pushed = None if compression == "none" else PushCompression(*quantiser)
@@ -131,7 +138,7 @@ def assemble(
     compression = build_selection.resolve_compression(context, recipe, origin)
     exchange = build_exchange(context, recipe, compression.name)
     loss_scale = _loss_scale(recipe)
-    in_order, noise, faults, ranges = _build_observers(recipe, context, exchange, loss_scale, directory)
+    in_order, router, noise, faults, ranges = _build_observers(recipe, context, exchange, loss_scale, directory)
     seed, spans = recipe.run.seed, session.spans
     executor = strategies.build_executor(
         context, exchange, loss_scale=loss_scale, seed=seed, spans=spans, observers=in_order
@@ -157,6 +164,7 @@ def assemble(
         compression=compression,
         proof=proof,
         noise=noise,
+        router=router,
         faults=faults,
         ranges=ranges,
         plan=plan,
@@ -186,13 +194,16 @@ def _proven_operations(
 
 def _build_observers(
     recipe: Recipe, context: RankContext, exchange: Exchange, loss_scale: NoLossScale, directory: Path | None
-) -> tuple[tuple[StepObserver, ...], NoiseMeter | None, FaultPlan | None, ProfilerRanges]:
-    """Return the observers of the steps of ``recipe``, and noise, faults and ranges that the run reads (local).
+) -> tuple[tuple[StepObserver, ...], RouterMeter | None, NoiseMeter | None, FaultPlan | None, ProfilerRanges]:
+    """Return the observers of the steps of ``recipe``, and router, noise, faults and ranges that it reads (local).
 
     Their order counts: the noise meter sees gradients before a fault damages them, and the check for corruption after.
     """
     in_order: list[StepObserver] = []
-    run, chaos, noise, faults, ranges = recipe.run, recipe.chaos, None, None, NO_RANGES
+    run, chaos, router, noise, faults, ranges = recipe.run, recipe.chaos, None, None, None, NO_RANGES
+    if (experts := context.model.operations.experts) is not None:
+        router = RouterMeter(context, experts.state)
+        in_order.append(router)
     if run.noise_scale_every_steps:
         noise = NoiseMeter(context, exchange, run.noise_scale_every_steps)
         in_order.append(noise)
@@ -213,7 +224,7 @@ def _build_observers(
     if recipe.telemetry.nvtx:
         ranges = NvtxRanges()
         in_order.append(OperationRanges(ranges))
-    return tuple(in_order), noise, faults, ranges
+    return tuple(in_order), router, noise, faults, ranges
 
 
 def _initialised(trainer: Trainer) -> Trainer:
@@ -286,6 +297,8 @@ def _rank_context(
     cut = _context_axis(recipe, axes) if grid.context > 1 else None
     model = cut_context(whole, cut)
     model = cut_model(model, tensor, algorithm, sequence_parallel=recipe.parallel.sequence_parallel, context=cut)
+    experts = split_data_axis(axes.data, grid.expert)[0] if grid.expert > 1 and computes else solo()
+    model = share_out(model, ExpertAxis(experts, algorithm_for(selection.algorithm), model.watch or NanFinder()))
     plan = pipeline.plan_partition(comm, recipe, grid, whole, model, schedule, origin) if computes else None
     context = RankContext(
         world=comm,
@@ -294,6 +307,7 @@ def _rank_context(
         tensor=tensor,
         context=cut,
         batch=axes.data,
+        experts=experts,
         model=model,
         placement=None if plan is None else plan.placement,
         optimizer=rates.resolve_rate(recipe.optimizer, recipe.run.batches),

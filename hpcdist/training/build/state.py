@@ -3,9 +3,9 @@
 Random streams are keyed by (seed, step, ...) and batches by the global sample index, so a few numbers are all of
 their state. `restore_state` refuses other data, a pending delayed gradient, and the frozen variance of 1-bit Adam.
 
-`load_initial` begins a new run with the parameters of another (``run.init_from``), in any layout. Nothing else is
-taken: optimizer, clock and sample order are new, and the data may be other. Parameters of another floating-point type
-are rounded to that of the run.
+`load_initial` begins a new run with the parameters of another (``run.init_from``), in any layout, and with the biases
+of its routers. Nothing else is taken: optimizer, clock and sample order are new, and the data may be other. Parameters
+of another floating-point type are rounded to that of the run.
 """
 
 import functools
@@ -35,7 +35,7 @@ from hpcdist.errors import ConfigurationError, DataError, StorageError
 from hpcdist.strategies.compressed.onebit import FROZEN
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training.build import pipeline
-from hpcdist.training.build.state_source import StateSource
+from hpcdist.training.build.state_source import StateSource, scalars_of
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import FEISTEL, RULES
 from hpcdist.training.recipe import recipe as recipes
@@ -48,6 +48,8 @@ def scalars(trainer: Trainer, steps: int) -> dict[str, Any]:
     numbers: dict[str, Any] = {} if trainer.shares is None else {"shares": trainer.shares.state(steps)}
     if trainer.noise is not None:
         numbers["noise_scale"] = trainer.noise.smoothed.state()
+    if (experts := trainer.model.operations.experts) is not None:
+        numbers |= experts.state.state()
     return {**numbers, **pipeline.partition_scalars(trainer.recipe, trainer.plan)} | {
         "steps": steps,
         "samples": trainer.recipe.run.batches.samples_before(steps),
@@ -76,7 +78,7 @@ def checkpoint_metadata(trainer: Trainer) -> dict[str, Any]:
     """Return topology, recipe, versions and tied names, for people and tools: a restore reads none of it (local)."""
     if trainer.comm.rank:
         return {}  # those of rank 0 count
-    axes = ("data", "pipeline", "tensor", "context")
+    axes = ("data", "pipeline", "tensor", "context", "expert")
     tied = {name: key for stage in trainer.model.stages for name, key in stage.tied.items()}
     return {
         "tied": tied,
@@ -138,6 +140,8 @@ def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
         trainer.shares.restore(resumed.get("shares", []))
     if trainer.noise is not None:
         trainer.noise.smoothed.restore(resumed.get("noise_scale", {}))
+    if (experts := trainer.model.operations.experts) is not None:
+        experts.state.restore(resumed)
     trainer.executor.copies.refresh()
     return replace(trainer, source=source, first_step=resumed["steps"], sample_order=order)
 
@@ -177,6 +181,8 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
         raise StorageError(f"{path.parent}: {error}; name another, or add --allow-partial to draw it") from error
     trainer.exchange.restore(trainer.exchange.state())  # working copies, and whatever else follows from parameters
     trainer.executor.copies.refresh()
+    if (experts := trainer.model.operations.experts) is not None:
+        experts.state.restore(on_first_rank(trainer.comm, lambda: scalars_of(path, stored)))
     if trainer.comm.rank == 0:
         _report_initial(path, stored, skipped, len(trainer.model.layout.segments))
     return skipped

@@ -70,6 +70,7 @@ class _Scalars(msgspec.Struct):
     loss_scale: _LossScale = msgspec.field(default_factory=_LossScale)
     noise_scale: _NoiseScale = msgspec.field(default_factory=_NoiseScale)
     shares: list[tuple[Count, list[Size]]] = []
+    router_bias: list[list[Finite]] = []
     stage_units: list[Size] = []
 
 

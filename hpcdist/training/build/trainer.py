@@ -24,6 +24,7 @@ from hpcdist.training.build.selection import AlgorithmSelection
 from hpcdist.training.chaos.injection import FaultPlan
 from hpcdist.training.data import Prefetcher
 from hpcdist.training.observe.noise_scale import NoiseMeter
+from hpcdist.training.observe.router_meter import RouterMeter
 from hpcdist.training.recipe.recipe import Recipe
 
 
@@ -48,6 +49,7 @@ class Trainer:
     proof: Proof | None  # that the lists of all ranks are one step; None where they were not gathered
     noise: NoiseMeter | None
     faults: FaultPlan | None  # injected ones
+    router: RouterMeter | None  # of a mixture of experts
     ranges: ProfilerRanges
     plan: PartitionPlan | None  # of the stages, where there are several
     factory_seal: str  # of the file that makes an imported model, on rank 0

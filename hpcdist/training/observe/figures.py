@@ -174,12 +174,18 @@ def describe_utilisation(summary: dict[str, Any]) -> list[str]:
 
 
 def write_side_tables(metrics: RunMetrics, trainer: Trainer) -> None:
-    """Write the consensus distances and noise scales since the last call (rank 0 does, the others drop them)."""
+    """Write consensus distances, noise scales and router figures since the last call (rank 0; others drop them)."""
     if new := trainer.exchange.new_consensus_distances():
         metrics.put(side_tables.CONSENSUS, step=list(new), distance=list(new.values()))
     if trainer.noise is not None and (rows := trainer.noise.taken()):
         names = [column.name for column in side_tables.NOISE_SCALE.columns if column.name != "session"]
         metrics.put(side_tables.NOISE_SCALE, **dict(zip(names, zip(*rows, strict=True), strict=True)))
+    if trainer.router is not None and (rows := trainer.router.taken()):
+        names = [column.name for column in side_tables.EXPERTS.columns if column.name != "session"]
+        metrics.put(side_tables.EXPERTS, **dict(zip(names, zip(*rows, strict=True), strict=True)))
+        loads = trainer.router.loads
+        layers = range(1, len(loads) + 1)
+        metrics.put(side_tables.EXPERT_LOADS, step=[trainer.router.step] * len(loads), layer=layers, load=loads)
 
 
 def consensus_figures(trainer: Trainer) -> dict[str, Any]:

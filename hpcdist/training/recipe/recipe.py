@@ -68,7 +68,7 @@ class Recipe:
 
         ``options`` of `hpcdist run` are keys too: "--survive" and "--spares".
         """
-        rules.check({**flat(self), "data rank": data_ranks, "feed-forward column": self.model.inner, **options})
+        rules.check({**flat(self), "data rank": data_ranks, "feed-forward column": self.model.expert_inner, **options})
 
 
 @dataclass(frozen=True)

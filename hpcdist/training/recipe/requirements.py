@@ -56,7 +56,7 @@ def grid_and_roles(recipe: "Recipe", world: int, *, chaos: bool = True) -> "tupl
     parallel = recipe.parallel
     roles = Roles.of(recipe.parameter_server, world) if parallel.has_roles else None
     servers = world - len(roles.workers) if roles else 0
-    degrees = {axis: getattr(parallel, axis) for axis in ("data", "pipeline", "tensor", "context")}
+    degrees = {axis: getattr(parallel, axis) for axis in ("data", "pipeline", "tensor", "context", "expert")}
     grid = ProcessGrid.of(world, **degrees, servers=servers)
     recipe.check_world(grid.data)
     if chaos:

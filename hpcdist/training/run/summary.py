@@ -18,7 +18,7 @@ from hpcdist.reporting.units import counted, format_bytes
 from hpcdist.strategies.core.grid import ORDER
 from hpcdist.telemetry.provenance import pss_bytes
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.observe import figures, noise_scale
+from hpcdist.training.observe import figures, noise_scale, router_meter
 from hpcdist.training.observe.energy import describe_energy
 from hpcdist.training.run.loop import RunOutcome
 
@@ -175,7 +175,7 @@ def summarise(
         "run_dir": str(directory),
         "stopped_by": outcome.stop_request.name.lower() if outcome.stop_request is not None else None,
     }
-    return summary | _reasons(trainer, summary, bool(shares))
+    return summary | router_meter.router_figures(trainer.router) | _reasons(trainer, summary, bool(shares))
 
 
 def _reasons(trainer: Trainer, summary: Mapping[str, Any], has_steps: bool) -> dict[str, str]:
@@ -315,6 +315,7 @@ def describe(summary: dict[str, Any]) -> str:
         *figures.describe_consensus(summary),
         *figures.describe_stragglers(summary),
         *noise_scale.describe_noise(summary),
+        *router_meter.describe_router(summary),
         describe_energy(summary),
         f"run directory {summary['run_dir']}",
     ]

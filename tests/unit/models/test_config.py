@@ -44,6 +44,24 @@ from hpcdist.models.config import ModelConfig
     ({"kind": "convnet", "kv_heads": 2}, "model.kv_heads = 2 has no effect"),
     ({"kind": "convnet", "positions": "rotary"}, "model.positions = 'rotary' has no effect"),
     ({"kind": "mlp", "feed_forward": 9}, "model.feed_forward = 9 has no effect"),
+    ({"kind": "mlp", "experts": 4}, "model.experts = 4 has no effect with model.kind = 'mlp'"),
+    ({"experts": 1}, "model.experts = 1: a mixture has a choice; set it to 2 or more, or to 0"),
+    ({"experts": -2}, "model.experts = -2"),
+    (
+        {"experts": 4, "experts_per_token": 5},
+        "model.experts_per_token = 5 with model.experts = 4: .*; choose at most 4",
+    ),
+    ({"experts": 4, "experts_per_token": 0}, "model.experts_per_token = 0"),
+    ({"experts_per_token": 1}, "model.experts_per_token = 1 has no effect with model.experts = 0; .* 2 or more"),
+    ({"shared_experts": 1}, "model.shared_experts = 1 has no effect"),
+    ({"balance_rate": 0.1}, "model.balance_rate = 0.1 has no effect"),
+    ({"experts": 4, "router": "hash"}, "model.router = 'hash'; choose one of softmax, sigmoid"),
+    (
+        {"experts": 4, "capacity_factor": 2.5},
+        "model.capacity_factor = 2.5 .*: that is more than every token; choose at most 2,",
+    ),
+    ({"experts": 4, "capacity_factor": float("nan")}, "model.capacity_factor = nan; it must be finite"),
+    ({"experts": 4, "z_loss": -1.0}, "model.z_loss = -1.0; it must be finite and at least 0"),
 )
 def test_refusals(changes, message):
     with pytest.raises(ConfigurationError, match=message):

@@ -20,6 +20,11 @@ GPTS = {
     "rotary, rms, swiglu": ({"positions": "rotary", "norm": "rms", "activation": "swiglu"}, {"context": 33}),
     "grouped, no bias": ({"kv_heads": 2, "bias": False, "feed_forward": 96}, {"context": 40}),
     "encoder": ({"kind": "encoder"}, {"context": 50}),
+    "experts": ({"experts": 5, "expert_hidden": 24, "experts_per_token": 3}, {"context": 30}),
+    "gated experts, shared": (
+        {"experts": 4, "shared_experts": 2, "activation": "swiglu", "bias": False},
+        {"context": 20},
+    ),
 }
 OTHERS = {
     "mlp": ({"kind": "mlp", "hidden": 48}, {"features": 20, "classes": 7}),
@@ -138,6 +143,11 @@ LARGE = {
         8,
     ),
     "encoder": ({"kind": "encoder", "layers": 4, "hidden": 128}, {"context": 128}, 8),
+    "experts": (
+        {"layers": 4, "hidden": 128, "experts": 8, "expert_hidden": 200, "shared_experts": 1},
+        {"context": 128},
+        8,
+    ),
     "mlp": ({"kind": "mlp", "layers": 5, "hidden": 512}, {"features": 300, "classes": 40}, 256),
     "convnet": (
         {"kind": "convnet", "layers": 5, "hidden": 16, "activation": "relu"},
@@ -156,6 +166,7 @@ LARGE = {
     "large vocabulary-False",
     "all options-False",
     "encoder-False",
+    "experts-True",
     "mlp-True",
     "convnet-True",
 )

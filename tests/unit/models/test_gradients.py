@@ -29,6 +29,10 @@ CASES = {
     "gpt rotary": model_case(layers=1, hidden=8, heads=2, vocabulary=6, positions="rotary", context=4),
     "gpt swiglu, rms": model_case(**SMALL, norm="rms", activation="swiglu", feed_forward=7, context=4),
     "gpt relu": model_case(**SMALL, activation="relu", feed_forward=9, context=4),
+    "gpt of experts": model_case(**SMALL, experts=3, expert_hidden=5, shared_experts=1, balance_loss=0, context=4),
+    "encoder of gated experts": model_case(
+        **SMALL, kind="encoder", experts=3, experts_per_token=1, activation="swiglu", balance_loss=0, context=7
+    ),
     "encoder": model_case(kind="encoder", **GPT, context=6),
     "encoder with all options": model_case(
         kind="encoder", **LLAMA, layers=1, hidden=8, heads=4, kv_heads=2, vocabulary=6, context=9

@@ -26,7 +26,8 @@ OVER_DATA: Final = (
     *(*ENDS, *ENDS.values()),
 )
 OVER_COPIES: Final = (Kind.COPY_GRADIENT, Kind.COPY_VALUE)
-OVER_TENSOR: Final = (*COMPUTE, Kind.SUM_ROWS)  # where that axis has several ranks, they compute together
+# Where that axis has several ranks, they compute together, and so do those that share out experts.
+OVER_TENSOR: Final = (*COMPUTE, Kind.SUM_ROWS)
 OVER_CONTEXT: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)  # as do those of a context axis
 REPLICAS: Final = ("data", "context")
 SERVED: Final = {Kind.COLLECT: Kind.PUSH, Kind.PULL: Kind.PUBLISH}  # what waits -> what it waits for
@@ -42,10 +43,22 @@ class PeerRanks:
         self.workers = range(grid.size)
         self.servers = tuple(range(grid.size, ranks))
         self._places = [grid.coordinates(rank) for rank in self.workers]
+        groups: dict[tuple[int, int, int], list[int]] = {}
+        for rank in self.workers:
+            groups.setdefault(self._group_of(rank), []).append(rank)
+        self._groups = {group: tuple(members) for group, members in groups.items()}
 
     def stage(self, rank: int) -> int:
         """Return the pipeline stage of a worker."""
         return self._places[rank]["pipeline"]
+
+    def together(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that ``rank`` computes with: of its tensor group, and of those that share out experts."""
+        return self._groups[self._group_of(rank)]
+
+    def _group_of(self, rank: int) -> tuple[int, int, int]:
+        place = self._places[rank]
+        return place["pipeline"], place["data"] // self.grid.expert, place["context"]
 
     def along(self, axes: Collection[str], rank: int) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` along ``axes`` only; servers are one such group."""
@@ -144,7 +157,8 @@ class DryRun:
             return ("world",), tuple(range(len(self._lists)))
         if op.kind in OVER_TENSOR:
             axes = ("tensor", "context") if op.kind in OVER_CONTEXT else ("tensor",)
-            members = self._neighbours.along(axes, rank)
+            shared = self._neighbours.grid.expert > 1 and op.kind is not Kind.SUM_ROWS
+            members = self._neighbours.together(rank) if shared else self._neighbours.along(axes, rank)
             return (*axes, *members), members
         if op.kind in OVER_DATA:
             members = self._data[rank] if op.kind is not Kind.NORMS else self._updating(rank)
@@ -157,7 +171,8 @@ class DryRun:
 
     def _together(self, op: Operation) -> bool:
         grid = self._neighbours.grid
-        return (op.kind in OVER_TENSOR and grid.tensor > 1) or (op.kind in OVER_CONTEXT and grid.context > 1)
+        tensor = grid.tensor > 1 or (grid.expert > 1 and op.kind is not Kind.SUM_ROWS)
+        return (op.kind in OVER_TENSOR and tensor) or (op.kind in OVER_CONTEXT and grid.context > 1)
 
     def _updating(self, rank: int) -> tuple[int, ...]:
         """Return the ranks along the data axis that update: all of them, or those among them that serve."""

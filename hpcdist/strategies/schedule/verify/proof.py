@@ -52,6 +52,7 @@ def verify(
     accumulates: bool = True,
     degrees: ShardingDegrees | None = None,
     placement: StagePlacement | None = None,
+    experts: Mapping[int, Range] | None = None,
 ) -> Proof:
     """Return the proof of one step, given the list of every rank (local).
 
@@ -59,8 +60,9 @@ def verify(
     besides its own. Lists beyond the size of ``grid`` are those of parameter servers. ``accumulates`` says that
     gradients are exchanged once a step, not after every micro-batch; ``degrees`` over how many replicas parameters,
     gradients and optimizer state are cut, where all do not step everything. ``placement`` says which rank of a pipeline
-    has which chunks; without it chunks are taken to be as long as they can be. Raises ScheduleError, which names rank
-    and operation.
+    has which chunks; without it chunks are taken to be as long as they can be. ``experts`` are the parts of units of
+    which each of ``grid.expert`` consecutive data ranks has its own. Raises ScheduleError, which names rank and
+    operation.
     """
     neighbours = PeerRanks(grid, len(lists))
     if len(lists) < grid.size:
@@ -84,9 +86,8 @@ def verify(
     ]
     for share in shares:
         rank_checks.check(share)
-    _check_owners(shares, neighbours, grid.replicas // degrees.optimizer if degrees else 1)
-    dry_run = DryRun(lists, neighbours, places)
-    dry_run.run()
+    _check_owners(shares, neighbours, grid.replicas // degrees.optimizer if degrees else 1, experts or {})
+    (dry_run := DryRun(lists, neighbours, places)).run()
     stages = [
         [share for share in shares[: grid.size] if share.place is not None and share.place[1] == stage]
         for stage in range(grid.pipeline)
@@ -136,16 +137,32 @@ def _owned(
     return owned, places
 
 
-def _check_owners(shares: Sequence[RankProgram], neighbours: PeerRanks, copies: int) -> None:
+def _check_owners(
+    shares: Sequence[RankProgram], neighbours: PeerRanks, copies: int, experts: Mapping[int, Range]
+) -> None:
     """Check that each element is updated by exactly ``copies`` ranks, or by all that hold it.
 
-    With ZeRO p / d_o replicas own the same cut of the optimizer, and all of them update it.
+    With ZeRO p / d_o replicas own the same cut of the optimizer, and all of them update it. What is at one place of
+    ``experts`` is another expert on each of the ranks that share them out: those that hold it are its replicas.
     """
     servers = [part for server in neighbours.servers for part in shares[server].ranges(Kind.APPLY)]
     for share in shares[: neighbours.grid.size]:
-        members = neighbours.along(REPLICAS, share.rank)
-        applied = servers + [part for member in members for part in shares[member].ranges(Kind.APPLY)]
-        for unit, whole in share.units.items():
+        data, degree = neighbours.along(REPLICAS, share.rank), neighbours.grid.expert
+        replicas = data[data.index(share.rank) % degree :: degree]
+        parts = [
+            (unit, part, members)
+            for unit, whole in share.units.items()
+            for part, members in (
+                (Range(whole.start, experts[unit].start if unit in experts else whole.stop), data),
+                (experts.get(unit, Range(whole.stop, whole.stop)), replicas),
+            )
+        ]
+        applied_by = {
+            members: servers + [part for member in members for part in shares[member].ranges(Kind.APPLY)]
+            for members in (data, replicas)
+        }
+        for unit, whole, members in parts:
+            applied = applied_by[members]
             for piece, times in coverage(whole, applied):
                 if times not in (copies, len(members)):
                     raise ScheduleError(

@@ -1,6 +1,6 @@
 """Charts over steps: loss, learning rate, speed, phases and ranks; and the chart of one step by rank."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -23,8 +23,8 @@ MAX_RANK_ROWS: Final = 128  # of a picture of ranks; more are put together, and 
 
 
 def learning_charts(data: PageData) -> list[Chart]:
-    """Return the charts of loss and learning rate."""
-    return [_loss(data), _rate(data), *_end(data)]
+    """Return the charts of loss and learning rate, and of a mixture of experts those of its routers."""
+    return [_loss(data), _rate(data), *_end(data), *_routers(data)]
 
 
 def speed_charts(data: PageData) -> list[Chart]:
@@ -123,6 +123,40 @@ def _rate(data: PageData) -> Chart:
 
     alt = f"Learning rate over the steps, highest {np.nanmax(rate):.3g}, last {rate[-1]:.3g}"
     return Chart("rate", "Learning rate", draw.draw_svg("rate", picture), alt=alt)
+
+
+def _routers(data: PageData) -> list[Chart]:
+    """Return the charts of the loads of experts, and of entropy and drops, where there are experts."""
+    rows = {} if data.run is None else data.run.tables.get("experts", {})
+    if not len(rows.get("step", ())):
+        return []
+    steps = rows["step"]
+
+    def lines(*drawn: tuple[str, str, str], unit: str) -> Callable[[Any], None]:
+        def picture(axes: Any) -> None:
+            for name, label, colour in drawn:
+                axes.plot(*series.decimate(steps, rows[name]), color=colour, label=label)
+            series.mark_resumes(axes, data)
+            axes.set_ylim(bottom=0)
+            series.label_step_axis(axes, unit)
+            draw.legend(axes)
+
+        return picture
+
+    loads = lines(("worst", "worst layer", draw.RED), ("imbalance", "mean of the layers", draw.BLUE), unit="load")
+    choice = lines(
+        ("entropy", "entropy of a token (nats)", draw.GREEN), ("dropped", "share dropped", draw.RED), unit="router"
+    )
+    last = {name: series.format_value(float(values[-1])) for name, values in rows.items() if name != "step"}
+    caption = "Of the busiest expert, over the mean load: 1 is even."
+    alt = (
+        f"Load of the busiest expert over the mean, {last['imbalance']} at the end, {last['worst']} in the worst layer"
+    )
+    of_choice = f"Entropy of the scores of a token, {last['entropy']} nats at the end; share dropped, {last['dropped']}"
+    return [
+        Chart("loads", "Load of experts", draw.draw_svg("loads", loads), caption, alt),
+        Chart("router", "Choice of experts", draw.draw_svg("router", choice), alt=of_choice),
+    ]
 
 
 def _throughput(data: PageData) -> Chart:

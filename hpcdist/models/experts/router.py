@@ -1,0 +1,244 @@
+"""Router of a mixture of experts: scores, choice, capacity, and what keeps the experts evenly loaded.
+
+A token has a score for each of E experts, of its logits l = W x: "softmax" of them (Shazeer et al., arXiv:1701.06538),
+or the "sigmoid" of each (DeepSeek-V3, arXiv:2412.19437). The k largest are its experts (of equal ones the first), and
+their gates are their scores over the sum of these k; with k = 1 the score itself (Switch, arXiv:2101.03961).
+
+Everything that is not a sum over tokens is taken over one *sample*, so no cut of a batch into ranks or micro-batches
+changes it, and nothing has to be sent:
+
+    capacity           c k T / E tokens of a sample of T, rounded up, for each expert; 0: no limit, nothing is dropped.
+                       Earlier tokens come first, whatever the rank of their choice: a token never depends on later
+                       ones. A dropped choice adds nothing; the gates of the others stay.
+    balance loss       a E sum_e f_e P_e, with f_e the share of the choices that went to e, before drops, and P_e the
+                       mean of its scores, normalised over the experts: 1 a where all are even (arXiv:2101.03961, for
+                       each sequence as arXiv:2412.19437, eq. 17)
+    z loss             z mean of (log sum exp l)^2 over the tokens (ST-MoE, arXiv:2202.08906)
+
+Both losses are means over the samples of the whole batch and sums over the layers, beside the mean loss of the targets,
+which alone is reported as the loss. Without a loss, a bias for each expert is added to its score where experts are
+chosen, and not in the gates; after a step it goes up by ``balance_rate`` where the expert had less than the mean load
+of the whole batch, and down where it had more (Wang et al., arXiv:2408.15664). Loads are whole numbers, summed over the
+ranks with the loss: the biases are the same bits everywhere. They are state of the run, and no parameters.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.jit import jit
+from hpcdist.models.config import ModelConfig
+from hpcdist.models.layers.vector_math import SAMPLE_DTYPES, exp
+
+EXTRA: Final = 4  # what `RouterState.seen` has behind the loads: dropped choices, entropy, balance loss, z loss
+
+
+class RouterState:
+    """Biases of the routers of a model, and what they did since `take`. Local.
+
+    ``seen`` (layers, experts + EXTRA) has sums: choices of each expert before drops, dropped ones, the entropy of the
+    scores of each token in nats, the balance loss of each sample and the z loss of each token, without coefficients.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.experts, self.rate, self.first_layer = config.experts, config.balance_rate, 1
+        self.bias = np.zeros((config.layers, config.experts))
+        self.seen = np.zeros((config.layers, config.experts + EXTRA))
+
+    def bias_of(self, layer: int) -> np.ndarray:
+        """Return the biases of the router of ``layer``, a view (experts,)."""
+        row: np.ndarray = self.bias[layer - self.first_layer]
+        return row
+
+    def seen_of(self, layer: int) -> np.ndarray:
+        """Return what the router of ``layer`` did, a view (experts + EXTRA,)."""
+        row: np.ndarray = self.seen[layer - self.first_layer]
+        return row
+
+    def take(self) -> np.ndarray:
+        """Return what the routers did since the last call, and forget it (layers, experts + EXTRA)."""
+        taken, self.seen[...] = self.seen.copy(), 0
+        return taken
+
+    def balance(self, loads: np.ndarray) -> None:
+        """Move the biases by ``loads`` (layers, experts), the choices in the whole batch of a step."""
+        self.bias += self.rate * np.sign(loads.sum(axis=1, keepdims=True) - self.experts * loads)
+
+    def state(self) -> dict[str, Any]:
+        """Return the biases as JSON values, {} where they never moved and will not."""
+        return {"router_bias": self.bias.tolist()} if self.rate or self.bias.any() else {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned; biases of another model, or none, leave those of this one alone."""
+        rows = state.get("router_bias", [])
+        if [len(row) for row in rows] == [self.experts] * len(self.bias):
+            self.bias[...] = rows
+
+
+def capacity(config: ModelConfig, context: int) -> int:
+    """Return how many tokens of a sample of ``context`` tokens an expert takes: all of them without a factor."""
+    even = config.experts_per_token * context / config.experts
+    return min(context, math.ceil(config.capacity_factor * even - 1e-9)) if config.capacity_factor else context
+
+
+def choose(logits: Array, bias: np.ndarray, kind: str, chosen: Array, gates: Array) -> None:
+    """Write the experts of each token to ``chosen`` (tokens, k), int32, and their gates; logits are (tokens, E)."""
+    _choose(logits, bias, kind == "sigmoid", chosen, gates)
+
+
+def place(chosen: Array, context: int, room: int, starts: np.ndarray, places: Array) -> int:
+    """Sort the choices by expert: write their rows to ``places`` (tokens, k), -1 for dropped ones; return the rows.
+
+    Expert e has the rows ``starts[e]`` to ``starts[e + 1]``, in the order of the tokens. Of each sample of ``context``
+    tokens it takes the first ``room``.
+    """
+    return int(_place(chosen, context, room, starts, places))
+
+
+def gradient_of_logits(
+    logits: Array,
+    chosen: Array,
+    gates: Array,
+    dgates: Array,
+    kind: str,
+    context: int,
+    coefficients: Sequence[float],
+    seen: np.ndarray,
+) -> None:
+    """Overwrite ``logits`` with their gradient, and add what the router did to ``seen`` but for dropped choices.
+
+    ``coefficients`` are those of the balance loss of a sample and of the z loss of a token in the scaled loss.
+    """
+    _choose_backward(logits, chosen, gates, dgates, kind == "sigmoid", context, *coefficients, seen)
+
+
+@jit
+def _scores(logits: Any, sigmoid: Any, scores: Any, soft: Any) -> Any:
+    """Write scores and softmax of a token; return the sum of the scores and log sum exp of the logits."""
+    most = logits[0]
+    for e in range(1, logits.size):
+        most = max(most, logits[e])
+    total = logits.dtype.type(0)
+    for e in range(logits.size):
+        soft[e] = exp(logits[e] - most)
+        total += soft[e]
+    one = logits.dtype.type(1)
+    sum_of_scores = logits.dtype.type(0)
+    for e in range(logits.size):
+        soft[e] /= total
+        scores[e] = one / (one + exp(-logits[e])) if sigmoid else soft[e]
+        sum_of_scores += scores[e]
+    return sum_of_scores, most + np.log(total)
+
+
+@jit
+def _choose(logits: Any, bias: Any, sigmoid: Any, chosen: Any, gates: Any) -> None:
+    tokens, count = chosen.shape
+    scores, soft = np.empty(logits.shape[1], logits.dtype), np.empty(logits.shape[1], logits.dtype)
+    for t in range(tokens):
+        _scores(logits[t], sigmoid, scores, soft)
+        total = logits.dtype.type(0)
+        for j in range(count):
+            best = -1
+            for e in range(scores.size):
+                taken = False
+                for before in range(j):
+                    taken = taken or chosen[t, before] == e
+                # A NaN is larger than nothing: then the first that are left are chosen, and it shows in the gates.
+                if not taken and (best < 0 or scores[e] + bias[e] > scores[best] + bias[best]):
+                    best = e
+            chosen[t, j] = best
+            gates[t, j] = scores[best]
+            total += scores[best]
+        if count > 1:
+            for j in range(count):
+                gates[t, j] /= total
+
+
+@jit
+def _place(chosen: Any, context: Any, room: Any, starts: Any, places: Any) -> Any:
+    tokens, count = chosen.shape
+    experts = starts.size - 1
+    of_sample, rows = np.zeros(experts, np.int64), np.zeros(experts, np.int64)
+    for t in range(tokens):
+        if t % context == 0:
+            of_sample[:] = 0
+        for j in range(count):
+            e = chosen[t, j]
+            fits = of_sample[e] < room
+            of_sample[e] += 1
+            places[t, j] = rows[e] if fits else -1
+            rows[e] += 1 if fits else 0
+    starts[0] = 0
+    for e in range(experts):
+        starts[e + 1] = starts[e] + rows[e]
+    for t in range(tokens):
+        for j in range(count):
+            if places[t, j] >= 0:
+                places[t, j] += starts[chosen[t, j]]
+    return starts[experts]
+
+
+@jit
+def _choose_backward(
+    logits: Any, chosen: Any, gates: Any, dgates: Any, sigmoid: Any, context: Any, balance: Any, z: Any, seen: Any
+) -> None:
+    tokens, count = chosen.shape
+    experts = logits.shape[1]
+    zero, one = logits.dtype.type(0), logits.dtype.type(1)
+    scores, soft = np.empty(logits.shape[1], logits.dtype), np.empty(logits.shape[1], logits.dtype)
+    dscores, even = np.empty_like(scores), np.empty_like(scores)
+    loads, means = np.zeros(experts), np.zeros(experts)
+    for first in range(0, tokens, context):
+        loads[:], means[:] = 0, 0
+        for t in range(first, first + context):
+            for j in range(count):
+                loads[chosen[t, j]] += 1
+        for e in range(experts):  # the gradient of the balance loss of this sample for a normalised score
+            even[e] = balance * experts * loads[e] / (count * context) / context
+            seen[e] += loads[e]
+        for t in range(first, first + context):
+            row = logits[t]
+            total, log_sum = _scores(row, sigmoid, scores, soft)
+            inside = zero
+            for e in range(experts):
+                share = scores[e] / total
+                means[e] += share
+                inside += even[e] * share
+                if share > 0:
+                    seen[experts + 1] -= share * np.log(share)
+            seen[experts + 3] += log_sum * log_sum
+            # Softmax scores are normalised already, and their sum of 1 does not depend on the logits.
+            for e in range(experts):
+                dscores[e] = (even[e] - inside) / total if sigmoid else even[e]
+            if count == 1:
+                dscores[chosen[t, 0]] += dgates[t, 0]
+            else:
+                of_gates, sum_of_chosen = zero, zero
+                for j in range(count):
+                    of_gates += dgates[t, j] * gates[t, j]
+                    sum_of_chosen += scores[chosen[t, j]]
+                for j in range(count):
+                    dscores[chosen[t, j]] += (dgates[t, j] - of_gates) / sum_of_chosen
+            inside = zero
+            for e in range(experts):
+                inside += dscores[e] * scores[e]
+            slope = logits.dtype.type(2 * z) * log_sum
+            for e in range(experts):
+                own = dscores[e] * (one - scores[e]) if sigmoid else dscores[e] - inside
+                row[e] = own * scores[e] + slope * soft[e]
+        for e in range(experts):
+            seen[experts + 2] += experts * loads[e] / (count * context) * means[e] / context
+
+
+for _dtype in SAMPLE_DTYPES:
+    _logits, _gates = np.ones((1, 2), _dtype), np.ones((1, 1), _dtype)
+    _chosen, _starts = np.zeros((1, 1), np.int32), np.zeros(3, np.int64)
+    _choose.sample(lambda x=_logits, g=_gates, c=_chosen: (x, np.zeros(2), False, c.copy(), g.copy()))
+    _choose_backward.sample(
+        lambda x=_logits, g=_gates, c=_chosen: (x.copy(), c, g, g, False, 1, 0.0, 0.0, np.zeros(2 + EXTRA))
+    )
+_place.sample(lambda c=_chosen, s=_starts: (c, 1, 1, s.copy(), c.copy()))

@@ -1,0 +1,84 @@
+"""The ranks that share out experts: who they are, their all-to-alls of uneven counts, and the time these take.
+
+On p data ranks, e consecutive ones are a group and have all experts together, E / e each; ranks e apart have the same
+ones and are their replicas. A rank sends each layer's rows (k N of width h for N tokens with k experts each) to the
+ranks that have their experts and gets the results back: forward two all-to-alls and backward two, each of (e-1)/e of
+these rows where loads are even. When one rank calls a method here, all of its group do, in the same order.
+"""
+
+import time
+
+import numpy as np
+
+from hpcdist import collectives
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ranges import Range
+from hpcdist.collectives.algorithms.all_to_all import ALL_TO_ALL
+from hpcdist.comm.communicator import Communicator
+from hpcdist.strategies.schedule.observers import NanFinder
+
+
+def split_data_axis(data: Communicator, degree: int) -> tuple[Communicator, Communicator]:
+    """Return the group of ``degree`` consecutive ranks of ``data``, and the replicas of this one's experts. Collective.
+
+    A group of all of them is ``data`` itself: what is shared there is found again.
+    """
+    group = data if degree == data.size else data.split(data.rank // degree, data.rank, "experts")
+    replicas = data.split(data.rank % degree, data.rank, "expert replicas")
+    assert group is not None and replicas is not None
+    return group, replicas
+
+
+class ExpertAxis:
+    """All-to-alls over ``comm``, the ranks that share out experts, by ``algorithm``. Collective.
+
+    ``watch`` looks for this rank's own bad values: those of rows that come from another one are not its own.
+    """
+
+    def __init__(self, comm: Communicator, algorithm: str, watch: NanFinder) -> None:
+        self.comm, self.algorithm, self.watch = comm, algorithm, watch
+        self.rank, self.size = comm.rank, comm.size
+        self._spent_s = 0.0
+
+    def counts(self, sent: np.ndarray) -> np.ndarray:
+        """Return how many rows each rank sends for each expert here (rank, own expert).
+
+        ``sent`` (rank, expert there), int64, are those that this rank sends.
+        """
+        begin = time.perf_counter()
+        received = np.empty_like(sent)
+        shares = _ranges(np.full(self.size, 1), sent.shape[1])
+        collectives.all_to_all(self.comm, sent.reshape(-1), received.reshape(-1), shares, shares, self.algorithm)
+        self._spent_s += time.perf_counter() - begin
+        return received
+
+    def exchange(self, rows: Array, arrived: Array, sent: np.ndarray, received: np.ndarray) -> None:
+        """Send ``rows``, so many of them to each rank in turn, and fill ``arrived`` with those of each rank in turn.
+
+        Both are (rows, width), contiguous and apart in memory; ``sent`` and ``received`` are (ranks,).
+        """
+        was_finite = self.watch.sees_only_finite(rows)
+        begin = time.perf_counter()
+        buffers = rows.reshape(-1), arrived.reshape(-1)
+        send_ranges, receive_ranges = _ranges(sent, rows.shape[1]), _ranges(received, rows.shape[1])
+        collectives.all_to_all(self.comm, *buffers, send_ranges, receive_ranges, self.algorithm)
+        self._spent_s += time.perf_counter() - begin
+        if was_finite:
+            self.watch.distrust(arrived)
+
+    def taken_s(self) -> float:
+        """Return the seconds that this rank spent in these calls since the last query (local)."""
+        spent_s, self._spent_s = self._spent_s, 0.0
+        return spent_s
+
+
+def _ranges(counts: np.ndarray, width: int) -> list[Range]:
+    """Return the ranges of so many rows of ``width`` numbers, one behind the other."""
+    ends = np.concatenate([[0], np.cumsum(counts)]) * width
+    return [Range(int(start), int(stop)) for start, stop in zip(ends, ends[1:], strict=False)]
+
+
+def algorithm_for(chosen: str) -> str:
+    """Return the all-to-all that goes with the algorithm ``chosen`` for gradients: of its name, or pairwise (local)."""
+    name = chosen.partition("<=")[0]
+    return name if name in ALL_TO_ALL and name != "bruck" else "pairwise"

@@ -1,0 +1,159 @@
+"""The model of a rank that has some of the experts: its part of their tensors, and tokens that go to their experts.
+
+`share_out` lets the rows of a model's experts travel (`TravellingRows`). Everything else stays: the router has all
+scores of its own tokens, capacity and losses are those of a sample, so a run does not depend on how many ranks share
+its experts out. Initial values are those of the whole model, of which a rank keeps its own experts.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.layout import TensorSpec
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.experts.mixture import LocalExperts, StayingRows
+from hpcdist.models.model import Model
+from hpcdist.models.stage import Gradients, MixedStage, Operations, Parameters, Saved, Stage, StreamOf
+from hpcdist.strategies.expert.axis import ExpertAxis
+
+
+class TravellingRows(StayingRows):
+    """Rows that go to the ranks of their experts, and come back. Collective over ``axis``.
+
+    They go sorted by expert, and arrive sorted by rank, and there by expert: blocks of equal expert are brought
+    together, so that each expert multiplies its rows at once, in the order of the ranks.
+    """
+
+    keeps_output = False
+    attends = True
+
+    def __init__(self, axis: ExpertAxis) -> None:
+        self.axis = axis
+
+    def send_out(
+        self, rows: Array, starts: np.ndarray, saved: Saved, *, back: bool = False
+    ) -> tuple[Array, np.ndarray]:
+        """Return the rows of all ranks for the experts here, sorted by expert, and where those of each begin."""
+        if not back:
+            sent = np.diff(starts).reshape(self.axis.size, -1)  # (rank, expert there)
+            saved.keep("experts.counts", (sent, self.axis.counts(sent)))
+        sent, received = saved["experts.counts"]
+        shape = int(received.sum()), rows.shape[1]
+        arrived = saved.scratch("experts.arrived", shape, rows.dtype)
+        self.axis.exchange(rows, arrived, sent.sum(axis=1), received.sum(axis=1))
+        memory = saved.scratch if back else saved.empty
+        own = memory("experts.dout" if back else "experts.received", shape, rows.dtype)
+        for by_rank, by_expert in _blocks(received):
+            own[by_expert] = arrived[by_rank]
+        return own, np.concatenate([[0], np.cumsum(received.sum(axis=0))])
+
+    def bring_back(self, rows: Array, name: str, saved: Saved, *, back: bool = False) -> Array:
+        """Return what the experts of all ranks made of the rows of this rank, in the order in which it sent them."""
+        sent, received = saved["experts.counts"]
+        leaving = saved.scratch("experts.arrived", rows.shape, rows.dtype)
+        for by_rank, by_expert in _blocks(received):
+            leaving[by_rank] = rows[by_expert]
+        memory = saved.scratch if back else saved.empty
+        own = memory(name, (int(sent.sum()), rows.shape[1]), rows.dtype)
+        self.axis.exchange(leaving, own, received.sum(axis=1), sent.sum(axis=1))
+        return own
+
+
+def _blocks(received: np.ndarray) -> Iterator[tuple[slice, slice]]:
+    """Yield where the rows of each rank for each expert lie sorted by rank, and sorted by expert; received is both."""
+    by_rank = np.cumsum(received).reshape(received.shape) - received
+    by_expert = np.cumsum(received.T).reshape(received.T.shape).T - received
+    for start, other, count in zip(by_rank.flat, by_expert.flat, received.flat, strict=True):
+        if count:
+            yield slice(int(start), int(start + count)), slice(int(other), int(other + count))
+
+
+class ExpertStage:
+    """Stage ``inner`` with the tensors of the experts ``own`` of its mixture, and all others."""
+
+    def __init__(self, inner: Stage, own: Range) -> None:
+        self.inner, self.layer, self.tied = inner, inner.layer, inner.tied
+        self._own = own
+        self._specs = tuple(spec.of_experts(own) if spec.expert else spec for spec in inner.tensors())
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Return the specs of the own parts, in the order of the whole ones."""
+        return self._specs
+
+    def output_shape(self, samples: int) -> tuple[int, ...]:
+        """Return that of the inner one."""
+        return self.inner.output_shape(samples)
+
+    def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
+        """Draw the tensors of the inner one, and write the own experts of them."""
+        specs = {spec.name: spec for spec in self._specs}
+        own = {
+            name: _OwnExperts(part, self._own) if name in specs and specs[name].expert else part
+            for name, part in parameters.items()
+        }
+        self.inner.initialise(cast(Parameters, own), rng_of)
+
+    def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
+        """Return the output. Collective over the ranks that share out the experts."""
+        return self.inner.forward(parameters, x, operations, saved)
+
+    def backward(
+        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
+    ) -> Array | None:
+        """Write or add the gradients; return that of the input. Collective as `forward`.
+
+        Gradients of experts are those of the tokens of all ranks.
+        """
+        return self.inner.backward(parameters, gradients, dy, operations, saved)
+
+    def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
+        """Take part without samples in `forward`. Collective."""
+        cast(MixedStage, self.inner).attend(parameters, operations, saved)
+
+    def attend_backward(
+        self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
+    ) -> None:
+        """Take part without samples in `backward`. Collective."""
+        cast(MixedStage, self.inner).attend_backward(parameters, gradients, operations, saved)
+
+
+class _OwnExperts:
+    """Write-only tensor of all experts that stores the own ones."""
+
+    def __init__(self, part: Array, own: Range) -> None:
+        self._part, self._own = part, own
+
+    def __setitem__(self, key: Any, values: np.ndarray | float) -> None:
+        assert key is Ellipsis
+        self._part[...] = values[self._own.slice] if isinstance(values, np.ndarray) else values
+
+
+def share_out(model: Model, axis: ExpertAxis) -> Model:
+    """Return ``model`` with the experts of this rank of ``axis``, with one rank as it is (local).
+
+    Raises ConfigurationError where it has no experts, or the ranks do not share them out evenly.
+    """
+    if axis.size == 1:
+        return model
+    experts = model.operations.experts
+    if not isinstance(experts, LocalExperts):
+        raise ConfigurationError(
+            f"parallel.expert = {axis.size}: the model has no experts to share out; set it to 1, or set model.experts"
+        )
+    count = experts.config.experts
+    assert count % axis.size == 0, f"{count} experts on {axis.size} ranks"
+    own = split(count, axis.size, itemsize=1, align_bytes=1)[axis.rank]
+    shared = copy.copy(model)
+    shared.stages = tuple(
+        ExpertStage(stage, own) if any(spec.expert for spec in stage.tensors()) else stage for stage in model.stages
+    )
+    shared.__dict__.pop("layout", None)  # of other tensors
+    shared.operations = replace(model.operations, experts=replace(experts, travel=TravellingRows(axis)))
+    shared.clocks = (*model.clocks, axis.taken_s)
+    shared.watch = axis.watch
+    return shared

@@ -1,0 +1,83 @@
+"""Mixtures of experts over MPI: every layout is the run of one process; bytes of the all-to-alls; bad values blamed."""
+
+import numpy as np
+import pytest
+
+from harness.trainings import SMALL, TOLERANCE, alone, blamed, difference, losses, recipe_keys, small
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.training.run.loop import mean_validation_loss
+
+STEPS = 20
+KEYS = {**SMALL, "run.steps": STEPS} | recipe_keys(
+    "layers=2 hidden=16 experts=4 expert_hidden=24 balance_loss=0.05 balance_rate=0.01 z_loss=0.001 algorithm=ring"
+)
+# name -> keys, ranks
+LAYOUTS = {
+    "data": ("microbatches=2", (1, 2, 3, 4)),
+    "zero3": ("strategy=zero3", (2, 3, 4)),
+    "expert": ("expert=2", (2, 4)),
+    "expert, zero1, dropping": ("expert=2 strategy=zero1 capacity_factor=1.0", (2, 4)),
+    "expert, zero3, shared": ("expert=2 strategy=zero3 shared_experts=1 router=sigmoid", (2, 4)),
+    "expert of all": ("expert=4 microbatches=4", (4,)),
+    "tensor": ("tensor=2 sequence_parallel=true", (2, 4)),
+    "tensor x expert": ("tensor=2 expert=2 strategy=zero1", (4,)),
+    "pipeline x expert": ("pipeline=2 microbatches=2 expert=2 strategy=zero1", (4,)),
+}
+
+
+def keys_of(comm, name):
+    keys, sizes = LAYOUTS[name]
+    if comm.size not in sizes:
+        pytest.skip(f"{name} is for {sizes} ranks")
+    return recipe_keys(keys)
+
+
+@pytest.mark.parametrize("mode", ["float64", "float32"])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.full_except("data-float32", "expert-float64", "expert, zero3, shared-float64", "tensor-float64")
+def test_rank_mixtures_equal_one_process(comm, folder, name, mode):
+    keys = {**KEYS, **keys_of(comm, name), "precision.mode": mode}
+    single, together = alone({**keys, "data.path": folder / "text.txt"}, STEPS), small(comm, folder, keys)
+    assert single.losses[-1] < single.losses[0] - 0.1, "the model learns"
+    np.testing.assert_allclose(losses(together, STEPS), single.losses, rtol=TOLERANCE[mode])
+    assert difference(together, single.state) <= 10 * TOLERANCE[mode]
+    np.testing.assert_allclose(mean_validation_loss(together), single.validation, rtol=TOLERANCE[mode])
+    together.close()
+
+
+def test_rank_bytes_of_shared_out_experts_are_those_of_the_closed_form(comm, folder, monkeypatch):
+    """Gradients of experts go to no other rank where each has its own; rows go out and back, forward and backward."""
+    if comm.size == 1:
+        pytest.skip("nothing travels")
+    keys = {"parallel.expert": comm.size, "model.experts": 2 * comm.size, "model.hidden": 64, "run.global_batch": 12}
+    trainer = small(comm, folder, {**KEYS, **keys})
+    losses(trainer, 1)  # communicators are split and scratch memory taken
+    axis, travelled = trainer.model.operations.experts.travel.axis, []
+    exchange = axis.exchange
+
+    def counted(rows, arrived, sent, received):
+        travelled.append(int(sent.sum() - sent[comm.rank]) * rows.shape[1] * rows.itemsize)
+        exchange(rows, arrived, sent, received)
+
+    monkeypatch.setattr(axis, "exchange", counted)
+    with count_traffic(comm) as traffic:
+        losses(trainer, 2, first=1)
+    segments = trainer.context.layout.segments
+    dense = sum(each.spec.size for each in segments if not each.spec.expert) * trainer.model.dtype.itemsize
+    assert not traffic.unknown
+    assert len(travelled) == 4 * trainer.recipe.model.layers  # all-to-alls
+    others = (comm.size - 1) / comm.size
+    assert traffic.sent_bytes == pytest.approx(2 * dense * others + sum(travelled), rel=0.01, abs=2048)
+    rows = sum(comm.allgather_object(sum(travelled)))  # where loads are even
+    choices = trainer.router.loads.sum()
+    assert rows == pytest.approx(4 * choices * 64 * trainer.model.dtype.itemsize * others, rel=0.35)
+
+
+def test_rank_a_bad_value_is_blamed_on_the_rank_that_made_it(comm, folder):
+    """A NaN that travels to the experts of other ranks is not theirs."""
+    if comm.size not in (2, 4):
+        pytest.skip("for 2 or 4 ranks")
+    trainer = small(comm, folder, {**KEYS, "parallel.expert": 2})
+    if comm.rank == comm.size - 1:
+        trainer.exchange.parameters_at(1).view("1.experts.up.weight")[...] = np.nan
+    assert blamed(trainer) == [comm.size - 1]

@@ -1,0 +1,176 @@
+"""Mixtures of experts on ranks: every layout is the run of one process, losses of the router and biases included."""
+
+import numpy as np
+import pytest
+
+from harness.marks import cases
+from harness.trainings import SMALL, difference, losses_and_norms, recipe_keys, recipe_of, refused, state, trainer_of
+from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.errors import ConfigurationError
+from hpcdist.training.recipe.requirements import grid_of_recipe
+from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
+
+STEPS = 6
+MIXTURE = {**SMALL, "run.steps": STEPS, "precision.mode": "float64", "optimizer.clip_norm": 0.3} | recipe_keys(
+    "layers=2 hidden=12 experts=4 expert_hidden=10 dropout=0.1 balance_loss=0.1 z_loss=0.01 global_batch=10 tied=true "
+    "validation_samples=7"
+)
+ROUTERS = {
+    "softmax": {},
+    "biased": recipe_keys("router=sigmoid balance_loss=0 balance_rate=0.02 shared_experts=1 experts_per_token=3"),
+    "dropping": recipe_keys("capacity_factor=0.75 experts_per_token=1 activation=swiglu"),
+}
+# layout -> ranks, keys of the layout, router, keys of both runs
+LAYOUTS = {
+    "allreduce": (3, "algorithm=ring", "softmax", ""),
+    "accumulating": (2, "microbatches=3", "biased", "optimizer.name=lamb"),
+    "zero1": (3, "strategy=zero1", "dropping", "optimizer.name=lars learning_rate=1"),
+    "zero2": (2, "strategy=zero2 microbatches=2", "biased", "optimizer.name=sgd learning_rate=0.5"),
+    "zero3": (4, "strategy=zero3 zero.parameters=2", "softmax", "optimizer.name=lamb"),
+    "zero3, recomputed": (2, "strategy=zero3 recompute=true", "biased", ""),
+    "servers": (2, "strategy=parameter_server parameter_server.placement=colocated", "biased", ""),
+    "1f1b": (4, "pipeline=2 microbatches=2 recompute=true", "biased", "global_batch=8"),
+    "zb-h1": (2, "pipeline=2 schedule=zb-h1 microbatches=3", "dropping", "global_batch=9"),
+    "tensor": (2, "tensor=2", "biased", "optimizer.name=lamb"),
+    "tensor by rows": (2, "tensor=2 sequence_parallel=true microbatches=2", "dropping", ""),
+    "tensor x expert": (4, "tensor=2 expert=2", "softmax", "optimizer.name=lamb"),
+    "tensor by rows x expert x zero1": (4, "tensor=2 expert=2 strategy=zero1 sequence_parallel=true", "biased", ""),
+    "expert": (2, "expert=2 algorithm=ring", "softmax", "optimizer.name=lamb"),
+    "expert of one sample less": (4, "expert=2 microbatches=3", "biased", "optimizer.name=lars learning_rate=1"),
+    "expert x zero1": (4, "expert=2 strategy=zero1", "dropping", "optimizer.name=lamb"),
+    "expert x zero2": (4, "expert=4 strategy=zero2 microbatches=2", "softmax", ""),
+    "expert x zero3": (4, "expert=2 strategy=zero3 recompute=true", "biased", "optimizer.name=lamb"),
+    "expert x 1f1b": (4, "expert=2 pipeline=2 microbatches=2", "biased", "global_batch=8"),
+    "expert x zb-h1 x zero1": (
+        4,
+        "expert=2 pipeline=2 strategy=zero1 schedule=zb-h1 microbatches=3",
+        "dropping",
+        "global_batch=6",
+    ),
+    "interleaved": (2, "pipeline=2 schedule=interleaved chunks=2 microbatches=2", "softmax", "layers=3"),
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_bytes(b"".join(b"%d plus %d is %d. " % (i % 7, i % 5, i % 7 + i % 5) for i in range(400)))
+    return path
+
+
+def router_of(trainer):
+    """Return biases, loads of the last step and its figures. The same on all ranks."""
+    assert trainer.router.last is not None
+    return trainer.model.operations.experts.state.bias, trainer.router.loads, np.array(trainer.router.last)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.full_except("accumulating", "zero1", "zero3", "1f1b")
+def test_a_layout_is_the_run_of_one_process(text, name):
+    ranks, layout, router, more = LAYOUTS[name]
+    common = {**MIXTURE, "data.path": text, **ROUTERS[router], **recipe_keys(more)}
+    (single,) = run_threads(1, lambda comm: run(comm, common))
+    assert single[1][-1][0] < single[1][0][0] - 0.01, "the model learns"
+    for own in run_threads(ranks, lambda comm: run(comm, common | recipe_keys(layout))):
+        check(own, single)
+
+
+def run(comm, keys):
+    """Train; return state, losses and norms, validation loss and router."""
+    return run_of(trainer_of(comm, keys))
+
+
+def run_of(trainer):
+    steps = losses_and_norms(trainer, STEPS)
+    result = state(trainer), steps, mean_validation_loss(trainer), router_of(trainer)
+    assert not any(trainer.executor.arena._uses), "what activations lay in is given back"
+    trainer.close()
+    return result
+
+
+def check(own, single):
+    mine, steps, validation, router = own
+    np.testing.assert_allclose(steps, single[1], rtol=1e-12)
+    assert difference(mine, single[0]) <= 1e-12
+    np.testing.assert_allclose(validation, single[2], rtol=1e-12)
+    for ours, theirs in zip(router[:2], single[3][:2], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_allclose(router[2], single[3][2], rtol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "zero3"])
+@pytest.mark.full_except("allreduce")
+def test_a_checkpoint_goes_from_any_number_of_expert_ranks_to_any_other(text, tmp_path, strategy):
+    """Biases and experts come back on 4, 2 or 1 ranks that share them out, and on one process."""
+    keys = {**MIXTURE, "data.path": text, "parallel.strategy": strategy, **ROUTERS["biased"]}
+    (single,) = run_threads(1, lambda comm: losses_and_norms(trainer_of(comm, keys), STEPS))
+
+    def first(comm):
+        trainer = trainer_of(comm, keys | {"parallel.expert": 2})
+        steps = losses_and_norms(trainer, 3)
+        saved = CheckpointSaver(trainer, tmp_path / "checkpoints").save(3)
+        return steps, saved
+
+    steps, saved = run_threads(4, first)[0]
+    for ranks, degree, layout in ((4, 4, ""), (4, 2, "tensor=2"), (2, 1, ""), (1, 1, "")):
+        own = keys | {"parallel.expert": degree} | recipe_keys(layout)
+
+        def more(comm, own=own):
+            return losses_and_norms(trainer_of(comm, own, resume=saved), STEPS)
+
+        for resumed in run_threads(ranks, more):
+            np.testing.assert_allclose(steps + resumed, single, rtol=1e-12, err_msg=f"{degree} of {ranks}")
+
+
+def test_all_tokens_to_one_expert_on_ranks_that_share_experts_out(text):
+    """Forced imbalance: one rank computes everything, the other waits for it, and the run is the same."""
+    keys = {**MIXTURE, "data.path": text} | recipe_keys("experts_per_token=1 balance_loss=0 balance_rate=1e-9")
+
+    def forced(comm, degree):
+        trainer = trainer_of(comm, keys | {"parallel.expert": degree})
+        trainer.model.operations.experts.state.bias[:, 3] = 100
+        return run_of(trainer)
+
+    (single,) = run_threads(1, lambda comm: forced(comm, 1))
+    assert single[3][1][:, 3].sum() == single[3][1].sum() > 0
+    for own in run_threads(2, lambda comm: forced(comm, 2)):
+        check(own, single)
+
+
+def test_drops_of_more_than_half_are_told_once(text, capsys):
+    keys = {**MIXTURE, "data.path": text} | recipe_keys("capacity_factor=0.25 balance_loss=0")
+    run_threads(1, lambda comm: run(comm, keys))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "dropped" in line]
+    assert line.startswith("hpcdist: step 1: experts dropped ") and "raise model.capacity_factor" in line
+    assert float(line.split("dropped ")[1].split("%")[0]) > 50
+
+
+@cases(
+    "keys, message",
+    ("expert=2", "parallel.expert = 2 with model.experts = 0: there are none to share out; set it to 1, or"),
+    (
+        "expert=3 experts=4",
+        "parallel.expert = 3 with model.experts = 4: .* choose one of .1, 2, 4. ranks, or a multiple",
+    ),
+    ("expert=2 experts=4 strategy=gossip", "with parallel.expert = 2 is not built"),
+    ("expert=2 experts=4 compression=int8", "communication.compression = 'int8' with parallel.expert = 2 is not built"),
+    ("expert=2 experts=4 overlap=thread algorithm=ring", "communication.overlap = 'thread' with parallel.expert = 2"),
+    (
+        "expert=2 experts=4 strategy=zero3 zero.parameters=2",
+        "zero.parameters = 2 with parallel.expert = 2 is not built",
+    ),
+    ("expert=2 experts=4 precision.mode=bfloat16", "precision.mode = 'bfloat16' with parallel.expert = 2"),
+    ("expert=2 experts=4 logical_shards=8", "run.logical_shards = 8 with parallel.expert = 2 is not built"),
+    ("expert=2 experts=4 noise_scale_every_steps=2", "the tokens of several replicas"),
+    ("experts=4 device=gpu", "run.device = 'gpu' with model.experts = 4 is not built in this version"),
+    ("experts=4 balance_rate=0.1 strategy=gossip", "model.balance_rate = 0.1 with parallel.strategy = 'gossip'"),
+)
+def test_what_is_refused(keys, message):
+    refused(recipe_keys(keys), match=message)
+
+
+def test_a_degree_that_does_not_divide_the_data_ranks_is_refused_with_the_equation():
+    recipe = recipe_of(recipe_keys("expert=2 experts=4 pipeline=2 microbatches=2 global_batch=6"))
+    with pytest.raises(ConfigurationError, match=r"parallel.expert = 2 does not divide parallel.data 3 .*6 ranks"):
+        grid_of_recipe(recipe, 6)
