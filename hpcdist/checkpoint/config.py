@@ -22,7 +22,7 @@ class CheckpointConfig:
     checkpoint before is linked, not written again, which pays for frozen layers only.
 
     ``mtbf_s`` is the mean time between failures of the job, in the place of ``every_steps``: the run is saved when the
-    interval of `hpcdist.strategies.daly_interval.daly` is over, by the measured cost of a save (0: not used;
+    interval of `hpcdist.strategies.core.daly_interval.daly` is over, by the measured cost of a save (0: not used;
     "observed": the time that all starts of the run have lasted, over the number of those that failed and one more).
     ``keep_every`` keeps the first checkpoint of each so many steps, too, and ``keep_best`` those with the lowest
     validation loss, which is then computed before each save (0: none). ``stripe`` spreads them over the servers of a

@@ -42,5 +42,5 @@ before those of what it calls; `estimate` and `layout` are the types that all of
 
 They also call, not in the list: `hpcdist.training.recipe.settings` and the dataclass of each section of a recipe,
 `hpcdist.strategies.schedule` (simulates the passes of a pipeline), `hpcdist.strategies.pipeline.memory` (live
-micro-batches) and `hpcdist.strategies.daly_interval`.
+micro-batches) and `hpcdist.strategies.core.daly_interval`.
 """

@@ -7,7 +7,8 @@ support (`CHECKED_MFU`), and the bytes of a checkpoint.
 `run` gives the expected course of a run: steps, checkpoints, failures and restarts; its duration, energy, carbon and
 price. Nodes fail independently and at random: n of them fail n times as often as one. A save holds the steps up for as
 long as the storage takes its bytes. A failure costs the work since the last save and a restart, which reads the
-checkpoint. The checkpoint interval and the slowdown are Daly's (`hpcdist.strategies.daly_interval`), on whole steps.
+checkpoint. The checkpoint interval and the slowdown are Daly's (`hpcdist.strategies.core.daly_interval`), on whole
+steps.
 """
 
 import math
@@ -35,7 +36,7 @@ from hpcdist.planner.memory.model_states import unsharded, with_buckets
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import step_flops
 from hpcdist.planner.time.step import MicrobatchFlow, timing
-from hpcdist.strategies import daly_interval
+from hpcdist.strategies.core import daly_interval
 
 ENDLESS: Final = 1000.0  # wall time over work, beyond which a run is said never to end
 CHECKED_MFU: Final = (

@@ -14,7 +14,7 @@ import numpy as np
 from hpcdist.bench.timing import slowest_s
 from hpcdist.collectives import allreduce
 from hpcdist.comm.communicator import Communicator
-from hpcdist.strategies import daly_interval
+from hpcdist.strategies.core import daly_interval
 
 _SIDE: Final = 192
 MOST_FOLLOWERS: Final = 1000

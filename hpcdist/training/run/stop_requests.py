@@ -22,7 +22,7 @@ from hpcdist.checkpoint.config import OBSERVED, CheckpointConfig
 from hpcdist.comm.launch.exit_file import STOP_CODES, ImmediateExit
 from hpcdist.errors import ConfigurationError
 from hpcdist.reporting import regular
-from hpcdist.strategies.daly_interval import daly
+from hpcdist.strategies.core.daly_interval import daly
 from hpcdist.training.run.start_record import FINISHED, STOPPED, StartRecord
 
 ASSUMED_SAVE_S: Final = 1.0

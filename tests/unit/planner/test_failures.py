@@ -12,7 +12,7 @@ from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.cluster.hardware import ClusterSite, FailureRates
 from hpcdist.planner.estimate import StepEnergy
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.strategies import daly_interval
+from hpcdist.strategies.core import daly_interval
 
 H100 = toml_file.read("h100-hgx")
 STEP = StepEnergy(terms={"devices": 5e6, "hosts": 1e6}, device_w=500.0)

@@ -8,7 +8,7 @@ import pytest
 from harness.trainings import refused
 from hpcdist.checkpoint.config import OBSERVED, CheckpointConfig
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.daly_interval import daly
+from hpcdist.strategies.core.daly_interval import daly
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.start_record import StartRecord
 from hpcdist.training.run.stop_requests import (

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hpcdist.strategies import daly_interval
+from hpcdist.strategies.core import daly_interval
 
 
 def least(cost_s, mtbf_s):
