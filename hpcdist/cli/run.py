@@ -269,7 +269,7 @@ def _remove_abandoned() -> None:
         except (OSError, ValueError, RecursionError):
             continue  # of an older hpcdist, or just being made or removed
         if isinstance(holder, dict) and is_dead(holder, own):
-            supervisor.remove_segments(folder)
+            exit_file.remove_segments(folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 

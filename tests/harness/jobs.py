@@ -22,7 +22,7 @@ import pytest
 
 from hpcdist.batch import ledger
 from hpcdist.cli import main
-from hpcdist.comm.launch import mpirun
+from hpcdist.comm.launch import exit_file, mpirun
 from hpcdist.telemetry.metrics import step_metrics
 
 LIMIT_S = 600.0  # of whatever a test waits for: generous, since only a hang may reach it
@@ -166,9 +166,12 @@ def run_limited(
 
 @contextmanager
 def session(mpi: mpirun.Launcher) -> Iterator[dict[str, str]]:
-    """Yield the variable for a start whose session no other one meets, and which leaves nothing in /tmp."""
+    """Yield the variables for a start whose session and memory no other one meets, and which leaves nothing behind."""
     with tempfile.TemporaryDirectory(prefix="hpcdist-test-", ignore_cleanup_errors=True) as folder:
-        yield mpirun.session(mpi, Path(folder))
+        try:
+            yield mpirun.session(mpi, Path(folder))
+        finally:
+            exit_file.remove_segments(Path(folder))
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def mapped(mpi, tmp_path):
         only = ["--prtemca", "hwloc_use_topo_file", str(topology), "--rtos", "donotlaunch", "--display", "map-devel"]
         line = [str(mpi.path), *only, "--host", f"localhost:{each}", "-n", str(each)]
         line += [*mpirun.per_node(mpi, each, bound), "true"]
-        added = mpirun.settings(mpi) | mpirun.session(mpi, tmp_path)
+        added = mpirun.settings(mpi) | mpirun.session(mpi, tmp_path, line)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         done = jobs.run(line, env=environment | added)
         said = done.stdout + done.stderr

@@ -250,7 +250,7 @@ def test_segments_that_are_gone_do_not_keep_others(tmp_path):
     left.touch()
     try:
         (tmp_path / f"{exit_file.SEGMENTS}1").write_text(f"{left}-gone\n{left}\n")
-        supervisor.remove_segments(tmp_path)
+        exit_file.remove_segments(tmp_path)
         assert not left.exists()
     finally:
         left.unlink(missing_ok=True)
@@ -471,6 +471,7 @@ main(["run", "-n", "1", *sys.argv[2:]])
 def test_the_session_of_a_killed_mpirun_is_no_hindrance(mpi, tmp_path):
     if mpi.vendor != mpirun.OPEN_MPI or not mpirun.session(mpi, tmp_path):
         pytest.skip("not an Open MPI 5 whose sessions are where it likes")
+    exit_file.remove_segments(tmp_path)
     launcher, temporary = tmp_path / "bin" / "mpirun", tmp_path / "temporary"
     for folder in (launcher.parent, temporary):
         folder.mkdir()

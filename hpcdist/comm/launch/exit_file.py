@@ -9,6 +9,7 @@ ends the process at once, with the exit code for a requeue, since there is nothi
 """
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -32,7 +33,10 @@ RUN_FILE: Final = "run"
 STOPPED_FILE: Final = "stopped"
 NOTHING_TO_SAVE: Final = "at-once-"  # and the process id: mark of a rank that has nothing to save
 SEGMENTS: Final = "segments-"  # and the process id: names of the shared memory that the rank's MPI has mapped
-_SEGMENT_NAMES: Final = ("sm_segment.", "vader_segment.", "mpich_shm_")  # of Open MPI 5 and 4, and MPICH
+SHARED_MEMORY: Final = Path("/dev/shm")
+SEGMENT_DIRECTORY: Final = "hpcdist-shm-"  # how the name of a directory for the segments of one job begins
+# Of Open MPI 5 and 4, and MPICH
+_SEGMENT_NAMES: Final = ("sm_segment.", "vader_segment.", "mpich_shm_", SEGMENT_DIRECTORY)
 STOP_CODES: Final = {
     signal.SIGINT: INTERRUPTED,
     signal.SIGTERM: REQUEUE,
@@ -83,8 +87,18 @@ def announce_segments() -> None:
 
 
 def is_segment(path: Path) -> bool:
-    """Whether ``path`` has the name of shared memory of an MPI library."""
-    return path.parent == Path("/dev/shm") and path.name.startswith(_SEGMENT_NAMES)
+    """Whether ``path`` has the name of shared memory of an MPI library, or of a directory of it."""
+    return path.parent == SHARED_MEMORY and path.name.startswith(_SEGMENT_NAMES)
+
+
+def remove_segments(launch_dir: Path) -> None:
+    """Remove the MPI shared memory that ranks have named in ``launch_dir``: a killed launcher leaves it behind."""
+    for path in launch_dir.glob(f"{SEGMENTS}*"):
+        with suppress(OSError, ValueError):
+            for segment in map(Path, path.read_text().splitlines()):
+                with suppress(OSError):  # most have been removed already
+                    if is_segment(segment) and segment.lstat().st_uid == os.getuid():
+                        shutil.rmtree(segment) if segment.is_dir() else segment.unlink()
 
 
 def leave_at_signals() -> None:

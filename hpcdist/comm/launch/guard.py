@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from hpcdist.comm.launch.environment import environment_of, send_signal
-from hpcdist.comm.launch.exit_file import LAUNCH_DIR
+from hpcdist.comm.launch.exit_file import LAUNCH_DIR, remove_segments
 
 TEARDOWN_S: Final = 3.0  # for the launcher to end its ranks
 QUIET_S: Final = 1.0  # without a process of the job: none is about to be started
@@ -53,6 +53,7 @@ def _watch(held: int, launch_dir: Path) -> NoReturn:
         if os.read(held, 1) == b"":
             time.sleep(TEARDOWN_S)
             _end(launch_dir)
+            remove_segments(launch_dir)
     finally:
         os._exit(0)
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from hpcdist.comm.launch.core_binding import CoreBinding
+from hpcdist.comm.launch.exit_file import SEGMENT_DIRECTORY, SEGMENTS, SHARED_MEMORY
 from hpcdist.errors import MissingCapabilityError
 
 OPEN_MPI: Final = "Open MPI"
@@ -41,6 +43,7 @@ _BINDING: Final = {"-bind-to", "-map-by", "-rankfile", "-rf", "-cpu-set", "-cpu-
 _ULFM: Final = "ft_mpi_support:yes"
 _SESSION_BASE: Final = "PRTE_MCA_prte_local_tmpdir_base"
 _BASES: Final = ("prte_tmpdir_base", "prte_local_tmpdir_base")  # parameters of that folder; mpirun refuses both
+_SEGMENTS_IN: Final = "OMPI_MCA_btl_sm_backing_directory"
 _AGENT: Final = "prte_launch_agent"  # command words that start its daemons on other nodes; no word has blanks
 _DAEMON: Final = "prted"
 _UNHEEDING: Final = ("env", "--block-signal=TERM")  # since coreutils 8.31
@@ -186,17 +189,28 @@ def _major(launcher: Launcher) -> int:
 def session(
     launcher: Launcher, folder: Path, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the variable that makes this mpirun (not its ranks) keep its session directory in ``folder``.
+    """Return the variables that make this mpirun keep its session, and its ranks their shared memory, in own folders.
 
     Open MPI 5 names a session by process id only: an mpirun that was killed leaves its session in TMPDIR, and a later
-    one with the same process id ends with exit code 213. So each start gets a folder of its own. Empty for other
-    launchers, and where the environment, the ``options`` or a parameter file set the folder of sessions.
+    one with the same process id ends with exit code 213. So each start gets ``folder``. Shared memory is named by 16
+    bits of a hash of that id: jobs with the same name, as of two containers with one /dev/shm, write over each other.
+    So ranks that are all on this machine get a directory there, which `exit_file.remove_segments` removes. Empty for
+    other launchers, and where the environment, the ``options`` or a parameter file set these folders.
     """
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5:
         return {}
-    if any(base in word for word in (*environment, *options, *_parameters(launcher)) for base in _BASES):
-        return {}
-    return {_SESSION_BASE: str(folder)}
+    words = (*environment, *options, *_parameters(launcher))
+    session = {} if any(base in word for word in words for base in _BASES) else {_SESSION_BASE: str(folder)}
+    elsewhere = any(name in environment for name in _RESOURCE_MANAGERS) or any(
+        word == "-H" or "host" in word for word in options
+    )
+    if elsewhere or any("backing_directory" in word for word in words):
+        return session
+    with suppress(OSError):  # there is no such file system, or it is full
+        own = tempfile.mkdtemp(prefix=SEGMENT_DIRECTORY, dir=SHARED_MEMORY)
+        (folder / f"{SEGMENTS}directory").write_text(f"{own}\n")
+        session[_SEGMENTS_IN] = own
+    return session
 
 
 def daemons(

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -30,7 +30,7 @@ from hpcdist.comm.launch.environment import (
     parent_of,
     send_signal,
 )
-from hpcdist.comm.launch.exit_file import LAUNCH_DIR, NOTHING_TO_SAVE, SEGMENTS, STOP_CODES, is_segment
+from hpcdist.comm.launch.exit_file import LAUNCH_DIR, NOTHING_TO_SAVE, STOP_CODES, remove_segments
 from hpcdist.comm.launch.guard import Guard
 from hpcdist.comm.launch.launchers import MPIRUN, LauncherKind
 from hpcdist.comm.launch.standard_streams import Relay
@@ -100,16 +100,6 @@ def signals_held() -> Iterator[set[signal.Signals]]:
     finally:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def remove_segments(launch_dir: Path) -> None:
-    """Remove the MPI shared memory that ranks have named in ``launch_dir``: a killed launcher leaves it behind."""
-    for path in launch_dir.glob(f"{SEGMENTS}*"):
-        with suppress(OSError, ValueError):
-            for segment in map(Path, path.read_text().splitlines()):
-                with suppress(OSError):  # most have been removed already
-                    if is_segment(segment) and segment.lstat().st_uid == os.getuid():
-                        segment.unlink()
 
 
 @dataclass(eq=False)

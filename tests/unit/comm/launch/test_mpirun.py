@@ -1,11 +1,12 @@
 """Which launcher is found, whose it is, and the command line made for it."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from harness import jobs
-from hpcdist.comm.launch import mpirun
+from hpcdist.comm.launch import exit_file, mpirun
 from hpcdist.comm.launch.mpirun import INTEL_MPI, MPICH, OPEN_MPI, Launcher
 from hpcdist.errors import MissingCapabilityError
 
@@ -142,6 +143,7 @@ def test_a_job_that_exports_nothing_still_reaches_its_ranks(tmp_path, vendor):
 
 def test_a_session_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(mpirun, "SHARED_MEMORY", tmp_path / "nowhere")
     launcher = Launcher(tmp_path / "bin" / "mpirun", OPEN_MPI, "5.0.11")
     own = {"PRTE_MCA_prte_local_tmpdir_base": str(tmp_path)}
     assert mpirun.session(launcher, tmp_path, ["--tag-output"], {"TMPDIR": "/scratch"}) == own
@@ -149,6 +151,23 @@ def test_a_session_of_its_own(tmp_path, monkeypatch):
     assert mpirun.session(launcher, tmp_path, ["--prtemca", "prte_local_tmpdir_base", "/scratch"], {}) == {}
     for other in (Launcher(launcher.path, OPEN_MPI, "4.1.6"), Launcher(launcher.path, MPICH, "5.0.2")):
         assert mpirun.session(other, tmp_path, [], {}) == {}
+
+
+def test_shared_memory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    launcher, variable = Launcher(tmp_path / "bin" / "mpirun", OPEN_MPI, "5.0.11"), "OMPI_MCA_btl_sm_backing_directory"
+    first, second = (Path(mpirun.session(launcher, tmp_path, [], {})[variable]) for _ in range(2))
+    try:
+        assert first != second and first.stat().st_mode & 0o777 == 0o700
+        (second / "sm_segment.host.0.1").touch()
+        exit_file.remove_segments(tmp_path)
+        assert first.exists() and not second.exists(), "the one that the folder names"
+    finally:
+        first.rmdir()
+    for options in (["--host", "a,b"], ["-H", "a"], ["--hostfile", "x"], ["--mca", "btl_sm_backing_directory", "/tmp"]):
+        assert variable not in mpirun.session(launcher, tmp_path, options, {}), "other machines have no such directory"
+    for name in ("SLURM_JOB_ID", variable):
+        assert variable not in mpirun.session(launcher, tmp_path, [], {name: "1"})
 
 
 AGENT = "PRTE_MCA_prte_launch_agent"
@@ -183,6 +202,7 @@ def test_who_else_says_how_daemons_are_started(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["home/.prte/mca-params.conf", "etc/prte-mca-params.conf"])
 def test_a_file_of_parameters_says_where_sessions_are(tmp_path, monkeypatch, name):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(mpirun, "SHARED_MEMORY", tmp_path / "nowhere")
     launcher = Launcher(tmp_path / "bin" / "mpirun", OPEN_MPI, "5.0.11")
     path = tmp_path / name
     path.parent.mkdir(parents=True)
