@@ -24,6 +24,7 @@ STUDIES: Final = {
     "gpu.pipeline": "gpu.pipeline",
     "gpu.step": "gpu.step",
     "hosts": "hosts.hierarchical",
+    "hosts.torch": "hosts.torch",
     "large_batch": "large_batch.study",
     "libraries": "collectives.libraries",
     "memory": "training.memory",

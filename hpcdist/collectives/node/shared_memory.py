@@ -42,6 +42,8 @@ HALF_BYTES: Final = 256 << 10  # of a staging area: with the other half and thos
 SPINS: Final = 4000  # looks at a flag before the core is offered to others, where each rank has a core of its own
 SPINS_CROWDED: Final = 1
 YIELDS: Final = 500  # offers before the loop comes back to Python: about a millisecond
+YIELDS_CROWDED: Final = 20
+NAPS_S: Final = (1e-4, 1e-3)  # then, on crowded cores: to the kernel, who offers its core counts as who computes
 
 PLANS_KEPT: Final = 4096  # of calls that differ in size, dtype, op or ranges
 
@@ -87,7 +89,9 @@ class NodeMemory:
         self._common: list[tuple[int, int]] = []
         self._given_up: BaseException | None = None
         cores = set().union(*comm.allgather_object(os.sched_getaffinity(0)))
-        self._spins = SPINS_CROWDED if comm.size > len(cores) else SPINS
+        is_crowded = comm.size > len(cores)
+        self._patience = (SPINS_CROWDED, YIELDS_CROWDED) if is_crowded else (SPINS, YIELDS)
+        self._naps = is_crowded
 
     def common(self, comm: Communicator, nbytes: int) -> np.ndarray:
         """Return ``nbytes`` bytes that are the same for all ranks, or memory of their own. Collective."""
@@ -137,9 +141,12 @@ class NodeMemory:
         try:
             answer = protocol.start_call(*arguments, target)
             if answer == protocol.WAITING:
-                since = time.monotonic()
+                since, nap_s = time.monotonic(), NAPS_S[0]
                 while answer == protocol.WAITING:
                     self._block.check_alive(since)
+                    if self._naps:
+                        time.sleep(nap_s)
+                        nap_s = min(2 * nap_s, NAPS_S[1])
                     answer = protocol.advance(*arguments)
         except BaseException as error:  # also of a signal handler: the flags of the ranks are out of step from here on
             self._given_up = error
@@ -159,7 +166,7 @@ class NodeMemory:
         words = np.zeros(protocol.PLAN_WORDS, np.int64)
         words[: protocol.PLAN_RECORD] = (
             mode, self._rank, self._slot, row, -(-int((bounds[1] - bounds[0]).max()) // row),
-            kernels.address_of(buffer.dtype), kernels.OPS[op], blocks.ctypes.data, self._spins, YIELDS,
+            kernels.address_of(buffer.dtype), kernels.OPS[op], blocks.ctypes.data, *self._patience,
         )  # fmt: skip
         kind = _DTYPES.index(name_of(buffer.dtype)) << 8 | kernels.OPS[op] << 4 | mode
         words[protocol.PLAN_RECORD :] = (

@@ -283,14 +283,13 @@ class States(FSDPTest, VerifyStateDictMixin):
             alone, optimizer, optimizer.state_dict(), states.get_optimizer_state_dict(model, sharded_optimizer)
         )
 
-    @parametrize("kind", ["fully_shard", "fsdp"])
-    def test_full_state_dicts(self, kind):
-        alone, model, *_ = self._trained(kind)
+    def test_full_state_dicts(self):
+        alone, model, *_ = self._trained("fully_shard")
         options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole = states.get_model_state_dict(model, options=options)
         if self.rank == 0:
             self._verify_msd(alone.state_dict(), whole)
-        other = self._trained(kind)[1]
+        other = self._trained("fully_shard")[1]
         for parameter in other.parameters():
             parameter.data.zero_()
         options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

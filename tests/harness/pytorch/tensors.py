@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hpcdist.errors import HpcdistError
 
-SAMPLES = 4  # of the inputs that PyTorch has for each operator
+SAMPLES = 3  # of the inputs that PyTorch has for each operator
 MOST_ELEMENTS = 4096
 PLACEMENTS = {"shard0": Shard(0), "shard1": Shard(1), "replicate": Replicate(), "partial": Partial()}
 
 
 class Tensors(DTensorTestBase):
-    """DTensor: redistribution, tensor parallelism, and every operator of PyTorch that has inputs to be tested with."""
+    """DTensor: redistribution, tensor parallelism, and operators on the inputs that PyTorch tests them with."""
 
     @property
     def _sum_of_ranks(self):
@@ -94,16 +94,6 @@ class Tensors(DTensorTestBase):
                 self.assertEqual(ours.grad.full_tensor(), theirs.grad)
                 ours.grad = theirs.grad = None
 
-    def test_experts(self):
-        mesh = self.build_device_mesh()
-        torch.manual_seed(0)
-        model = common_dtensor.Transformer(common_dtensor.ModelArgs(dropout_p=0.0, num_experts=4, weight_tying=False))
-        alone = copy.deepcopy(model)
-        model = common_dtensor.Transformer.parallelize(model, mesh, False)
-        tokens = torch.randint(0, 8, (4, 8), generator=torch.Generator().manual_seed(1))
-        output = model(tokens)
-        self.assertEqual(output.full_tensor() if isinstance(output, DTensor) else output, alone(tokens))
-
     def test_loss_parallel(self):
         mesh = self.build_device_mesh()
         scores = torch.randn(6, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -140,7 +130,7 @@ class Tensors(DTensorTestBase):
                 continue
             expected = info.op(*arguments, **keywords)
             converter = DTensorConverter(mesh, arguments, keywords)
-            for others, other_keywords in itertools.islice(converter, 12):
+            for others, other_keywords in itertools.islice(converter, 6):
                 if not converter.successful():
                     break
                 try:
@@ -157,21 +147,21 @@ class Tensors(DTensorTestBase):
             self.skipTest(reason)
 
 
-# Of these, results are random, or views of memory that is not set.
-RANDOM = {
-    "bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "rand_like", "randint",
-    "randint_like", "randn", "randn_like", "uniform", "empty", "empty_like", "empty_permuted", "empty_strided",
-    "new_empty", "new_empty_strided", "nn.functional.rrelu",
+OPERATORS = {
+    "add", "addmm", "amax", "argmax", "bmm", "cat", "chunk", "clamp", "cumsum", "div", "exp", "expand", "flatten",
+    "gather", "index_select", "linalg.vector_norm", "log_softmax", "masked_fill", "matmul", "mean", "mm", "mul",
+    "nn.functional.cross_entropy", "nn.functional.embedding", "nn.functional.gelu", "nn.functional.layer_norm",
+    "nn.functional.linear", "nn.functional.nll_loss", "nn.functional.relu", "permute", "prod", "reshape", "scatter",
+    "softmax", "sort", "split", "squeeze", "stack", "sum", "topk", "transpose", "tril", "unsqueeze", "var", "where",
 }  # fmt: skip
 
 
 def add_operators():
     """Give `Tensors` a test of each operator."""
     for info in common_methods_invocations.op_db:
-        if info.name in RANDOM or "dropout" in info.name or not info.supports_dtype(torch.float32, "cpu"):
-            continue
-        name = f"test_operator_{info.name}_{info.variant_test_name}".rstrip("_").replace(".", "_")
-        setattr(Tensors, name, lambda self, info=info: self._compare_operator(info))
+        if info.name in OPERATORS:
+            name = f"test_operator_{info.name}_{info.variant_test_name}".rstrip("_").replace(".", "_")
+            setattr(Tensors, name, lambda self, info=info: self._compare_operator(info))
 
 
 add_operators()
