@@ -82,13 +82,14 @@ def exchanges_heads(ranks: int, heads: int, shared: int) -> bool:
     return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
 
 
-def resolve_context_method(method: str, ranks: int, heads: int, shared: int) -> str:
+def resolve_context_method(method: str, ranks: int, heads: int, shared: int, *, ring: bool = True) -> str:
     """Return ``method``, or for "auto" the one that sends less: heads in all, and shared ones of keys and values.
 
-    In keys of a sample, a layer sends 6 (c - 1) / c on a ring, and 4 (1 + heads / shared) (c - 1) / c^2 by exchange.
+    Without a ``ring``, as in 16 bits on a GPU, heads are exchanged. In keys of a sample, a layer sends 6 (c - 1) / c on
+    a ring, and 4 (1 + heads / shared) (c - 1) / c^2 by exchange.
     """
-    if method != "auto":
-        return method
+    if method != "auto" or not ring:
+        return method if ring else "all_to_all"
     sent = max(shared, ranks)  # heads of keys and values that travel: several ranks may need the same one
     exchange = exchanges_heads(ranks, heads, shared) and 4 * (heads + sent) < 6 * ranks * shared
     return "all_to_all" if exchange else "ring"

@@ -16,7 +16,7 @@ from dataclasses import fields
 from typing import Any, Final
 
 from hpcdist.comm.config import CommunicationConfig
-from hpcdist.models.config import TRANSFORMERS
+from hpcdist.models.config import FOREIGN, TRANSFORMERS
 from hpcdist.reporting import rules
 from hpcdist.reporting.rules import UNBUILT, Rule, Values, each_of, no_effect, rule
 from hpcdist.strategies.compressed import rules as compressed
@@ -163,30 +163,39 @@ def _tensor_parallel() -> Iterator[Rule]:
 def _context_parallel() -> Iterator[Rule]:
     """Yield the rules for samples whose tokens are cut over a context axis."""
     yield rule(
-        f"parallel.context>1 with model.kind!={'|'.join(TRANSFORMERS)}",
+        f"parallel.context>1 with model.kind!={'|'.join((*TRANSFORMERS, *FOREIGN))}",
         UNBUILT,
         f"set it to 1, or train a {' or an '.join(TRANSFORMERS)}",
     )
+    foreign = f"parallel.context>1 with model.kind={'|'.join(FOREIGN)}"
+    for term in ("pipeline>1", "recompute", "context_method=all_to_all->ring"):
+        yield rule(f"parallel.{term} with {foreign}", UNBUILT)
+    yield rule(f"run.device!=cpu with {foreign}", UNBUILT)
     yield rule(
         "parallel.context>1 with data.context?",
         f"pieces of a sample begin at multiples of {PIECE_TOKENS} tokens, and a rank would have none",
         lambda _, tokens: f"use at most {-(-tokens // PIECE_TOKENS)} context ranks, or longer samples",
         relation=lambda ranks, tokens: tokens <= PIECE_TOKENS * (ranks - 1),
     )
+    rings = "parallel.context_method = 'ring'"
+    for term, ring in (
+        ("parallel.context_method=all_to_all", rings),
+        ("precision.activations=working", f"precision.activations = 'float32' and {rings}"),
+    ):
+        yield rule(
+            f"{term} with parallel.context>1 with query head?",
+            "each rank takes as many heads, and a ring needs none",
+            f"set {ring}, or choose a number of ranks that divides the heads",
+            relation=lambda _, ranks, heads: heads % ranks,
+        )
+        yield rule(
+            f"{term} with parallel.context>1 with shared head?",
+            "the heads of keys and values do not fall into equal parts",
+            f"set {ring}, or choose a divisor or a multiple of those heads",
+            relation=lambda _, ranks, shared: shared % ranks and ranks % shared,
+        )
     yield rule(
-        "parallel.context_method=all_to_all with parallel.context>1 with query head?",
-        "each rank takes as many heads, and a ring needs none",
-        "set parallel.context_method = 'ring', or choose a number of ranks that divides the heads",
-        relation=lambda _, ranks, heads: heads % ranks,
-    )
-    yield rule(
-        "parallel.context_method=all_to_all with parallel.context>1 with shared head?",
-        "the heads of keys and values do not fall into equal parts",
-        "set parallel.context_method = 'ring', or choose a divisor or a multiple of those heads",
-        relation=lambda _, ranks, shared: shared % ranks and ranks % shared,
-    )
-    yield rule(
-        "parallel.context_method!=all_to_all with parallel.context>1 with precision.activations=working",
+        "parallel.context_method=ring with parallel.context>1 with precision.activations=working",
         "a ring has no tiles in 16 bits",
         "set parallel.context_method = 'all_to_all', or precision.activations = 'float32'",
     )

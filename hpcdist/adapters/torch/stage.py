@@ -4,6 +4,7 @@ Parameters and gradients lie in the memory of the run. Forward keeps the graph o
 each gradient to its place.
 """
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -20,6 +21,7 @@ from hpcdist.adapters.torch.arrays import (
     share_stream,
     tensor_of,
 )
+from hpcdist.adapters.torch.attention import CURRENT, SampleCut
 from hpcdist.adapters.torch.modules import ParameterBinding, StageModules
 from hpcdist.arrays.backend import Array, ArrayGroup, Scalar, arrays_in
 from hpcdist.arrays.layout import TensorSpec
@@ -59,7 +61,24 @@ class TorchStage:
         self._example: Inputs | None = None
         self.takes_several = layer == 0
         self._inside = False  # of a pass of the run
+        self._cut: SampleCut | None = None
         self.forward_flops: float | None = None  # a sample, of products; None: not known without an example
+
+    def in_context(self, cut: SampleCut) -> "TorchStage":
+        """Return this stage for the tokens of ``cut``; its output, where that is known, has those of whole samples.
+
+        Raises ConfigurationError for other outputs.
+        """
+        other = copy.copy(self)
+        if self._output is not None:
+            if self._output[:1] != (cut.whole,):
+                raise ConfigurationError(
+                    f"parallel.context with stage {self.layer}, {self.name}: it gives {self._output} for a sample, "
+                    f"expected one row for each of its {cut.whole} tokens (data.context); set parallel.context = 1"
+                )
+            other._output = (cut.tokens, *self._output[1:])
+        other._cut = cut
+        return other
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Return the specs of the own parameters, in the order of the modules."""
@@ -158,10 +177,11 @@ class TorchStage:
                 return self._run(x)
 
     def _run(self, x: "Inputs") -> "torch.Tensor":
-        self._inside = True
+        self._inside, before = True, CURRENT.set(self._cut)
         try:
             return self._through(x)
         finally:
+            CURRENT.reset(before)
             self._inside = False
 
     def _through(self, x: "Inputs") -> "torch.Tensor":
@@ -267,6 +287,18 @@ class TorchLoss(Loss):
                 raise UsageError(f"the loss has a parameter, {name}; put what is trained into the last stage")
         self._function, self._reduction, self._tokens = function, reduction, tokens_per_sample
         self._is_known = False  # whether the reduction has been looked at
+        self._cut: SampleCut | None = None
+
+    def in_context(self, cut: SampleCut) -> "TorchLoss":
+        """Return this loss for the tokens of ``cut``. Raises ConfigurationError for losses of less than all tokens."""
+        if self._tokens != cut.whole:
+            raise ConfigurationError(
+                f"parallel.context with a loss of {self._tokens} predictions a sample, which has {cut.whole} tokens "
+                "(data.context): pass wrap tokens_per_sample, or set parallel.context = 1"
+            )
+        other = copy.copy(self)
+        other._tokens, other._cut = cut.tokens, cut
+        return other
 
     def take_example(self, targets: Any) -> None:
         """Store example targets, repeated to any number of samples by a measurement of passes."""
@@ -274,6 +306,11 @@ class TorchLoss(Loss):
 
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> Scalar:
         """Return the sum over samples and their predictions, in float64; the outputs stay as they are."""
+        if self._cut is not None and not self._cut.calls:
+            raise UsageError(
+                "no stage calls hpcdist.adapters.torch.context_attention: with parallel.context each token would see "
+                "those of this rank alone; call it in the place of scaled_dot_product_attention, or set it to 1"
+            )
         with share_stream(logits):
             outputs = tensor_of(logits)
             wanted = as_computable(targets, outputs.dtype)

@@ -13,8 +13,10 @@ from hpcdist.planner import layout as known
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import MemoryEstimate
 from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.memory.activations import HALF_BYTES, context_share, itemsize
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.transformer import inner
+from hpcdist.strategies.config import PIECE_TOKENS, exchanges_heads
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 
@@ -114,6 +116,21 @@ def _context(description: ModelDescription, layout: ParallelLayout) -> Iterator[
         yield LayoutProblem(
             "tokens", f"context = {ranks}: {description.name} is no transformer, and has no tokens to cut"
         )
+    elif layout.implementation == "hpcdist":
+        if description.tokens <= PIECE_TOKENS * (ranks - 1):
+            yield LayoutProblem(
+                "tokens",
+                f"context = {ranks} {_left(description.tokens, ranks, 'tokens of a sample')}, in pieces of at least "
+                f"{PIECE_TOKENS}",
+            )
+        unit = next(unit for unit in description.units if unit.attention)
+        share, _ = context_share(unit, layout, 1)
+        if itemsize(layout) == HALF_BYTES and not exchanges_heads(ranks, share.heads, share.shared):
+            yield LayoutProblem(
+                "heads",
+                f"context = {ranks} {_left(share.heads, ranks, 'heads of a device')}, and a ring has no tiles in 16 "
+                "bits: choose activations = 'float32', or a divisor of the heads",
+            )
     elif description.tokens % ranks:
         yield LayoutProblem("tokens", f"context = {ranks} {_left(description.tokens, ranks, 'tokens of a sample')}")
 

@@ -18,8 +18,7 @@ and the gradients of their outputs (arXiv:2401.10241, table 1).
 
 **Ours**: the arrays that `hpcdist.models.counts` names, cut as `hpcdist.strategies.pipeline.costs.TensorSplit` says.
 Attention keeps no scores, so "selective" has nothing to save. A context axis cuts tokens, of what is kept and of
-scratch, but not the tiles of attention; keys and values of one other rank are there at a time, and in the backward
-also their gradients (ring attention, arXiv:2310.01889).
+scratch, but not the tiles of attention; what its two methods have besides says `hpcdist.strategies.context.costs`.
 """
 
 from dataclasses import replace
@@ -30,10 +29,13 @@ from hpcdist.models.counts import KeptArray, peak_with_recomputation
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import ModelDescription, ModelUnit, TransformerShape
 from hpcdist.planner.model.transformer import inner
+from hpcdist.strategies.config import resolve_context_method
+from hpcdist.strategies.context.costs import AttentionShare, kept_elements, scratch_elements
 from hpcdist.strategies.pipeline.costs import TensorSplit
 
 MASK: Final = 1  # byte an element
 LOGITS: Final = 4  # bytes: float32
+HALF_BYTES: Final = 2
 
 
 class UnitActivations(NamedTuple):
@@ -73,7 +75,33 @@ def of_units(description: ModelDescription, layout: ParallelLayout) -> tuple[Uni
     if layout.implementation == "megatron" and description.shape is not None:
         shape = description.shape
         return _published(shape, layout.tensor, layout.context, size, layout.recompute, by_tokens)
-    return _ours(description, layout.tensor, size / layout.context, by_tokens)
+    units = _ours(description, layout.tensor, size / layout.context, by_tokens)
+    if layout.context == 1:
+        return units
+    more = [size * kept_elements(*context_share(unit, layout, 1)) for unit in description.units if unit.attention]
+    kept = iter(more)
+    return tuple(
+        own._replace(kept=own.kept + next(kept)) if unit.attention else own
+        for own, unit in zip(units, description.units, strict=True)
+    )
+
+
+def context_share(unit: ModelUnit, layout: ParallelLayout, samples: int) -> tuple[AttentionShare, str]:
+    """Return the attention of ``unit`` on one rank of the context axis, and its method (local)."""
+    attention, tensor = unit.attention, layout.tensor
+    assert attention is not None
+    heads, shared = attention.heads // tensor, max(1, attention.kv_heads // tensor)
+    ring = itemsize(layout) != HALF_BYTES  # tiles in 16 bits go by heads alone
+    share = AttentionShare(
+        ranks=layout.context,
+        samples=samples,
+        tokens=attention.context,
+        heads=heads,
+        shared=shared,
+        size=attention.size,
+        itemsize=itemsize(layout),
+    )
+    return share, resolve_context_method("auto", layout.context, heads, shared, ring=ring)
 
 
 @lru_cache(maxsize=4096)
@@ -175,16 +203,13 @@ def scratch_of(
     made beside the sum; 16-bit sums have a whole unit for it (`hpcdist.planner.memory.model_states`).
     """
     adds = accumulates and layout.computes_in == layout.precision
-    return _scratch(
-        description,
-        present,
-        layout.tensor,
-        layout.context,
-        itemsize(layout),
-        layout.sequence_parallel,
-        layout.microbatch,
-        adds,
-    )
+    sizes = layout.tensor, layout.context, itemsize(layout), layout.sequence_parallel, layout.microbatch
+    more: dict[str, int] = {}
+    if layout.context > 1:
+        for unit in {description.units[number] for number in present if description.units[number].attention}:
+            for name, elements in scratch_elements(*context_share(unit, layout, layout.microbatch)).items():
+                more[name] = max(more.get(name, 0), elements)
+    return _scratch(description, present, *sizes, adds) + itemsize(layout) * sum(more.values())
 
 
 @lru_cache(maxsize=8192)
@@ -208,10 +233,6 @@ def _scratch(
             name: split.scratch(array if array.most else array._replace(each=-(-array.each // context)), samples)
             for name, array in unit.counted.scratch.items()
         }
-        if context > 1 and unit.attention is not None:
-            seen = unit.attention
-            tokens = -(-seen.context // context)
-            by_name["context.keys"] = samples * split.of(4 * tokens * seen.kv_heads * seen.size)  # and two gradients
         if adds and unit.products:
             by_name["linear.dweight"] = split.of(max(product.inner * product.columns for product in unit.products))
         for name, elements in by_name.items():

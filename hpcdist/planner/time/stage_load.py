@@ -12,9 +12,10 @@ An embedding whose vocabulary is cut is the end of a region, a head the beginnin
 sums three float32 numbers a token. The allreduce, or the reduce-scatter, that goes back may run while the gradients
 of the weights at the beginning of the region are computed, and the second gathering while those of the input are
 (arXiv:2205.05198, section 6.2): `Layout.tensor_overlap`. The context axis gathers keys and values forward, and
-scatters the sums of their gradients back (arXiv:2407.21783, section 3.3.2). The expert axis sends each token to its
-experts and back, and so its gradient. What is recomputed (`hpcdist.planner.model.stage_split`) sends again what its
-forward sent.
+scatters the sums of their gradients back (arXiv:2407.21783, section 3.3.2); in hpcdist they travel round a ring, and
+once more in the backward, or heads are exchanged for tokens, as `hpcdist.strategies.context` chooses. The expert axis
+sends each token to its experts and back, and so its gradient. What is recomputed
+(`hpcdist.planner.model.stage_split`) sends again what its forward sent.
 """
 
 from collections import Counter
@@ -23,10 +24,12 @@ from typing import Any, Final, NamedTuple
 
 from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.model.description import ModelDescription, ModelUnit
+from hpcdist.planner.memory.activations import context_share
+from hpcdist.planner.model.description import AttentionShape, ModelDescription, ModelUnit
 from hpcdist.planner.model.stage_split import UnitGroup, chunks, recomputed, stages
 from hpcdist.planner.time.compute import cached, local_experts, local_parameters, timed_fields, unit_seconds
 from hpcdist.planner.time.network import MessageCost, collective, span
+from hpcdist.strategies.context.costs import sent_bytes
 
 FORWARD: Final = 0
 BACKWARD: Final = 1
@@ -211,11 +214,7 @@ def _calls(unit: ModelUnit, description: ModelDescription, layout: ParallelLayou
     each = layout.microbatch / layout.context * item
     attention = unit.attention
     if attention is not None and layout.context > 1:
-        # The whole buffer: of all tokens.
-        heads = attention.kv_heads / layout.tensor
-        whole = layout.microbatch * attention.context * 2 * heads * attention.size * item
-        yield AxisCollective(FORWARD, "context", "all_gather", whole)
-        yield AxisCollective(BACKWARD, "context", "reduce_scatter", whole)
+        yield from _context(unit, layout, attention, item)
     if layout.tensor > 1:
         yield from _tensor(unit, description, layout, each)
         if unit.products and unit.products[-1].cut == "columns":  # logits
@@ -226,6 +225,23 @@ def _calls(unit: ModelUnit, description: ModelDescription, layout: ParallelLayou
         tokens = first.rows * first.experts * first.share / (layout.tensor if layout.sequence_parallel else 1)
         for when in (FORWARD, FORWARD, BACKWARD, BACKWARD):
             yield AxisCollective(when, "expert", "all_to_all", tokens * first.inner * each)
+
+
+def _context(unit: ModelUnit, layout: ParallelLayout, attention: AttentionShape, item: int) -> Iterator[AxisCollective]:
+    """Yield what one attention exchanges over the context axis. Passes round a ring cost as much as a gathering."""
+    # The whole buffer: of all tokens.
+    whole = layout.microbatch * attention.context * 2 * attention.kv_heads / layout.tensor * attention.size * item
+    if layout.implementation == "hpcdist":
+        share, method = context_share(unit, layout, layout.microbatch)
+        if method == "all_to_all":
+            there, back = (share.ranks / (share.ranks - 1) * sent for sent in sent_bytes(share, method))
+            for _ in range(2):  # before attention and behind it
+                yield AxisCollective(FORWARD, "context", "all_to_all", there / 2)
+                yield AxisCollective(BACKWARD, "context", "all_to_all", back / 2)
+            return
+        yield AxisCollective(BACKWARD, "context", "all_gather", whole)
+    yield AxisCollective(FORWARD, "context", "all_gather", whole)
+    yield AxisCollective(BACKWARD, "context", "reduce_scatter", whole)
 
 
 def _tensor(

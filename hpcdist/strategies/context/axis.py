@@ -8,6 +8,7 @@ from typing import Final
 from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.errors import DataError
 from hpcdist.models.stage import Saved
 from hpcdist.strategies.context.passes import pieces, tokens
 from hpcdist.strategies.schedule.observers import NanFinder
@@ -33,9 +34,17 @@ class ContextAxis:
         self._spent_s = 0.0
 
     def cut(self, samples: Array) -> Array:
-        """Return this rank's tokens of ``samples`` (n, context), contiguous; samples without columns as they are."""
-        if samples.ndim < 2 or samples.shape[1] == 0:
-            return samples
+        """Return this rank's tokens of ``samples`` (n, context, ...), contiguous; without columns as they are.
+
+        Raises DataError for samples of another length.
+        """
+        if samples.ndim == 2 and samples.shape[1] == 0:
+            return samples  # of a rank that does not look at them
+        if samples.ndim < 2 or samples.shape[1] != self.context:
+            raise DataError(
+                f"parallel.context = {self.size} cuts samples of {self.context} tokens (data.context), and got a batch "
+                f"of shape {samples.shape}; give (samples, tokens) inputs and targets, or set data.context"
+            )
         return self.rows(samples, 1)
 
     def rows(self, whole: Array, dim: int = 0) -> Array:

@@ -9,6 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
+
+from hpcdist.adapters.torch.attention import SampleCut
+from hpcdist.adapters.torch.stage import TorchLoss, TorchStage
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.attention.tiles import Pieces
@@ -93,24 +97,30 @@ METHODS: Final[dict[str, Callable[[ContextAxis], AttentionOperation]]] = {
 def cut_context(model: Model, axis: ContextAxis | None) -> Model:
     """Return ``model`` for the tokens of this rank of ``axis``, and its attention; as it is without one.
 
-    Local. Forward and backward of what is returned are collective over the axis, and see samples that `ContextAxis.cut`
-    has cut. Raises ConfigurationError for a model of other stages than those of a transformer.
+    Modules of PyTorch take attention and places from `hpcdist.adapters.torch.attention`. Local. Forward and backward of
+    what is returned are collective over the axis, and see samples that `ContextAxis.cut` has cut. Raises
+    ConfigurationError for a model of other stages.
     """
     if axis is None:
         return model
+    own, attention = copy.copy(model), METHODS[axis.method](axis)
+    own.clocks, own.watch = (*model.clocks, axis.taken_s), axis.watch
+    if all(isinstance(stage, TorchStage) for stage in model.stages) and isinstance(model.loss, TorchLoss):
+        cut = SampleCut(attention, axis.rows(np.arange(axis.context)), axis.context)
+        own.stages = tuple(stage.in_context(cut) for stage in model.stages if isinstance(stage, TorchStage))
+        own.loss = model.loss.in_context(cut)
+        return own
     if not isinstance(model.stages[0], TokenEmbedding):
         raise ConfigurationError(
             f"parallel.context = {axis.size}: the stages of this model do not say what they do with the places of "
-            "tokens, as those of a gpt do; set it to 1"
+            "tokens, as those of a gpt and modules of PyTorch do; set it to 1"
         )
-    own = copy.copy(model)
     own.stages = tuple(stage.with_tokens(axis.tokens) for stage in model.stages)  # type: ignore[attr-defined]
     own.operations = replace(
         model.operations,
         positions=PiecePositions(axis),
         rotary=PieceRotary(axis),
         dropout=PieceDropout(axis.own, axis.context),
-        attention=METHODS[axis.method](axis),
+        attention=attention,
     )
-    own.clocks, own.watch = (*model.clocks, axis.taken_s), axis.watch
     return own

@@ -7,7 +7,7 @@ again. Gradients of a block follow it round the ring and collect every rank's pa
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Final, Unpack
+from typing import Unpack
 
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.dtypes import accumulation_dtype
@@ -24,9 +24,8 @@ from hpcdist.models.attention.flash import (
 from hpcdist.models.attention.tiles import HeadChunk, Heads, blocks, heads_of
 from hpcdist.models.stage import AttentionOptions, Saved
 from hpcdist.strategies.context.axis import ContextAxis, Ring
+from hpcdist.strategies.context.costs import AttentionShare, head_parts
 from hpcdist.strategies.context.passes import Visit, visits
-
-PART_BYTES: Final = 1 << 20  # larger blocks travel in parts of their heads: less memory for what is on its way
 
 
 class RingAttention:
@@ -106,14 +105,21 @@ class RingAttention:
 
     def _parts(self, heads: Heads, saved: Saved, qkv: Array, kv: Array | None) -> Iterator["_Travelling"]:
         """Yield the parts of the shared heads that travel one after the other: the same on all ranks."""
-        columns = 2 * heads.size
-        nbytes = heads.batch * self._axis.most_tokens * heads.shared * columns * qkv.dtype.itemsize
+        axis, columns = self._axis, 2 * heads.size
+        share = AttentionShare(
+            ranks=axis.size,
+            samples=heads.batch,
+            tokens=axis.context,
+            heads=heads.queries,
+            shared=heads.shared,
+            size=heads.size,
+            itemsize=qkv.dtype.itemsize,
+        )
         # On a GPU kernels take all heads at once.
-        count = 1 if is_device(qkv) else min(heads.shared, -(-nbytes // PART_BYTES))
-        parts = split(heads.shared, count, itemsize=1, align_bytes=1)
+        parts = split(heads.shared, 1 if is_device(qkv) else head_parts(share), itemsize=1, align_bytes=1)
         for part in parts:
-            ring = Ring(self._axis, saved, qkv, part.size * columns, parts[0].size * columns)
-            yield _Travelling(ring, heads, part, qkv, kv, self._axis.rank)
+            ring = Ring(axis, saved, qkv, part.size * columns, parts[0].size * columns)
+            yield _Travelling(ring, heads, part, qkv, kv, axis.rank)
 
 
 class _Travelling:

@@ -17,6 +17,7 @@ from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.models import factory as models_factory
+from hpcdist.models.config import FOREIGN
 from hpcdist.models.model import Model
 from hpcdist.models.runtime.split_backward import with_recomputation
 from hpcdist.optim import rates
@@ -270,7 +271,10 @@ def _context_axis(recipe: Recipe, axes: GridCommunicators) -> ContextAxis:
     """Return the axis of the ranks that share samples. Collective."""
     model, parallel = recipe.model, recipe.parallel
     heads = (count // parallel.tensor for count in (model.heads, model.kv_heads or model.heads))
-    method = resolve_context_method(parallel.context_method, parallel.context, *heads)
+    ring = recipe.precision.activations != "working"
+    method = resolve_context_method(parallel.context_method, parallel.context, *heads, ring=ring)
+    if model.kind in FOREIGN:
+        method = "ring"  # how many heads a module has only it knows
     return ContextAxis(axes.context, recipe.data.context, method)
 
 

@@ -11,6 +11,7 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import TRANSFORMERS
 from hpcdist.planner.layout import COMPRESSIONS, STRATEGIES, ParallelLayout
 from hpcdist.planner.model.description import ModelDescription
+from hpcdist.strategies.config import resolve_context_method
 from hpcdist.strategies.schedule.generate.registry import FILE
 
 if TYPE_CHECKING:
@@ -183,6 +184,14 @@ def _note_unplanned_keys(recipe: "Recipe", notes: list[str]) -> None:
     parallel = recipe.parallel
     if parallel.partition != "flops" or parallel.stage_units or parallel.stage_speeds:
         notes.append("parallel.partition: stages are planned as the default cuts them")
+    ring = recipe.precision.activations != "working"
+    heads = [count // parallel.tensor for count in (recipe.model.heads, recipe.model.kv_heads or recipe.model.heads)]
+    planned, chosen = (
+        resolve_context_method(method, parallel.context, *heads, ring=ring)
+        for method in ("auto", parallel.context_method)
+    )
+    if parallel.context > 1 and chosen != planned:
+        notes.append(f"parallel.context_method = {chosen!r} is planned as {planned}, which sends less")
     if recipe.run.logical_shards:
         notes.append(f"run.logical_shards = {recipe.run.logical_shards}: the cost of fixed orders of sums is left out")
     if recipe.communication.delayed:

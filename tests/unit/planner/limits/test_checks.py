@@ -187,7 +187,9 @@ def test_a_model_that_is_no_transformer_has_nothing_for_a_tensor_axis():
 
 def test_unbuilt_is_of_hpcdist_alone():
     assert unsupported(OURS) == ()
-    assert "context" in unsupported(replace(OURS, context=2))[0]
+    assert unsupported(replace(OURS, context=2)) == ()
+    served = unsupported(replace(OURS, context=2, strategy="parameter_server"))
+    assert any("with parallel.context = 2 is not built" in reason for reason in served)
     assert "expert" in unsupported(replace(OURS, expert=2))[0]
     assert "selective" in unsupported(replace(OURS, recompute="selective"))[0]
     assert unsupported(replace(FITS, context=2)) == ()

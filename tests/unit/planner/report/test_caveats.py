@@ -22,7 +22,7 @@ def of(layout, batch=512, **more):
 
 def test_what_decides_comes_first():
     """In the words that the planner itself has for them."""
-    layout = ParallelLayout(data=2000, context=2, microbatch=8)
+    layout = ParallelLayout(data=2000, context=2, microbatch=8, recompute="selective")
     found = plan(LLAMA, layout, SELENE, 20_001, 10)
     small = replace(found, memory=replace(found.memory, limit_bytes=1e9))
     notes = ("neither --steps nor --tokens is given: ...", *table.assumption_line(SELENE), *found.flags)
@@ -31,7 +31,7 @@ def test_what_decides_comes_first():
     wanted = (
         *("it does not fit into the memory", "products larger than"),
         *(
-            "parallel.context = 2 is not built",
+            "'selective' is not built",
             "no training of this toolkit",
             "messages that hide",
             "20,001 samples on",

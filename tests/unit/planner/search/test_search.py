@@ -325,13 +325,15 @@ def test_only_what_runs_where_that_is_wanted():
     on = replace(
         on, device=replace(on.device, peak_flops={"float32": 19.5e12}, matmul={"float32": on.device.matmul["bfloat16"]})
     )
-    free = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=base, contexts=(2,), first=3))
+    servers = replace(base, strategy="parameter_server")
+    only = {"base": servers, "strategies": ("parameter_server",), "contexts": (2,)}
+    free = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, first=3, **only))
     assert all(one.estimate.layout.context == 2 for one in free.found)
     assert all(any("context" in flag for flag in one.estimate.flags) for one in free.found), "flagged as not built"
     bound = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=base, runnable=True, first=20))
     assert len(bound.found) == 20
     assert all(not unsupported(one.estimate.layout) for one in bound.found)
-    with_none = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=base, contexts=(2,), runnable=True))
+    with_none = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, runnable=True, **only))
     assert with_none.found == ()
     assert {one.limit for one in with_none.refused} >= {"unbuilt"}
     assert with_none.nothing

@@ -136,7 +136,7 @@ def test_the_algorithm_that_is_told_is_that_of_most_bytes():
 def test_the_context_axis_gathers_keys_and_values():
     found = timing(MODEL, replace(LAYOUT, context=2), CLUSTER, 2)
     keys_and_values = 2 * 128 * 2 * 4 * 32 * 4  # samples, tokens, both, heads, numbers, bytes
-    assert found.bytes["context"] == pytest.approx(8 * 2 * keys_and_values / 2)
+    assert found.bytes["context"] == pytest.approx(8 * 3 * keys_and_values / 2)  # round a ring again for gradients
     assert found.terms["context"] > 0
 
 

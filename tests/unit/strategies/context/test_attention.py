@@ -10,6 +10,7 @@ from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Draw
 from hpcdist.strategies.context.axis import ContextAxis
+from hpcdist.strategies.context.costs import AttentionShare, sent_bytes
 from hpcdist.strategies.context.model import METHODS
 from hpcdist.strategies.context.passes import pairs, pieces, tokens, visits
 
@@ -94,4 +95,7 @@ def test_attention_is_that_of_whole_samples(method, ranks, context, heads, share
     if method == "all_to_all":
         sent = 4 * context * (heads + max(shared, ranks)) * (ranks - 1) // ranks
     assert sum(bytes_sent for bytes_sent, _ in together) == sent * token
+    sizes = {"samples": batch, "tokens": context, "heads": heads, "shared": shared, "size": size, "itemsize": 8}
+    planned = sum(sent_bytes(AttentionShare(ranks=ranks, **sizes), method))
+    assert planned * ranks == pytest.approx(sent * token, rel=1e-12)
     assert sum(own for _, own in together) == context

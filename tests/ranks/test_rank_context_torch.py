@@ -1,0 +1,117 @@
+"""Wrapped modules of PyTorch whose samples are cut over context ranks: attention and places are those of all ranks."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn
+from torch.nn import functional
+
+from harness.trainings import recipe_keys, refused
+from hpcdist.adapters.torch import context_attention, context_positions, wrap
+from hpcdist.arrays.store import FlatStore
+from hpcdist.errors import ConfigurationError, DataError, UsageError
+from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.stage import Draw
+from hpcdist.strategies.context.axis import ContextAxis
+from hpcdist.strategies.context.model import cut_context
+
+VOCABULARY, CONTEXT, HIDDEN, HEADS = 19, 21, 16, 4
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(CONTEXT, HIDDEN)
+
+    def forward(self, x):
+        return self.tokens(x) + self.positions(context_positions(x.shape[1]))
+
+
+class Block(nn.Module):
+    """Attention with two heads of keys, and a scale of its own."""
+
+    def __init__(self, attention=context_attention) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(HIDDEN), attention
+        self.qkv, self.out = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        parts = self.qkv(self.norm(x)).unflatten(2, (2 * HEADS, -1)).transpose(1, 2)
+        q, k, v = parts[:, :HEADS], parts[:, HEADS : HEADS + 2], parts[:, HEADS + 2 :]
+        mixed = self.attention(q, k, v, is_causal=True, scale=0.7, enable_gqa=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def language_model(seed, **options):
+    torch.manual_seed(seed)
+    return nn.Sequential(Embed(), Block(**options), Block(**options), nn.Linear(HIDDEN, VOCABULARY)).double()
+
+
+def loss(logits, targets):
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def wrapped(module, x):
+    return wrap(module, loss, example=x[:1], tokens_per_sample=CONTEXT)
+
+
+def step(model, x, y):
+    """Return the summed loss, twice evaluated, and its gradient."""
+    store, gradient = FlatStore(model.layout, model.dtype), FlatStore(model.layout, model.dtype)
+    model.initialise(store, 0)
+    parameters, into, arena = model.bind(store), model.bind_gradients(gradient), Arena()
+    for stage in into:
+        stage.begin_step()
+    evaluated = model.evaluate(parameters, x, y, arena)
+    logits = model.forward(parameters, x, arena, draw=Draw(0, 1, 0))
+    total = float(model.loss.forward(logits, y, model.operations, arena.saved(model.stages[-1].layer)))
+    model.backward(parameters, into, 0.5, arena)
+    assert total == pytest.approx(evaluated, rel=1e-13)
+    return total, gradient.array.copy()
+
+
+@pytest.fixture
+def axis(comm):
+    if comm.size not in (2, 3):
+        pytest.skip("for 2 or 3 ranks")
+    return ContextAxis(comm, CONTEXT)
+
+
+def test_attention_of_wrapped_modules_is_that_of_whole_samples(axis, rng):
+    seed, tokens = int(rng.integers(1 << 31)), rng.integers(0, VOCABULARY, (3, CONTEXT + 1))
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    total, gradient = step(wrapped(language_model(seed, attention=functional.scaled_dot_product_attention), x), x, y)
+    model = cut_context(wrapped(language_model(seed), x), axis)
+    assert model.stages[-1].output_shape(2) == (2, axis.tokens, VOCABULARY)
+    with pytest.raises(DataError, match="cuts samples of 21 tokens"):
+        axis.cut(x[:, 1:])
+    own = np.append(*step(model, axis.cut(x), axis.cut(y))[::-1])
+    axis.comm.allreduce(own)
+    assert own[-1] == pytest.approx(total, rel=1e-13)
+    assert np.linalg.norm(own[:-1] - gradient) <= 1e-13 * np.linalg.norm(gradient)
+
+
+def test_modules_that_would_not_see_other_ranks_are_refused(axis, rng):
+    def masked(q, k, v, **_):
+        return context_attention(q, k, v, dropout_p=0.1, enable_gqa=True)
+
+    x = rng.integers(0, VOCABULARY, (2, CONTEXT))
+    cut, blind = axis.cut(x), language_model(1, attention=functional.scaled_dot_product_attention)
+    with pytest.raises(UsageError, match="no stage calls"):
+        step(cut_context(wrapped(blind, x), axis), cut, cut)
+    with pytest.raises(UsageError, match="no dropout of attention"):
+        step(cut_context(wrapped(language_model(1, attention=masked), x), axis), cut, cut)
+    with pytest.raises(ConfigurationError, match="tokens_per_sample"):
+        cut_context(wrap(blind, loss, example=x[:1]), axis)
+    keys = recipe_keys("parallel.context=2 kind=given")
+    for changed in ("parallel.pipeline=2 parallel.microbatches=2", "parallel.recompute=true"):
+        refused({**keys, **recipe_keys(changed)}, "not built")
+
+
+def test_without_context_ranks_it_is_attention_of_pytorch():
+    q = torch.randn(2, 4, 5, 3)
+    expected = functional.scaled_dot_product_attention(q, q, q, dropout_p=0.0, is_causal=True)
+    assert (context_attention(q, q, q, is_causal=True) == expected).all()
+    assert context_positions(4).tolist() == [0, 1, 2, 3]
