@@ -26,6 +26,7 @@ TOPICS: Final = {
     "recipe": "Every key of a recipe: type, default, meaning. `hpcdist help SECTION.KEY` shows one.",
     "architectures": "Allreduce, ZeRO, parameter server, gossip: memory, bytes, when to use which.",
     "pipelines": "Pipelines, tensor parallelism and their products.",
+    "experts": "Mixtures of experts: router, balance, experts on several ranks.",
     "collectives": "Algorithms of allreduce and its like, and how one is chosen.",
     "compression": "Gradients in fewer bytes, and what that costs.",
     "cluster": "Slurm and other launchers: submit, sites, modules, GPUs.",

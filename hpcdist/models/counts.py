@@ -184,21 +184,22 @@ def _experts(config: ModelConfig, context: int) -> UnitCounts:
     hidden, inner, rows = config.hidden, config.expert_inner, expert_rows(config, context)
     one, router = _feed_forward(config, 1, inner), config.experts * hidden
     shared = _feed_forward(config, context, config.shared_experts * inner) if config.shared_experts else None
-    choices = KeptArray(context * config.experts_per_token)
+    choices = KeptArray(context * config.experts_per_token, whole=True)
+    travelling = KeptArray(rows * hidden, whole=True)
     rises, falls, _ = (KeptArray(rows * array.size, cut=array.cut) for array in one.kept)
     return UnitCounts(
         parameters=router + config.experts * one.parameters + (shared.parameters if shared else 0),
         linear=2 * context * router + rows * one.linear + (shared.linear if shared else 0),
         kept=(
-            *(KeptArray(context * config.experts), choices, choices, choices),
-            *(KeptArray(rows * hidden), rises, falls, KeptArray(rows * hidden), KeptArray(context * hidden)),
+            *(KeptArray(context * config.experts, whole=True), choices, choices, choices),
+            *(travelling, rises, falls, travelling, KeptArray(context * hidden)),
             *(shared.kept if shared else ()),
         ),
         scratch={
-            "experts.dgates": Scratch(choices.size),
+            "experts.dgates": Scratch(choices.size, whole=True),
             "experts.down.dx": Scratch(rows * inner, cut=True),
-            "experts.up.dx": Scratch(rows * hidden),
-            "experts.dx": Scratch(context * hidden),
+            "experts.up.dx": Scratch(rows * hidden, whole=True),
+            "experts.dx": Scratch(context * hidden, whole=True),
             **(shared.scratch if shared else {}),
         },
     )

@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ import numpy as np
 from hpcdist import collectives
 from hpcdist.arrays.dtypes import accumulation_dtype, dtype_of
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range, align_up
-from hpcdist.bench.collectives.results import ORDINARY, SHARED, CollectivesCell
+from hpcdist.bench.collectives.results import OPERATIONS, ORDINARY, SHARED, UNEVEN, CollectivesCell, part_sizes
 from hpcdist.collectives.algorithms.all_to_all import ALL_TO_ALL, all_to_all
 from hpcdist.collectives.algorithms.broadcast import BROADCAST, broadcast
 from hpcdist.collectives.dispatch import AlgorithmTable, parse_algorithm
@@ -252,21 +253,25 @@ def _broadcast(comm: Communicator, cell: CollectivesCell, algorithm: str) -> tup
 
 
 def _all_to_all(comm: Communicator, cell: CollectivesCell, algorithm: str) -> tuple[Run, list[ExpectedResult]]:
-    each = cell.size // comm.size
-    rows = [Range(each * peer, each * (peer + 1)) for peer in range(comm.size)]
+    sizes = part_sizes(cell.op, cell.size, comm.size)
+    own, ends = sizes[comm.rank], [0, *accumulate(sizes)]
+    parts = [Range(start, stop) for start, stop in pairwise(ends)]
+    rows = [Range(own * peer, own * (peer + 1)) for peer in range(comm.size)]
 
     def run(buffer: np.ndarray, result: np.ndarray) -> None:
-        all_to_all(comm, buffer, result[: each * comm.size], rows, rows, algorithm)
+        all_to_all(comm, buffer, result[: own * comm.size], parts, rows, algorithm)
 
-    return run, [ExpectedResult(row, peer, each * comm.rank) for peer, row in enumerate(rows)]
+    return run, [ExpectedResult(row, peer, ends[comm.rank]) for peer, row in enumerate(rows)]
 
 
+_UNEVEN: Final = {name: function for name, function in ALL_TO_ALL.items() if name != "bruck"}  # of one size
 _BY_NAME: Final[dict[str, Mapping[str, Any]]] = {
     "allreduce": collectives.ALLREDUCE,
     "reduce_scatter": collectives.SHARDED,
     "all_gather": collectives.SHARDED,
     "broadcast": BROADCAST,
     "all_to_all": ALL_TO_ALL,
+    **{op: _UNEVEN for op in OPERATIONS if op.startswith(UNEVEN)},
 }
 
 
@@ -282,8 +287,13 @@ def kinds(algorithm: str, op: str, wanted: Sequence[str]) -> list[str]:
     """
     if algorithm == NATIVE:
         return [ORDINARY]
-    fits = op != "all_to_all" and (algorithm in READS_SHARED or ORDINARY not in wanted)
+    reads = algorithm == "node_shared" if _is_all_to_all(op) else algorithm in READS_SHARED
+    fits = reads or (ORDINARY not in wanted and not _is_all_to_all(op))
     return [kind for kind in wanted if kind == ORDINARY or fits]
+
+
+def _is_all_to_all(op: str) -> bool:
+    return op == "all_to_all" or op.startswith(UNEVEN)
 
 
 def contender(
@@ -300,8 +310,9 @@ def contender(
         "broadcast": _broadcast,
         "all_to_all": _all_to_all,
     }
-    run, expected = make[cell.op](comm, cell, chosen or algorithm)
-    return CollectivesContender(algorithm, buffers, run, tuple(expected), in_result=cell.op == "all_to_all")
+    to_all = _is_all_to_all(cell.op)
+    run, expected = make["all_to_all" if to_all else cell.op](comm, cell, chosen or algorithm)
+    return CollectivesContender(algorithm, buffers, run, tuple(expected), in_result=to_all)
 
 
 def references(comm: Communicator, cell: CollectivesCell) -> list[CollectivesContender]:

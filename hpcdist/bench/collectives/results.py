@@ -10,6 +10,10 @@ buffer of one rank in every operation:
     all_gather      what a rank ends with; it contributes about S / n               (n-1) / n
     broadcast       what every rank ends with                                       1
     all_to_all      what a rank sends, the part for itself included                 (n-1) / n
+    alltoallv-...   what the rank that gets most receives                           (n-1) / n
+
+Parts of an alltoallv are uneven, the same from every rank: alltoallv-uniform has even ones, for comparison; of
+alltoallv-zipf rank q gets 1 / (q+1) of what rank 0 gets; of alltoallv-hot rank 0 gets four fifths of what each sends.
 
 S / t is the algorithm bandwidth. Bus bandwidth is what an ideal network would show for every n.
 
@@ -39,7 +43,12 @@ from hpcdist.bench.output_file import ResultsFormat, SampleColumn
 from hpcdist.errors import UsageError
 from hpcdist.reporting.units import parse_bytes
 
-OPERATIONS: Final = ("allreduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+SKEWS: Final = ("uniform", "zipf", "hot")
+UNEVEN: Final = "alltoallv"
+OPERATIONS: Final = (
+    *("allreduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"),
+    *(f"{UNEVEN}-{skew}" for skew in SKEWS),
+)
 ORDINARY: Final = "ordinary"
 SHARED: Final = "shared"
 COLD: Final = "cold"
@@ -83,6 +92,16 @@ class CollectivesRequest:
     check: bool
     hot: bool
     seed: int
+
+
+def part_sizes(op: str, size: int, ranks: int) -> list[int]:
+    """Return how many of ``size`` elements a rank sends to each rank in the all-to-all ``op`` (local)."""
+    each = size // ranks  # to rank 0, which then receives ``size`` from all
+    if op.endswith("-zipf"):
+        return [each // (rank + 1) for rank in range(ranks)]
+    if op.endswith("-hot"):
+        return [each, *[each // (4 * max(1, ranks - 1))] * (ranks - 1)]
+    return [each] * ranks
 
 
 def bus_factor(op: str, ranks: int) -> float:
@@ -131,12 +150,12 @@ def _expanded(text: str, match: "re.Match[str]") -> list[int]:
 def cells(wanted: CollectivesRequest, ranks: int) -> tuple[list[CollectivesCell], list[str]]:
     """Return the cells in the order in which they are measured, the same on all ranks, and what was rounded (local).
 
-    The parts of an all-to-all are of one size, as in nccl-tests.
+    The parts of an all_to_all are of one size, as in nccl-tests.
     """
     combinations, notes = [], []
     for name in wanted.dtypes:
         for op in wanted.operations:
-            parts = ranks if op == "all_to_all" else 1
+            parts = ranks if op == "all_to_all" or op.startswith(UNEVEN) else 1
             unit = dtype_of(name).itemsize * parts
             for nbytes in wanted.bytes:
                 rounded = max(unit, nbytes // unit * unit)

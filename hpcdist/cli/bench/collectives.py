@@ -39,7 +39,12 @@ _ENVIRONMENT: Final = (
 
 
 @click.command("collectives")
-@click.option("--op", "operations", multiple=True, default=("allreduce",), help="Operation, or all; may be repeated.")
+@click.option(
+    *("--op", "--operation", "operations"),
+    multiple=True,
+    default=("allreduce",),
+    help="Operation, all, or alltoallv: uneven ones of three skews; may be repeated.",
+)
 @click.option(
     "--algorithm",
     "algorithms",
@@ -107,10 +112,10 @@ def _known(
     """Return operations, algorithms and dtypes without doubles. Raises UsageError for one that is not known."""
     from hpcdist.arrays.dtypes import dtype_of
     from hpcdist.bench.collectives import contenders
-    from hpcdist.bench.collectives.results import OPERATIONS
+    from hpcdist.bench.collectives.results import OPERATIONS, UNEVEN
 
-    skeleton.chosen("--op", operations, (*OPERATIONS, "all"))
-    every = tuple(op for op in OPERATIONS if op in operations or "all" in operations)
+    skeleton.chosen("--op", operations, (*OPERATIONS, UNEVEN, "all"))
+    every = tuple(op for op in OPERATIONS if {op, op.partition("-")[0], "all"}.intersection(operations))
     names = dict.fromkeys(name for op in every for name in contenders.algorithms(op))
     for dtype in dtypes:
         dtype_of(dtype)

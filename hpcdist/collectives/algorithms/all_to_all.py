@@ -1,8 +1,11 @@
-"""All-to-all by pairwise exchange or Bruck's algorithm, and an allreduce made of an all-to-all.
+"""All-to-all by pairwise exchange or Bruck's algorithm, the others by name, and an allreduce made of an all-to-all.
 
     pairwise   (p-1) α + (p-1)/p n β                       any sizes, one pair of messages at a time
     bruck      ceil(log2 p) (α + n/2 β) at most            all blocks of one size; n more bytes of scratch
     native     the MPI library's
+
+`hpcdist.collectives.node.channels` and `hpcdist.collectives.algorithms.hierarchical_all_to_all` have those for ranks of
+one node, and of several.
 
 Pairwise exchange sends each block once. J. Bruck, C.-T. Ho, S. Kipnis et al., "Efficient algorithms for all-to-all
 communications in multiport message-passing systems", IEEE Trans. Parallel Distrib. Syst. 8 (1997) 1143-1156, sends a
@@ -25,8 +28,10 @@ import numpy as np
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, name_of
 from hpcdist.arrays.ranges import Range, split
+from hpcdist.collectives.algorithms.hierarchical_all_to_all import hierarchical_all_to_all
 from hpcdist.collectives.algorithms.ring import all_gather
 from hpcdist.collectives.half_precision import round_into, widen
+from hpcdist.collectives.node.channels import node_shared_all_to_all
 from hpcdist.collectives.reduction import check_buffer, ufunc
 from hpcdist.collectives.segments import check_ranges, scratch
 from hpcdist.comm import checks
@@ -144,10 +149,24 @@ def native_all_to_all(
     comm.all_to_all(send, receive, send_ranges, receive_ranges)
 
 
+def _checked(function: AllToAllFunction) -> AllToAllFunction:
+    """Return ``function``, which refuses buffers and ranges that do not fit before it sends anything."""
+
+    def run(
+        comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
+    ) -> None:
+        _check(comm, send, receive, send_ranges, receive_ranges)
+        function(comm, send, receive, send_ranges, receive_ranges)
+
+    return run
+
+
 ALL_TO_ALL: Final[dict[str, AllToAllFunction]] = {
     "native": native_all_to_all,
     "pairwise": pairwise_all_to_all,
     "bruck": bruck_all_to_all,
+    "node_shared": _checked(node_shared_all_to_all),
+    "hierarchical": _checked(hierarchical_all_to_all),
 }
 
 

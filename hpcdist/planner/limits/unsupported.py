@@ -15,12 +15,12 @@ from hpcdist.strategies.compressed.config import MOMENTUM_OPTIMIZERS
 from hpcdist.strategies.config import RULES as PARALLEL_RULES
 
 _KEYS: Final = {  # of a recipe, by the field of a layout that says the same
-    **{name: f"parallel.{name}" for name in ("context", "pipeline", "tensor", "strategy", "chunks")},
+    **{name: f"parallel.{name}" for name in ("context", "expert", "pipeline", "tensor", "strategy", "chunks")},
     **{name: f"parallel.{name}" for name in ("schedule", "sequence_parallel", "recompute")},
     "compression": "communication.compression",
     "precision": "precision.mode",
 }
-_relevant: Final = attrgetter("expert", *_KEYS)
+_relevant: Final = attrgetter(*_KEYS)
 _FOLLOWING: Final = (
     "communication.overlap",
     "parameter_server.placement",
@@ -55,7 +55,7 @@ def unsupported(layout: ParallelLayout) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1 << 14)
-def _refusals(expert: int, *fields: Any, overlaps: bool, dedicated: bool) -> tuple[str, ...]:
+def _refusals(*fields: Any, overlaps: bool, dedicated: bool) -> tuple[str, ...]:
     values = {**_DEFAULTS, **dict(zip(_KEYS.values(), fields, strict=True))}
     recompute, compression = values["parallel.recompute"], values["communication.compression"]
     values["parallel.recompute"] = recompute == "full"
@@ -69,6 +69,4 @@ def _refusals(expert: int, *fields: Any, overlaps: bool, dedicated: bool) -> tup
         values |= {"optimizer.name": MOMENTUM_OPTIMIZERS[compression], "compression.warmup_steps": 1}
     values = rules.derived(values)
     reasons = tuple(filter(None, (rule.refusal(values) for rule in _RULES)))
-    if expert > 1:
-        reasons += (f"expert = {expert} is not built in this version; set it to 1",)
     return (*reasons, _SELECTIVE) if recompute == "selective" else reasons

@@ -75,7 +75,7 @@ def of_units(description: ModelDescription, layout: ParallelLayout) -> tuple[Uni
     if layout.implementation == "megatron" and description.shape is not None:
         shape = description.shape
         return _published(shape, layout.tensor, layout.context, size, layout.recompute, by_tokens)
-    units = _ours(description, layout.tensor, size / layout.context, by_tokens)
+    units = _ours(description, layout.tensor, size / layout.context, by_tokens, layout.expert)
     if layout.context == 1:
         return units
     more = [size * kept_elements(*context_share(unit, layout, 1)) for unit in description.units if unit.attention]
@@ -147,12 +147,14 @@ def _published_block(shape: TransformerShape, tokens: float, size: int) -> Block
 
 
 @lru_cache(maxsize=1024)
-def _ours(description: ModelDescription, tensor: int, size: float, by_tokens: bool) -> tuple[UnitActivations, ...]:
+def _ours(
+    description: ModelDescription, tensor: int, size: float, by_tokens: bool, expert: int
+) -> tuple[UnitActivations, ...]:
     split = TensorSplit(ranks=tensor, by_tokens=by_tokens)
     per_unit: list[UnitActivations] = []
     for number, unit in enumerate(description.units):
         assert unit.counted is not None, f"{description.name} was made without counts; use `planner.model.transformer`"
-        saved = sum(map(split.elements, unit.counted.kept))
+        saved = sum(map(split.elements, (*unit.counted.kept, *_received(unit, expert))))
         held = sum(map(split.elements, _held(unit)))
         border = 0
         if number:
@@ -170,26 +172,37 @@ def _held(unit: ModelUnit) -> tuple[KeptArray, ...]:
         return unit.counted.kept[:1]
     if unit.attention is not None:
         tokens, hidden = unit.products[0].rows, unit.products[0].inner
-        columns = sum(product.inner * product.columns for product in unit.products) // hidden
-        return KeptArray(4 * tokens * hidden), KeptArray(tokens * columns, cut=True)
+        # The router and its experts have one backward pass.
+        split = [product for product in unit.products if product.cut and product.experts == 1]
+        columns = sum(product.inner * product.columns for product in split) // hidden
+        return KeptArray(len(split) * tokens * hidden), KeptArray(tokens * columns, cut=True)
     product = unit.products[-1]
     outputs = KeptArray(product.rows * product.columns, cut=bool(product.cut))
     inputs = KeptArray(0 if unit.first else product.rows * product.inner)
     return inputs, outputs
 
 
+def _received(unit: ModelUnit, expert: int) -> tuple[KeptArray, ...]:
+    """Return the rows that come for the experts of a rank, where ``expert`` ranks share them out evenly loaded."""
+    sizes = [round(p.rows * p.experts * p.share) * p.inner for p in unit.products if p.experts > 1]
+    rows = [KeptArray(size, whole=True) for size in sizes]
+    return tuple(rows[:1]) if expert > 1 else ()
+
+
 def recomputed_one_by_one(description: ModelDescription, layout: ParallelLayout) -> float:
     """Return the bytes of a sample where our blocks are computed again one by one, without a pipeline (local)."""
-    return _again(description, layout.tensor, layout.sequence_parallel) * itemsize(layout) / layout.context
+    sizes = _again(description, layout.tensor, layout.sequence_parallel, layout.expert)
+    return sizes * itemsize(layout) / layout.context
 
 
 @lru_cache(maxsize=1024)
-def _again(description: ModelDescription, tensor: int, by_tokens: bool) -> int:
+def _again(description: ModelDescription, tensor: int, by_tokens: bool, expert: int) -> int:
     split = TensorSplit(ranks=tensor, by_tokens=by_tokens)
     units = []
     for unit in description.units:
         assert unit.counted is not None
-        own = replace(unit.counted, kept=tuple(KeptArray(split.elements(array)) for array in unit.counted.kept))
+        kept = *_received(unit, expert), *unit.counted.kept  # the output comes last
+        own = replace(unit.counted, kept=tuple(KeptArray(split.elements(array)) for array in kept))
         units += [own] * unit.count
     return peak_with_recomputation(tuple(units))
 
@@ -209,7 +222,7 @@ def scratch_of(
         for unit in {description.units[number] for number in present if description.units[number].attention}:
             for name, elements in scratch_elements(*context_share(unit, layout, layout.microbatch)).items():
                 more[name] = max(more.get(name, 0), elements)
-    return _scratch(description, present, *sizes, adds) + itemsize(layout) * sum(more.values())
+    return _scratch(description, present, *sizes, adds, layout.expert) + itemsize(layout) * sum(more.values())
 
 
 @lru_cache(maxsize=8192)
@@ -222,6 +235,7 @@ def _scratch(
     by_tokens: bool,
     samples: int,
     adds: bool,
+    expert: int,
 ) -> float:
     split = TensorSplit(ranks=tensor, by_tokens=by_tokens)
     largest: dict[str, int] = {}
@@ -233,6 +247,9 @@ def _scratch(
             name: split.scratch(array if array.most else array._replace(each=-(-array.each // context)), samples)
             for name, array in unit.counted.scratch.items()
         }
+        for array in _received(unit, expert):
+            names = ("arrived", "dout", "drows", "down.y")
+            by_name |= {f"experts.{name}": samples * array.size for name in names}
         if adds and unit.products:
             by_name["linear.dweight"] = split.of(max(product.inner * product.columns for product in unit.products))
         for name, elements in by_name.items():

@@ -176,7 +176,8 @@ _LASTING: Final = (
     *("precision", "main_gradients", "activations", "optimizer_slots"),
 )
 _PASSING: Final = (
-    *("tensor", "context", "pipeline", "schedule", "chunks", "microbatch", "recompute", "sequence_parallel"),
+    *("tensor", "context", "expert", "pipeline", "schedule", "chunks", "microbatch", "recompute"),
+    "sequence_parallel",
     *("precision", "activations", "implementation"),
 )
 _lasting_of, _passing_of = attrgetter(*_LASTING), attrgetter(*_PASSING)

@@ -69,7 +69,7 @@ class TransformerShape:
     """A transformer in numbers; see `hpcdist.models.config.ModelConfig`, whose names these are.
 
     ``gated``: the feed-forward has three matrices (SwiGLU). With ``experts`` the feed-forward of a block is there so
-    often, and ``experts_per_token`` of them see a token.
+    often, and ``experts_per_token`` of them see a token; beside them all tokens see one as wide as ``shared_experts``.
     """
 
     layers: int
@@ -82,6 +82,7 @@ class TransformerShape:
     gated: bool = False
     experts: int = 1
     experts_per_token: int = 1
+    shared_experts: int = 0
     tied: bool = True
     positions: str = "learned"
     norm: str = "layer"

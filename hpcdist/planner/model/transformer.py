@@ -110,8 +110,8 @@ def of_config(
 
 
 def config_of(shape: TransformerShape) -> ModelConfig:
-    """Return the model of this toolkit that has this ``shape``; with experts, one that keeps as much for a token."""
-    return ModelConfig(
+    """Return the model of this toolkit that has this ``shape``."""
+    config = ModelConfig(
         kind="gpt" if shape.causal else "encoder",
         layers=shape.layers,
         hidden=shape.hidden,
@@ -123,8 +123,16 @@ def config_of(shape: TransformerShape) -> ModelConfig:
         positions=shape.positions,
         norm=shape.norm,
         kv_heads=shape.kv_heads,
-        feed_forward=inner(shape) * shape.experts_per_token,
+        feed_forward=inner(shape),
         bias=shape.bias,
+    )
+    if shape.experts == 1:
+        return config
+    return replace(
+        config,
+        experts=shape.experts,
+        experts_per_token=shape.experts_per_token,
+        shared_experts=shape.shared_experts,
     )
 
 
@@ -142,7 +150,10 @@ def _shape_of(config: ModelConfig, context: int) -> TransformerShape:
         vocabulary=config.vocabulary,
         context=context,
         kv_heads=config.kv_heads,
-        feed_forward=config.inner,
+        feed_forward=config.expert_inner,
+        experts=max(1, config.experts),
+        experts_per_token=config.experts_per_token if config.experts else 1,
+        shared_experts=config.shared_experts,
         gated=config.activation == "swiglu",
         tied=config.tied,
         positions=config.positions,
@@ -185,7 +196,14 @@ def _block(shape: TransformerShape, config: ModelConfig) -> ModelUnit:
     )
     dropped = 4 if shape.dropout else 0
     turned = 2 * (hidden + kv) if shape.positions == "rotary" else 0
-    often = shape.experts_per_token
+    shared = shape.shared_experts
+    common = (
+        ProductShape(tokens, hidden, shared * rises, "columns"),
+        ProductShape(tokens, shared * wide, hidden, "inner"),
+    )
+    rest += hidden if shared and shape.bias else 0
+    attention_cut += shared * (expert_cut if shared else 0)
+    often = shape.experts_per_token + shared
     return ModelUnit(
         name="block",
         count=shape.layers,
@@ -198,6 +216,7 @@ def _block(shape: TransformerShape, config: ModelConfig) -> ModelUnit:
             *router,
             ProductShape(tokens, hidden, rises, "columns", *routed),
             ProductShape(tokens, wide, hidden, "inner", *routed),
+            *(common if shared else ()),
         ),
         attention=AttentionShape(
             heads=shape.heads,

@@ -222,7 +222,9 @@ def _calls(unit: ModelUnit, description: ModelDescription, layout: ParallelLayou
                 yield AxisCollective(FORWARD, "tensor", "allreduce", description.tokens * each / item * 4)
     if layout.expert > 1 and unit.expert_parameters:
         first = next(product for product in unit.products if product.experts > 1)
-        tokens = first.rows * first.experts * first.share / (layout.tensor if layout.sequence_parallel else 1)
+        # Ours route all tokens on each tensor rank, the published ones those of its own rows.
+        by_rows = layout.sequence_parallel and layout.implementation == "megatron"
+        tokens = first.rows * first.experts * first.share / (layout.tensor if by_rows else 1)
         for when in (FORWARD, FORWARD, BACKWARD, BACKWARD):
             yield AxisCollective(when, "expert", "all_to_all", tokens * first.inner * each)
 

@@ -14,6 +14,7 @@ from hpcdist import collectives
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives.algorithms.all_to_all import ALL_TO_ALL
+from hpcdist.collectives.node import channels
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.schedule.observers import NanFinder
 
@@ -78,7 +79,15 @@ def _ranges(counts: np.ndarray, width: int) -> list[Range]:
     return [Range(int(start), int(stop)) for start, stop in zip(ends, ends[1:], strict=False)]
 
 
-def algorithm_for(chosen: str) -> str:
-    """Return the all-to-all that goes with the algorithm ``chosen`` for gradients: of its name, or pairwise (local)."""
-    name = chosen.partition("<=")[0]
-    return name if name in ALL_TO_ALL and name != "bruck" else "pairwise"
+def algorithm_for(comm: Communicator, chosen: str, *, settled: bool) -> str:
+    """Return the all-to-all over ``comm`` that goes with the algorithm ``chosen`` for gradients. Collective.
+
+    That of its name, where it is ``settled`` by the recipe; else a node's shared memory where there is some, one
+    message between two nodes where there are several. Algorithms without an all-to-all send pair by pair.
+    """
+    one_node = comm.nodes().count == 1
+    if settled and chosen in ALL_TO_ALL and (one_node or chosen != channels.NAME):
+        return chosen
+    if settled:
+        return "pairwise"
+    return "hierarchical" if not one_node else channels.NAME if channels.is_available(comm) else "native"

@@ -302,7 +302,9 @@ def _rank_context(
     model = cut_context(whole, cut)
     model = cut_model(model, tensor, algorithm, sequence_parallel=recipe.parallel.sequence_parallel, context=cut)
     experts = split_data_axis(axes.data, grid.expert)[0] if grid.expert > 1 and computes else solo()
-    model = share_out(model, ExpertAxis(experts, algorithm_for(selection.algorithm), model.watch or NanFinder()))
+    if experts.size > 1:
+        exchange = algorithm_for(experts, selection.algorithm, settled=settled)
+        model = share_out(model, ExpertAxis(experts, exchange, model.watch or NanFinder()))
     plan = pipeline.plan_partition(comm, recipe, grid, whole, model, schedule, origin) if computes else None
     context = RankContext(
         world=comm,

@@ -5,12 +5,14 @@ their state. `restore_state` refuses other data, a pending delayed gradient, and
 
 `load_initial` begins a new run with the parameters of another (``run.init_from``), in any layout, and with the biases
 of its routers. Nothing else is taken: optimizer, clock and sample order are new, and the data may be other. Parameters
-of another floating-point type are rounded to that of the run.
+of another floating-point type are rounded to that of the run. A mixture may begin as a dense model, each of its experts
+as the feed-forward of the block, with a drawn router (sparse upcycling, arXiv:2212.05055): where the gates of a token
+add up to 1, as they do with two or more experts a token, it computes at first what the dense model does.
 """
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -146,6 +148,7 @@ def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
     return replace(trainer, source=source, first_step=resumed["steps"], sample_order=order)
 
 
+ROUTER: Final = "router.weight"
 NOT_IN_MODEL: Final = "is no tensor of the recipe's model"
 
 
@@ -159,7 +162,9 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
     path = on_first_rank(trainer.comm, lambda: listing.select(source))
     stored = on_first_rank(trainer.comm, lambda: listing.load_parameters(path))
     stored_dtypes = {tensor.name: tensor.dtype for tensor in listing.stored_tensors(stored, {PARAMETERS})}
-    skipped = _mismatched_tensors(trainer.model.layout, stored)
+    shapes = {tensor.name: tensor.shape for tensor in listing.stored_tensors(stored, {PARAMETERS})}
+    sources = _dense_sources(trainer.model.layout, shapes)
+    skipped = _without_upcycled(_mismatched_tensors(trainer.model.layout, stored), sources)
     if skipped and not partial:
         raise StorageError(
             f"{path}: {next(iter(skipped.values()))}; give [model] of the run that saved it, or add --allow-partial: "
@@ -167,7 +172,8 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
         )
     if partial:
         skipped |= _damaged_tensors(trainer.comm, path, stored)
-    pieces = [piece for piece in trainer.exchange.wanted() if piece.kind == PARAMETERS and piece.tensor not in skipped]
+    wanted = [piece for piece in trainer.exchange.wanted() if piece.kind == PARAMETERS and piece.tensor not in skipped]
+    pieces = [piece for piece in wanted if piece.tensor in stored_dtypes]
     same = [piece for piece in pieces if name_of(piece.array.dtype) == stored_dtypes[piece.tensor]]
     rounded = [
         (piece, stored_dtypes[piece.tensor])
@@ -177,6 +183,9 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
     try:
         restore_together(trainer.comm, path, same)
         _restore_rounded(trainer.comm, path, rounded)
+        if sources:
+            stacks = [piece for piece in wanted if piece.tensor in sources]
+            _fill_stacks(trainer.comm, path, stacks, sources, stored_dtypes)
     except DamagedError as error:
         raise StorageError(f"{path.parent}: {error}; name another, or add --allow-partial to draw it") from error
     trainer.exchange.restore(trainer.exchange.state())  # working copies, and whatever else follows from parameters
@@ -186,6 +195,41 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
     if trainer.comm.rank == 0:
         _report_initial(path, stored, skipped, len(trainer.model.layout.segments))
     return skipped
+
+
+def _dense_sources(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Return the stored dense tensor that each stack of experts begins with, by name; {} for none (local).
+
+    ``shapes`` are those of the stored tensors. Stacks that are stored themselves, or have experts of another shape than
+    the dense feed-forward, are left out.
+    """
+    sources = {}
+    for segment in layout.segments:
+        spec, dense = segment.spec, segment.key.replace(".experts.", ".")
+        shape = (spec.whole or spec.shape)[1:]
+        if spec.expert and segment.key not in shapes and shapes.get(dense) == shape:
+            sources[segment.key] = dense
+    return sources
+
+
+def _without_upcycled(reasons: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
+    """Return ``reasons``, why tensors do not fit, but for those of stacks that are upcycled and their routers."""
+    routers = {f"{name.partition('.')[0]}.{ROUTER}" for name in sources}
+    return {name: why for name, why in reasons.items() if name not in {*sources, *sources.values(), *routers}}
+
+
+def _fill_stacks(
+    comm: Communicator, path: Path, pieces: Sequence[Piece], sources: Mapping[str, str], dtypes: Mapping[str, str]
+) -> None:
+    """Fill ``pieces`` of stacks of experts with the dense tensors of the checkpoint ``path``. Collective."""
+    names = sorted({sources[piece.tensor] for piece in pieces})
+    shapes = {sources[piece.tensor]: piece.global_shape[1:] for piece in pieces}
+    dense = {name: np.empty(shapes[name], dtype_of(dtypes[name])) for name in names}
+    restore_together(comm, path, [Piece.whole(PARAMETERS, name, dense[name]) for name in names])
+    for piece in pieces:
+        stack = np.broadcast_to(dense[sources[piece.tensor]], piece.global_shape)
+        own = stack[tuple(slice(start, stop) for start, stop in piece.box)].reshape(-1)[piece.flat.slice]
+        piece.array[...] = backend.namespace(piece.array).asarray(own.astype(piece.array.dtype))
 
 
 def _mismatched_tensors(layout: Layout, stored: Manifest) -> dict[str, str]:

@@ -108,6 +108,7 @@ def _layout(recipe: "Recipe", notes: list[str]) -> ParallelLayout:
         pipeline=parallel.pipeline,
         tensor=parallel.tensor,
         context=parallel.context,
+        expert=parallel.expert,
         strategy=parallel.strategy,
         servers=_servers(recipe, notes),
         microbatch=microbatch,

@@ -92,6 +92,7 @@ def test_unknown_names_are_refused_with_the_valid_ones(arguments, named):
 def test_bus_bandwidth_by_hand():
     """The factors of nccl-tests, doc/PERFORMANCE.md."""
     by_hand = {"allreduce": 1.5, "reduce_scatter": 0.75, "all_gather": 0.75, "broadcast": 1.0, "all_to_all": 0.75}
+    by_hand |= {"alltoallv-uniform": 0.75, "alltoallv-zipf": 0.75, "alltoallv-hot": 0.75}
     assert {op: results.bus_factor(op, 4) for op in results.OPERATIONS} == by_hand
     assert all(results.bus_factor(op, 1) == 0 for op in by_hand)
 
@@ -164,6 +165,15 @@ def test_a_pool_is_filled_slot_by_slot_from_its_own_phase_on(count, size, dtype)
         np.testing.assert_array_equal(pool.buffer(slot), expected)
     gaps = memory[0][: count * stride].reshape(count, stride)[:, size * kind.itemsize :]
     assert (gaps == 255).all() and (memory[0][count * stride :] == 255).all(), "only the slots are written"
+
+
+def test_parts_are_skewed_and_the_hottest_rank_receives_what_is_asked_for():
+    assert results.part_sizes("alltoallv-uniform", 120, 4) == results.part_sizes("all_to_all", 120, 4) == [30] * 4
+    assert results.part_sizes("alltoallv-zipf", 120, 4) == [30, 15, 10, 7]
+    hot = results.part_sizes("alltoallv-hot", 120, 4)
+    assert hot == [30, 2, 2, 2] and hot[0] == pytest.approx(0.8 * sum(hot), rel=0.05)
+    assert results.part_sizes("alltoallv-hot", 120, 1) == [120]
+    assert _known(("alltoallv",), (), ("float32",))[0] == results.OPERATIONS[-3:]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

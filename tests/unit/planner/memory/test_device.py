@@ -35,6 +35,7 @@ RUN = {f"model.{key}": value for key, value in MODEL.items()} | recipe_keys(
     "data.context=32 steps=2 global_batch=8 optimizer.name=adamw algorithm=ring"
 )
 OURS = ParallelLayout(precision="float32", algorithm="ring")
+MIXTURE = "experts=4 expert_hidden=128 shared_experts=1 balance_loss=1.0"  # even loads, as a plan takes them
 PAIR, PIPELINE = {"data": 2, "microbatch": 4}, {"pipeline": 2, "microbatch": 2}
 
 # (ranks, keys of the recipe, fields of the layout): 4 samples on each of two replicas, or what is said.
@@ -76,6 +77,10 @@ RUNS = {
     "zb-h1": (2, "schedule=zb-h1", dict(PIPELINE, schedule="zb-h1")),
     "zb-v": (2, "schedule=zb-v", dict(PIPELINE, schedule="zb-v")),
     "tensor": (2, "tensor=2", dict(tensor=2, microbatch=8)),
+    "experts": (1, MIXTURE, dict(microbatch=8)),
+    "expert": (2, f"expert=2 {MIXTURE}", dict(PAIR, expert=2)),
+    "expert x zero1": (4, f"expert=2 strategy=zero1 {MIXTURE}", dict(data=4, microbatch=2, expert=2, strategy="zero1")),
+    "expert x tensor": (4, f"expert=2 tensor=2 {MIXTURE}", dict(PAIR, expert=2, tensor=2)),
     "sequence": (2, "tensor=2 sequence_parallel=true", dict(tensor=2, microbatch=8, sequence_parallel=True)),
     "context by exchange": (2, "parallel.context=2", dict(context=2, microbatch=8)),
     "context by a ring": (3, "parallel.context=3", dict(context=3, microbatch=8)),  # does not divide the heads
@@ -114,7 +119,8 @@ def test_our_runs_hold_what_was_planned(name):
         return trainer.ledger.peak_total
 
     measured = max(run_threads(ranks, body))
-    config = ModelConfig(**MODEL, tied=name == "tied")
+    mixture = {key.removeprefix("model."): value for key, value in recipe_keys(MIXTURE).items()}
+    config = ModelConfig(**MODEL, tied=name == "tied", **(mixture if "expert" in name else {}))
     planned = memory(of_config(config, context=32), replace(OURS, **fields), BARE, 8)
     assert planned.bytes == pytest.approx(measured, rel=0.05)
     assert planned.fits and planned.terms["reserved"] == 0

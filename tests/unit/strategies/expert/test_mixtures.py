@@ -6,12 +6,14 @@ import pytest
 from harness.marks import cases
 from harness.trainings import SMALL, difference, losses_and_norms, recipe_keys, recipe_of, refused, state, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import ConfigurationError, StorageError
+from hpcdist.models.config import EXPERT_KEYS
 from hpcdist.training.recipe.requirements import grid_of_recipe
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 6
+EXPERT_KEYS_OF_RECIPE = {f"model.{name}" for name in ("experts", *EXPERT_KEYS)}
 MIXTURE = {**SMALL, "run.steps": STEPS, "precision.mode": "float64", "optimizer.clip_norm": 0.3} | recipe_keys(
     "layers=2 hidden=12 experts=4 expert_hidden=10 dropout=0.1 balance_loss=0.1 z_loss=0.01 global_batch=10 tied=true "
     "validation_samples=7"
@@ -174,3 +176,24 @@ def test_a_degree_that_does_not_divide_the_data_ranks_is_refused_with_the_equati
     recipe = recipe_of(recipe_keys("expert=2 experts=4 pipeline=2 microbatches=2 global_batch=6"))
     with pytest.raises(ConfigurationError, match=r"parallel.expert = 2 does not divide parallel.data 3 .*6 ranks"):
         grid_of_recipe(recipe, 6)
+
+
+def test_a_mixture_begins_as_a_dense_model(text, tmp_path):
+    """Each expert is the dense feed-forward: the loss of the first step is that of the dense run, however cut."""
+    dense = {key: value for key, value in MIXTURE.items() if key not in EXPERT_KEYS_OF_RECIPE}
+    dense |= {"data.path": text, "model.feed_forward": 10, "model.dropout": 0}
+
+    def save(comm):
+        trainer = trainer_of(comm, dense)
+        losses_and_norms(trainer, 2)
+        return CheckpointSaver(trainer, tmp_path / "checkpoints").save(2)
+
+    (saved,) = run_threads(1, save)
+    (whole,) = run_threads(1, lambda comm: losses_and_norms(trainer_of(comm, dense | {"run.init_from": saved}), 1))
+    keys = {**MIXTURE, "data.path": text, "model.dropout": 0, "run.init_from": saved}
+    for ranks, layout in ((1, ""), (2, "expert=2"), (4, "tensor=2 expert=2 strategy=zero3")):
+        own = keys | recipe_keys(layout)
+        for ((loss, _),) in run_threads(ranks, lambda comm, own=own: losses_and_norms(trainer_of(comm, own), 1)):
+            assert loss == pytest.approx(whole[0][0], rel=1e-12)
+    with pytest.raises(StorageError, match="allow-partial"):  # of another width
+        run_threads(1, lambda comm: trainer_of(comm, keys | {"model.expert_hidden": 12}))
