@@ -16,21 +16,18 @@ from dataclasses import fields
 from typing import Any, Final
 
 from hpcdist.comm.config import CommunicationConfig
-from hpcdist.models.config import FOREIGN, TRANSFORMERS
 from hpcdist.reporting import rules
 from hpcdist.reporting.rules import UNBUILT, Rule, Values, each_of, no_effect, rule
 from hpcdist.strategies.compressed import rules as compressed
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.rules import BSP, COMPRESSED, IN_16_BITS, MIXING, SERVED, SHARDED
-from hpcdist.strategies.config import PIECE_TOKENS, SUMMING
+from hpcdist.strategies.config import SUMMING
+from hpcdist.strategies.core import axis_rules
+from hpcdist.strategies.core.axis_rules import LOCK_STEP
 from hpcdist.strategies.decentralised import config as decentralised
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig, own_steps
 from hpcdist.strategies.zero.config import OFFLOADED, STAGES, ZeroConfig
 
-LOCK_STEP: Final = (
-    "choose allreduce, zero1, zero2, zero3, or a parameter server with consistency = 'bsp' and no backup workers, or "
-    "leave it out"
-)
 ORDER: Final = "the order of its sums would depend on the ranks"
 RECOMPUTING: Final = ("run.suspicious_factor", "run.recompute_every_steps")
 
@@ -126,124 +123,6 @@ def _batches() -> Iterator[Rule]:
             "choose a multiple of {1} samples",
             relation=lambda batch, microbatches, _, of=of: any(size % microbatches for size in of(batch)),
         )
-
-
-def _tensor_parallel() -> Iterator[Rule]:
-    """Yield the rules for models that are cut over a tensor axis."""
-    yield rule(
-        f"parallel.tensor>1 with model.kind!={'|'.join(TRANSFORMERS)}",
-        UNBUILT,
-        f"set it to 1, or train a {' or an '.join(TRANSFORMERS)}",
-    )
-    for key, what in (("model.kv_heads", "of them, with the queries that share them"), ("model.heads", "heads")):
-        yield rule(
-            f"parallel.tensor>1 with {key}",
-            f"every rank takes as many {what}",
-            lambda ranks, heads: (
-                f"choose one of {[count for count in range(1, heads + 1) if heads % count == 0]} ranks, or a multiple "
-                f"of {ranks} heads"
-            ),
-            relation=lambda ranks, heads: heads % ranks,
-        )
-    for term, what in (
-        ("model.vocabulary?", "a row of the embedding"),
-        ("feed-forward column?", "a column of the feed-forward"),
-        ("data.context? where parallel.sequence_parallel", "a token of a sample"),
-    ):
-        yield rule(
-            f"parallel.tensor>1 with {term}",
-            f"each rank needs at least {what}",
-            "use at most {1} tensor ranks",
-            relation=lambda ranks, size: size < ranks,
-        )
-    for term in ("run.logical_shards", "data.shares!=even", "communication.delayed", "zero.shared_parameters"):
-        yield rule(f"{term} with parallel.tensor>1", UNBUILT)
-
-
-def _context_parallel() -> Iterator[Rule]:
-    """Yield the rules for samples whose tokens are cut over a context axis."""
-    yield rule(
-        f"parallel.context>1 with model.kind!={'|'.join((*TRANSFORMERS, *FOREIGN))}",
-        UNBUILT,
-        f"set it to 1, or train a {' or an '.join(TRANSFORMERS)}",
-    )
-    foreign = f"parallel.context>1 with model.kind={'|'.join(FOREIGN)}"
-    for term in ("pipeline>1", "recompute", "context_method=all_to_all->ring"):
-        yield rule(f"parallel.{term} with {foreign}", UNBUILT)
-    yield rule(f"run.device!=cpu with {foreign}", UNBUILT)
-    yield rule(
-        "parallel.context>1 with data.context?",
-        f"pieces of a sample begin at multiples of {PIECE_TOKENS} tokens, and a rank would have none",
-        lambda _, tokens: f"use at most {-(-tokens // PIECE_TOKENS)} context ranks, or longer samples",
-        relation=lambda ranks, tokens: tokens <= PIECE_TOKENS * (ranks - 1),
-    )
-    rings = "parallel.context_method = 'ring'"
-    for term, ring in (
-        ("parallel.context_method=all_to_all", rings),
-        ("precision.activations=working", f"precision.activations = 'float32' and {rings}"),
-    ):
-        yield rule(
-            f"{term} with parallel.context>1 with query head?",
-            "each rank takes as many heads, and a ring needs none",
-            f"set {ring}, or choose a number of ranks that divides the heads",
-            relation=lambda _, ranks, heads: heads % ranks,
-        )
-        yield rule(
-            f"{term} with parallel.context>1 with shared head?",
-            "the heads of keys and values do not fall into equal parts",
-            f"set {ring}, or choose a divisor or a multiple of those heads",
-            relation=lambda _, ranks, shared: shared % ranks and ranks % shared,
-        )
-    yield rule(
-        "parallel.context_method=ring with parallel.context>1 with precision.activations=working",
-        "a ring has no tiles in 16 bits",
-        "set parallel.context_method = 'all_to_all', or precision.activations = 'float32'",
-    )
-    for term in (
-        f"parallel.strategy!={'|'.join(('allreduce', *STAGES))}",
-        "communication.compression",
-        "compression.parameters",
-        "run.logical_shards",  # a sample's sum would depend on where it is cut
-        "run.noise_scale_every_steps",  # a rank has the gradient of part of its samples
-        "data.shares!=even",
-        "parallel.stage_memory_bytes",
-        "--survive?",
-    ):
-        yield rule(f"{term} with parallel.context>1", UNBUILT)
-
-
-def _experts() -> Iterator[Rule]:
-    """Yield the rules for mixtures of experts, and for ranks that share them out."""
-    yield from each_of("* with model.experts", UNBUILT, "run.device!=cpu", "parallel.context>1")
-    yield rule("model.balance_rate with own steps", "biases follow the loads of the whole batch", LOCK_STEP)
-    shared = "parallel.expert>1"
-    yield rule(
-        f"{shared} with model.experts=0",
-        "there are none to share out",
-        "set it to 1, or model.experts to a multiple of {0}",
-    )
-    yield rule(
-        f"{shared} with model.experts",
-        "every rank takes as many of them",
-        lambda ranks, experts: (
-            f"choose one of {[count for count in range(1, experts + 1) if experts % count == 0]} ranks, or a multiple "
-            f"of {ranks} experts"
-        ),
-        relation=lambda ranks, experts: experts % ranks,
-    )
-    for term in (
-        f"parallel.strategy!=allreduce|{'|'.join(STAGES)}",
-        *("communication.overlap", "communication.delayed", COMPRESSED, "compression.parameters"),
-        *(f"zero.{name}" for name in ("parameters", "gradients", "optimizer", "persistent_below", "prefetch")),
-        *("zero.shared_parameters", *OFFLOADED, "run.logical_shards", "data.shares!=even", IN_16_BITS),
-        "parallel.partition=measured->flops",
-    ):
-        yield rule(f"{term} with {shared}", UNBUILT)
-    yield rule(
-        f"run.noise_scale_every_steps with {shared}",
-        "gradients of experts are of the tokens of several replicas, so none has its own",
-    )
-    yield rule(f"{shared} with --survive?", "the experts of a dead rank are gone", "set it to 1, or use --restarts")
 
 
 RULES: Final = (
@@ -344,9 +223,9 @@ RULES: Final = (
         )
     ),
     rule("communication.overlap with run.device!=cpu", UNBUILT),
-    *_experts(),
-    *_tensor_parallel(),
-    *_context_parallel(),
+    *axis_rules.of_experts(),
+    *axis_rules.of_tensor(),
+    *axis_rules.of_context(),
     # Logical shards, whose sums have an order of their own
     rule(f"{MIXING} with run.logical_shards", ORDER),
     rule("parameter_server.consistency!=bsp with run.logical_shards where asynchronous workers", ORDER),
