@@ -144,6 +144,8 @@ class Exchange(Protocol):
     algorithm: str  # of the reductions; kept in checkpoints
     lock_step: bool  # whether all ranks make each step together
     replicas_identical: bool  # whether `replica_check` may compare ``parameters`` over the data axis
+    # Further stores of which the ranks of a communicator must hold the same bits.
+    other_replicas: Sequence[tuple[Communicator, FlatStore]] = ()
     accumulates: bool = True  # whether gradients of all micro-batches are added up first and exchanged once
     degrees: ShardingDegrees | None = None  # the sharding degrees; None where every replica keeps everything
     # For each unit, those whose parameters must be gathered before it is computed, and freed after it; {}: none ever.

@@ -46,6 +46,8 @@ class ExpertExchange(Exchange):
         self.algorithm, self.degrees = self.dense.algorithm, self.dense.degrees
         self.replicas_identical, self.accumulates = self.dense.replicas_identical, self.dense.accumulates
         self.keeps_parameters = self.dense.keeps_parameters
+        if replicas.size > 1 and self.experts.replicas_identical:
+            self.other_replicas = [(replicas, self.experts.parameters)]
         self.gathers: Mapping[int, Sequence[int]] = {
             unit: sorted({*self.dense.gathers.get(unit, ()), *self.experts.gathers.get(unit, ())})
             for unit in ({**self.dense.gathers, **self.experts.gathers})

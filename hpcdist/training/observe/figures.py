@@ -16,6 +16,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.models.config import FOREIGN
 from hpcdist.models.counts import counts
 from hpcdist.reporting.jsonable import json_number
+from hpcdist.strategies.expert.model import TravellingRows
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.tensor.model import CutModel
@@ -68,6 +69,10 @@ def describe_architecture(trainer: Trainer) -> str:
         parts.append(f"tensor by {trainer.model.axis.algorithm}{rows}")
     if trainer.context.context is not None:
         parts.append(f"context by {trainer.context.context.method}")
+    if grid.expert > 1:
+        travel = getattr(trainer.model.operations.experts, "travel", None)
+        assert isinstance(travel, TravellingRows)
+        parts.append(f"experts over {grid.expert} ranks by {travel.axis.algorithm}")
     if grid.pipeline > 1:
         parts.append(f"{parallel.order} of {parallel.microbatches} micro-batches")
         bubble = registry.bubble(parallel.order, grid.pipeline, parallel.microbatches, chunks=parallel.chunks_each)

@@ -292,6 +292,9 @@ class TrainingLoop:
                     check_replicas(trainer.context.data, store, step, trainer.context.agree_algorithm)
                 if store.size and trainer.context.tensor.size > 1:
                     check_tensor_axis(trainer.context.tensor, store, step, trainer.context.agree_algorithm)
+            for replicas, store in trainer.exchange.other_replicas:
+                if store.size:
+                    check_replicas(replicas, store, step, trainer.context.agree_algorithm)
         if saves:
             self._save(step)
 

@@ -6,8 +6,9 @@ import pytest
 from harness.marks import cases
 from harness.trainings import SMALL, difference, losses_and_norms, recipe_keys, recipe_of, refused, state, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.errors import ConfigurationError, StorageError
+from hpcdist.errors import ConfigurationError, DivergenceError, StorageError
 from hpcdist.models.config import EXPERT_KEYS
+from hpcdist.strategies.core.replica_check import check_replicas
 from hpcdist.training.recipe.requirements import grid_of_recipe
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
@@ -197,3 +198,23 @@ def test_a_mixture_begins_as_a_dense_model(text, tmp_path):
             assert loss == pytest.approx(whole[0][0], rel=1e-12)
     with pytest.raises(StorageError, match="allow-partial"):  # of another width
         run_threads(1, lambda comm: trainer_of(comm, keys | {"model.expert_hidden": 12}))
+
+
+def test_experts_that_drift_apart_are_named(text):
+    """The replicas of an expert are compared with each other, dense tensors over the whole data axis."""
+    keys = {**MIXTURE, "data.path": text, "parallel.expert": 2}
+
+    def body(comm):
+        trainer = trainer_of(comm, keys)
+        losses_and_norms(trainer, 1)
+        ((replicas, store),) = trainer.exchange.other_replicas
+        check_replicas(replicas, store, 1)
+        if comm.rank == 3:
+            store.view("1.experts.down.weight")[0, 0, 0] += 1e-9
+        if comm.rank % 2:
+            with pytest.raises(DivergenceError, match=r"first in tensor 1.experts.down.weight"):
+                check_replicas(replicas, store, 1)
+        else:
+            check_replicas(replicas, store, 1)
+
+    run_threads(4, body)
