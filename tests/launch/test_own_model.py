@@ -91,7 +91,7 @@ def test_few_lines_are_other_ones():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.full_except("allreduce")
-@pytest.mark.matrix_except("allreduce", "pipeline")
+@pytest.mark.matrix_except("allreduce")
 def test_the_twin_makes_the_same_steps(layout, expected, mpiexec, tmp_path):
     ranks, keys = LAYOUTS[layout]
     (tmp_path / "train.py").write_text(examples()[1])

@@ -130,7 +130,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.full_except("zero3")
-@pytest.mark.matrix_except("zero1")
+@pytest.mark.matrix_except("zero3")
 def test_killed_runs_resume_to_the_same_bits(text, tmp_path, layout, rng):
     ranks, keys = LAYOUTS[layout]
     steps, every = 240, 10
