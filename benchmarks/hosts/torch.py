@@ -40,7 +40,7 @@ from hpcdist.comm.launch import mpirun
 from hpcdist.comm.start import Session
 from hpcdist.reporting.table import aligned
 
-SCHEMA = "hpcdist-benchmark-hosts-torch"
+SCHEMA, COMMITTED = "hpcdist-benchmark-hosts-torch", "hosts/2026-11-27-hosts-torch.h5"
 SMALL = {"rounds": 5}
 OPTIONS: Final = {**wrapped.SIZES, "batch": 1, "hosts": 2, "rate": "1gbit", "rounds": 20}
 RAW, COMPUTE, TRAINER, DDP, DDP_GLOO = "raw", "compute", "trainer", "ddp", "ddp over gloo"

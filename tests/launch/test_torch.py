@@ -133,11 +133,27 @@ CHOSEN = [
 ]
 
 
+SUITES = {
+    "distributed": CHOSEN,
+    "fsdp": [
+        "Fsdp.test_parity_strategy_FULL_SHARD_model_NestedWrappedModule",
+        "FullyShard.test_parity_with_tensor_parallelism_checkpoints_True",
+        "States.test_checkpoints_is_async_True_kind_fully_shard",
+    ],
+    "tensor": [
+        "Tensors.test_redistribute_shape1_source_shard0_target_shard1",
+        "Tensors.test_transformer_sequence_True_shares_True",
+    ],
+    "pipelining": ["Pipelines.test_schedule_schedule_ScheduleZBVZeroBubble"],
+}
+
+
 @pytest.mark.full
-def test_tests_of_pytorch(mpiexec, tmp_path):
+@pytest.mark.parametrize("suite", SUITES)
+def test_tests_of_pytorch(mpiexec, tmp_path, suite):
     pytest.importorskip("expecttest", reason="expecttest, which PyTorch's tests need, is not installed")
     out = tmp_path / "outcomes.json"
-    done = mpiexec(2, [str(SUITE), "hpcdist", "distributed", str(out), *CHOSEN])
+    done = mpiexec(2, [str(SUITE), "hpcdist", suite, str(out), *SUITES[suite]])
     assert done.returncode == 0, done.stdout[-5000:]
     outcomes = json.loads(out.read_text())
-    assert outcomes == {name: ["passed", "passed"] for name in CHOSEN}, outcomes
+    assert outcomes == {name: ["passed", "passed"] for name in SUITES[suite]}, outcomes
