@@ -16,6 +16,7 @@ STUDIES: Final = {
     "attention": "training.attention",
     "compression": "compression.study",
     "compressors": "compression.compressors",
+    "context": "training.context",
     "energy_sensor": "operations.energy_sensor",
     "exchanges": "training.exchanges",
     "gpu.collectives": "gpu.collectives",

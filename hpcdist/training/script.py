@@ -294,7 +294,7 @@ class Training:
     def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
         """Compare the batch with those of the other ranks of the replica, where it is due. Collective then."""
         trainer, every = self._trainer, self.recipe.run.sentinel_every_steps
-        if trainer.grid.pipeline * trainer.grid.tensor == 1:
+        if trainer.grid.size == trainer.grid.data:
             return
         if before < COMPARED_FIRST or (every and number % every == 0):
             looks = trainer.context.computes and (trainer.last_stage or trainer.context.units[0] == 0)

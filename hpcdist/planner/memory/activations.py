@@ -75,33 +75,29 @@ def of_units(description: ModelDescription, layout: ParallelLayout) -> tuple[Uni
     if layout.implementation == "megatron" and description.shape is not None:
         shape = description.shape
         return _published(shape, layout.tensor, layout.context, size, layout.recompute, by_tokens)
-    units = _ours(description, layout.tensor, size / layout.context, by_tokens, layout.expert)
-    if layout.context == 1:
-        return units
-    more = [size * kept_elements(*context_share(unit, layout, 1)) for unit in description.units if unit.attention]
-    kept = iter(more)
-    return tuple(
-        own._replace(kept=own.kept + next(kept)) if unit.attention else own
-        for own, unit in zip(units, description.units, strict=True)
-    )
+    return _ours(description, layout.tensor, layout.context, size, by_tokens, layout.expert)
 
 
 def context_share(unit: ModelUnit, layout: ParallelLayout, samples: int) -> tuple[AttentionShare, str]:
     """Return the attention of ``unit`` on one rank of the context axis, and its method (local)."""
-    attention, tensor = unit.attention, layout.tensor
+    return _share(unit, layout.tensor, layout.context, itemsize(layout), samples)
+
+
+def _share(unit: ModelUnit, tensor: int, context: int, size: int, samples: int) -> tuple[AttentionShare, str]:
+    attention = unit.attention
     assert attention is not None
     heads, shared = attention.heads // tensor, max(1, attention.kv_heads // tensor)
-    ring = itemsize(layout) != HALF_BYTES  # tiles in 16 bits go by heads alone
     share = AttentionShare(
-        ranks=layout.context,
+        ranks=context,
         samples=samples,
         tokens=attention.context,
         heads=heads,
         shared=shared,
         size=attention.size,
-        itemsize=itemsize(layout),
+        itemsize=size,
     )
-    return share, resolve_context_method("auto", layout.context, heads, shared, ring=ring)
+    # Tiles in 16 bits go by heads alone.
+    return share, resolve_context_method("auto", context, heads, shared, ring=size != HALF_BYTES)
 
 
 @lru_cache(maxsize=4096)
@@ -148,9 +144,9 @@ def _published_block(shape: TransformerShape, tokens: float, size: int) -> Block
 
 @lru_cache(maxsize=1024)
 def _ours(
-    description: ModelDescription, tensor: int, size: float, by_tokens: bool, expert: int
+    description: ModelDescription, tensor: int, context: int, itemsize: int, by_tokens: bool, expert: int
 ) -> tuple[UnitActivations, ...]:
-    split = TensorSplit(ranks=tensor, by_tokens=by_tokens)
+    split, size = TensorSplit(ranks=tensor, by_tokens=by_tokens), itemsize / context
     per_unit: list[UnitActivations] = []
     for number, unit in enumerate(description.units):
         assert unit.counted is not None, f"{description.name} was made without counts; use `planner.model.transformer`"
@@ -161,7 +157,10 @@ def _ours(
             before = description.units[number - 1].counted
             assert before is not None
             border = split.between(before.kept[-1].size if description.shape is None else before.kept[0].size)
-        per_unit.append(UnitActivations(kept=size * saved, held=size * held, border=size * border))
+        kept = size * saved
+        if context > 1 and unit.attention is not None:
+            kept += itemsize * kept_elements(*_share(unit, tensor, context, itemsize, 1))
+        per_unit.append(UnitActivations(kept=kept, held=size * held, border=size * border))
     return tuple(per_unit)
 
 
@@ -191,8 +190,12 @@ def _received(unit: ModelUnit, expert: int) -> tuple[KeptArray, ...]:
 
 def recomputed_one_by_one(description: ModelDescription, layout: ParallelLayout) -> float:
     """Return the bytes of a sample where our blocks are computed again one by one, without a pipeline (local)."""
-    sizes = _again(description, layout.tensor, layout.sequence_parallel, layout.expert)
-    return sizes * itemsize(layout) / layout.context
+    size = itemsize(layout)
+    again = _again(description, layout.tensor, layout.sequence_parallel, layout.expert) * size / layout.context
+    if layout.context == 1:
+        return again
+    shares = [context_share(unit, layout, 1) for unit in description.units if unit.attention is not None]
+    return again + size * max((kept_elements(*share) for share in shares), default=0)  # of the block in hand
 
 
 @lru_cache(maxsize=1024)
@@ -217,12 +220,7 @@ def scratch_of(
     """
     adds = accumulates and layout.computes_in == layout.precision
     sizes = layout.tensor, layout.context, itemsize(layout), layout.sequence_parallel, layout.microbatch
-    more: dict[str, int] = {}
-    if layout.context > 1:
-        for unit in {description.units[number] for number in present if description.units[number].attention}:
-            for name, elements in scratch_elements(*context_share(unit, layout, layout.microbatch)).items():
-                more[name] = max(more.get(name, 0), elements)
-    return _scratch(description, present, *sizes, adds, layout.expert) + itemsize(layout) * sum(more.values())
+    return _scratch(description, present, *sizes, adds, layout.expert)
 
 
 @lru_cache(maxsize=8192)
@@ -247,6 +245,8 @@ def _scratch(
             name: split.scratch(array if array.most else array._replace(each=-(-array.each // context)), samples)
             for name, array in unit.counted.scratch.items()
         }
+        if context > 1 and unit.attention is not None:
+            by_name |= scratch_elements(*_share(unit, tensor, context, size, samples))
         for array in _received(unit, expert):
             names = ("arrived", "dout", "drows", "down.y")
             by_name |= {f"experts.{name}": samples * array.size for name in names}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
-from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.backend import Array, ArrayGroup, is_device, namespace
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.errors import DataError
@@ -38,12 +38,13 @@ class ContextAxis:
 
         Raises DataError for samples of another length.
         """
-        if samples.ndim == 2 and samples.shape[1] == 0:
+        if not isinstance(samples, ArrayGroup) and samples.ndim == 2 and samples.shape[1] == 0:
             return samples  # of a rank that does not look at them
-        if samples.ndim < 2 or samples.shape[1] != self.context:
+        if isinstance(samples, ArrayGroup) or samples.ndim < 2 or samples.shape[1] != self.context:
+            got = "several arrays" if isinstance(samples, ArrayGroup) else f"a batch of shape {samples.shape}"
             raise DataError(
-                f"parallel.context = {self.size} cuts samples of {self.context} tokens (data.context), and got a batch "
-                f"of shape {samples.shape}; give (samples, tokens) inputs and targets, or set data.context"
+                f"parallel.context = {self.size} cuts samples of {self.context} tokens (data.context), and got {got}; "
+                "give (samples, tokens) inputs and targets, or set data.context"
             )
         return self.rows(samples, 1)
 

@@ -5,13 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from harness.trainings import TOLERANCE, alone, difference, losses, recipe_keys, refused, state, trainer_of
+from harness.trainings import TOLERANCE, alone, blamed, difference, losses, recipe_keys, refused, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 20
 KEYS = {"optimizer.groups": "['*bias*: weight_decay=0.3 rate_factor=0.5', '2.*: rate_factor=2.0']"} | recipe_keys(
@@ -86,11 +87,72 @@ def test_the_steps_are_those_of_one_rank(case, text):
     run_threads(ranks, body)
 
 
-def test_checkpointed_pieces_are_those_of_the_model(text):
-    keys = {**KEYS, "data.path": text, **recipe_keys("parallel.context=2 strategy=zero1")}
-    whole = {key: values.shape for key, values in alone(keys, STEPS).state.items()}
-    sizes = run_threads(4, lambda comm: {key: values.shape for key, values in state(trainer_of(comm, keys)).items()})
-    assert sizes == [whole] * 4
+@pytest.mark.full
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+@pytest.mark.parametrize(
+    "model", ["", "kv_heads=2 positions=rotary norm=rms", "kind=encoder dropout=0.2", "tied=true dropout=0.1"]
+)
+@pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        "",
+        "tensor=2",
+        "tensor=2 sequence_parallel=true",
+        "pipeline=2 microbatches=5 recompute=true",
+        "pipeline=2 schedule=zb-h1 microbatches=5",
+    ],
+)
+def test_products_are_the_run_of_one_rank(axes, strategy, model, method, data, text):
+    """With 20 steps in float64 each; the whole product is a matrix of 320 cells."""
+    keys = {
+        **KEYS,
+        "data.path": text,
+        **recipe_keys(f"parallel.context=2 parallel.data={data} context_method={method}"),
+    }
+    keys |= recipe_keys(f"strategy={strategy} {axes} {model}")
+    if strategy in ("zero2", "zero3") and "pipeline" in axes:
+        keys["zero.keep_gradients"] = "true"
+    expected = alone(keys, STEPS)
+
+    def body(comm):
+        together = trainer_of(comm, keys)
+        np.testing.assert_allclose(losses(together, STEPS), expected.losses, rtol=1e-12)
+        assert difference(together, expected.state) <= 1e-11
+        together.close()
+
+    run_threads(2 * data * (2 if axes else 1), body)
+
+
+def test_checkpoints_go_from_any_degree_to_any_other(text, tmp_path):
+    keys = {**KEYS, "data.path": text, "model.dropout": 0.1}
+    layouts = (1, ""), (4, "parallel.context=2 strategy=zero1"), (3, "parallel.context=3 strategy=zero3")
+    expected, path, made = alone(keys, 8).losses, None, []
+
+    def body(comm, changed, path, last):
+        trainer = trainer_of(comm, keys | recipe_keys(changed), path)
+        assert trainer.first_step == last - 2
+        return losses(trainer, last), CheckpointSaver(trainer, tmp_path).save(last)
+
+    for number, (ranks, changed) in enumerate((*layouts, layouts[0]), 1):
+        (more, path), *_ = run_threads(ranks, lambda comm, c=changed, p=path, n=2 * number: body(comm, c, p, n))
+        made += more
+    np.testing.assert_allclose(made, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+def test_the_rank_whose_tokens_are_bad_is_named(method, text):
+    """Bad values come in by messages: those who got them are no culprits."""
+    keys = {**KEYS, "data.path": text, **recipe_keys(f"parallel.context=2 context_method={method}")}
+
+    def body(comm):
+        trainer = trainer_of(comm, keys)
+        if comm.rank == 1:
+            trainer.exchange.parameters.view("1.norm1.scale")[3] = np.nan
+        return blamed(trainer)
+
+    assert run_threads(2, body) == [[1]] * 2
 
 
 def test_ranks_of_a_context_axis_compute_in_the_same_order(text):
