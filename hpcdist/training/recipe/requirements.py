@@ -29,6 +29,7 @@ def degrees_equation(recipe: "Recipe", world: int) -> str:
 
         gossip.build(recipe.decentralised.graph, grid.data, recipe.decentralised.edges)
     product = f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor} x context {grid.context}"
+    product += f" (experts over {grid.expert})" if grid.expert > 1 else ""
     return f"{world} = {product}" + (f" + servers {world - grid.size}" if world != grid.size else "")
 
 
