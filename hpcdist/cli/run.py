@@ -254,7 +254,10 @@ def _launch_dir() -> Iterator[str]:
     # A process that is just being ended may still write there: what it leaves is no failure of the job.
     with tempfile.TemporaryDirectory(prefix=_LAUNCH_PREFIX, ignore_cleanup_errors=True) as folder:
         (Path(folder) / _OWNER_FILE).write_text(json.dumps(RunLock().identity), encoding="utf-8")
-        yield folder
+        try:
+            yield folder
+        finally:
+            exit_file.remove_segments(Path(folder))
 
 
 def _remove_abandoned() -> None:

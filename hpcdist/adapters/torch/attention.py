@@ -7,6 +7,7 @@ ranks; in any other they are what they replace.
 
 import functools
 import math
+import weakref
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,14 @@ class SampleCut:
     def tokens(self) -> int:
         """The number of tokens of a sample that are here."""
         return len(self.places)
+
+
+class _Lease:
+    """Memory of one attention, given back by its backward, or with the graph of one that never runs."""
+
+    def __init__(self, cut: SampleCut, saved: Saved) -> None:
+        self.saved = saved
+        self.release = weakref.finalize(self, cut.back, saved)
 
 
 CURRENT: ContextVar[SampleCut | None] = ContextVar("current", default=None)  # of the stage that runs in this thread
@@ -95,9 +104,9 @@ def context_attention(
             f"context_attention got {given}: with parallel.context there is the causal mask or none, and no dropout of "
             "attention; use is_causal, and dropout_p = 0"
         )
-    batch, heads, tokens, size = query.shape
+    batch, heads, tokens, size = query.shape if query.dim() == key.dim() == 4 else (0, 0, 0, 0)
     shared = key.shape[1]
-    same = key.shape == value.shape == (batch, shared, tokens, size) and heads % shared == 0
+    same = heads and key.shape == value.shape == (batch, shared, tokens, size) and heads % shared == 0
     if not same or tokens != cut.tokens or (shared != heads and not enable_gqa):
         raise UsageError(
             f"context_attention got queries {tuple(query.shape)}, keys {tuple(key.shape)} and values "
@@ -126,18 +135,18 @@ def _function() -> Any:
             y = cut.attention.forward(array_of(rows), size, saved, kv=array_of(kv), causal=is_causal)
             result = _heads(tensor_of(y), size)
             if recorded:
-                ctx.cut, ctx.saved, ctx.size = cut, saved, size
+                ctx.cut, ctx.lease, ctx.size = cut, _Lease(cut, saved), size
             else:
                 cut.back(saved)
             return result
 
         @staticmethod
         def backward(ctx: Any, dy: Any) -> Any:
-            dq, dkv = ctx.cut.attention.backward(array_of(_rows(dy)), ctx.saved)
+            dq, dkv = ctx.cut.attention.backward(array_of(_rows(dy)), ctx.lease.saved)
             dq, dkv = tensor_of(dq), tensor_of(dkv)
             half = dkv.shape[2] // 2
             gradients = [_heads(part, ctx.size) for part in (dq, dkv[..., :half], dkv[..., half:])]
-            ctx.cut.back(ctx.saved)
+            ctx.lease.release()
             return (*gradients, None, None, None)
 
     return ContextAttention

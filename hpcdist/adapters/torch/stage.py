@@ -133,8 +133,12 @@ class TorchStage:
                 raise UsageError(f"the output of stage {self.layer}, {self.name}, depends on no parameter of it")
             if self.layer > 0:
                 x.grad = None
-            with self.binding.collect(self.cut, gradients) as written:
-                y.backward(tensor_of(dy))
+            before = CURRENT.set(self._cut)  # modules may compute activations again
+            try:
+                with self.binding.collect(self.cut, gradients) as written:
+                    y.backward(tensor_of(dy))
+            finally:
+                CURRENT.reset(before)
             self._check_written(written)
             if self.layer == 0:
                 return None

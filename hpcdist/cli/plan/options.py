@@ -122,6 +122,7 @@ _SHAPE: Final = (
     PlanOption("--gated/--no-gated", None, "Three matrices in a feed-forward (SwiGLU).  [default: no-gated]"),
     PlanOption("--experts", COUNT, "Feed-forwards of a block.  [default: 1]"),
     PlanOption("--experts-per-token", COUNT, "Of those, how many see a token.  [default: 1]"),
+    PlanOption("--shared-experts", COUNT, "Width of one that all tokens see, in experts.  [default: none]"),
     PlanOption("--tied/--untied", None, "The embedding is the output matrix as well.  [default: tied]"),
     PlanOption("--positions", ("learned", "rotary"), "How a token's place is told.  [default: learned]"),
     PlanOption("--norm", ("layer", "rms"), "Which norm.  [default: layer]"),

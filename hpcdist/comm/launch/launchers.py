@@ -239,7 +239,7 @@ class MpirunStarter(Starter):
         return mpirun.command(self.launcher, self.layout.ranks, program, settings, [*extra, *options])
 
     def session(self, folder: Path, options: Sequence[str]) -> dict[str, str]:
-        """Return the variables for the launcher only, not its ranks; it may keep files in ``folder``."""
+        """Return the variables for the folders of this start; the launcher may keep files in ``folder``."""
         own = mpirun.session(self.launcher, folder, options)
         return own | mpirun.daemons(self.launcher, options) | core_binding.whole_node_step()
 

@@ -204,7 +204,7 @@ def session(
     elsewhere = any(name in environment for name in _RESOURCE_MANAGERS) or any(
         word == "-H" or "host" in word for word in options
     )
-    if elsewhere or any("backing_directory" in word for word in words):
+    if elsewhere or any("hostfile" in word or "backing_directory" in word for word in words):
         return session
     with suppress(OSError):  # there is no such file system, or it is full
         own = tempfile.mkdtemp(prefix=SEGMENT_DIRECTORY, dir=SHARED_MEMORY)

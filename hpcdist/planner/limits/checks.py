@@ -117,6 +117,8 @@ def _context(description: ModelDescription, layout: ParallelLayout) -> Iterator[
             "tokens", f"context = {ranks}: {description.name} is no transformer, and has no tokens to cut"
         )
     elif layout.implementation == "hpcdist":
+        if description.shape.experts > 1:
+            yield LayoutProblem("experts", f"context = {ranks}: experts and context ranks do not go together yet")
         if description.tokens <= PIECE_TOKENS * (ranks - 1):
             yield LayoutProblem(
                 "tokens",

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
+from hpcdist.arrays.ranges import split
 from hpcdist.models.config import FOREIGN, TRANSFORMERS
 from hpcdist.reporting.rules import UNBUILT, Rule, each_of, rule
 from hpcdist.strategies.compressed.rules import COMPRESSED, IN_16_BITS
@@ -47,6 +48,12 @@ def of_tensor() -> Iterator[Rule]:
         yield rule(f"{term} with parallel.tensor>1", UNBUILT)
 
 
+def _fewest_tokens(tokens: int, ranks: int) -> int:
+    """Return how many tokens of a sample the context rank with the fewest has: a head and a tail."""
+    parts = split(tokens, 2 * ranks, itemsize=1, align_bytes=PIECE_TOKENS)
+    return min(parts[rank].size + parts[-1 - rank].size for rank in range(ranks))
+
+
 def of_context() -> Iterator[Rule]:
     """Yield the rules for samples whose tokens are cut over a context axis."""
     yield rule(
@@ -86,6 +93,12 @@ def of_context() -> Iterator[Rule]:
         "a ring has no tiles in 16 bits",
         "set parallel.context_method = 'all_to_all', or precision.activations = 'float32'",
     )
+    yield rule(
+        "parallel.sequence_parallel with parallel.tensor>1 with parallel.context>1 with data.context?",
+        "each tensor rank takes part of the tokens of a context rank, which may have fewer",
+        "choose longer samples, or fewer ranks",
+        relation=lambda _, tensor, ranks, tokens: _fewest_tokens(tokens, ranks) < tensor,
+    )
     for term in (
         f"parallel.strategy!={'|'.join(('allreduce', *STAGES))}",
         "communication.compression",
@@ -124,6 +137,7 @@ def of_experts() -> Iterator[Rule]:
         *(f"zero.{name}" for name in ("parameters", "gradients", "optimizer", "persistent_below", "prefetch")),
         *("zero.shared_parameters", *OFFLOADED, "run.logical_shards", "data.shares!=even", IN_16_BITS),
         "parallel.partition=measured->flops",
+        *("run.suspicious_factor", "run.recompute_every_steps", "chaos.corrupt", "chaos.overflow"),
     ):
         yield rule(f"{term} with {shared}", UNBUILT)
     yield rule(

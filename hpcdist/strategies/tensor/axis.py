@@ -274,6 +274,7 @@ class SequenceBorders:
         return (own * self.axis.size + self.axis.rank) // self.context * self.context
 
     def _gather(self, own: Array, saved: Saved) -> Array:
+        own = own.reshape(-1, own.shape[-1])  # without samples there are no rows to say how many tokens they are of
         rows, hidden = own.shape
         tokens = self._tokens(rows)
         whole = saved.scratch("tensor.gathered", (tokens // self.context, self.context, hidden), own.dtype)

@@ -41,6 +41,7 @@ class PeerRanks:
     def __init__(self, grid: ProcessGrid, ranks: int) -> None:
         self.grid, self.ranks = grid, ranks
         self.workers = range(grid.size)
+        assert grid.expert == 1 or grid.context == 1, "the rules refuse experts over context ranks"
         self.servers = tuple(range(grid.size, ranks))
         self._places = [grid.coordinates(rank) for rank in self.workers]
         groups: dict[tuple[int, int, int], list[int]] = {}

@@ -76,7 +76,7 @@ def test_a_replaced_table_sees_every_operation(rng):
     model.operations = replace(LOCAL, **counted)
     _step(model, rng)
     expected = {"linear_column": 5, "linear_row": 4, "embed": 1, "norm": 5, "attention": 2, "activation": 2}
-    expected |= {"cross_entropy": 1, "positions": 1, "rotary": 0, "dropout": 5}
+    expected |= {"cross_entropy": 1, "positions": 1, "rotary": 0, "dropout": 5, "experts": 0}
     assert {name: one.calls for name, one in counted.items()} == {
         name: {"forward": count, "backward": count} for name, count in expected.items()
     }
