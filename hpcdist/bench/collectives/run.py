@@ -199,6 +199,7 @@ class PoolMemory:
     cache_bytes: int
     hot: bool
     chosen: dict[tuple[str, str], AlgorithmTable] = field(default_factory=dict)
+    shared_result: np.ndarray | None = None  # for buffers that are shared: both kinds count slots of their own
 
     def slots(self, nbytes: int) -> int:
         """Return how many buffers of ``nbytes`` take turns in a piece."""
@@ -212,7 +213,7 @@ def take_memory(comm: Communicator, wanted: CollectivesRequest, notes: list[str]
     ``notes`` gets what is to be said of it. Raises UsageError where there is too little.
     """
     kinds = dict.fromkeys([ORDINARY, *wanted.buffers])
-    limit = int(contenders.MEMORY_SHARE * contenders.available_bytes()) // comm.nodes().intra.size // (len(kinds) + 1)
+    limit = int(contenders.MEMORY_SHARE * contenders.available_bytes()) // comm.nodes().intra.size // (2 * len(kinds))
     # All ranks need the same number of slots: the least memory and the largest cache of all decide.
     cache = contenders.last_level_cache_bytes()
     of_ranks = comm.allgather_object((limit, cache or contenders.UNKNOWN_CACHE_BYTES))
@@ -233,12 +234,17 @@ def take_memory(comm: Communicator, wanted: CollectivesRequest, notes: list[str]
         pieces[SHARED] = shared_memory.allocate(comm, total, np.dtype(np.uint8))
     result = np.empty(total, np.uint8)
     result.fill(0)
-    return PoolMemory(pieces, result, cache_bytes, wanted.hot)
+    other = np.zeros(total, np.uint8) if SHARED in kinds else None
+    return PoolMemory(pieces, result, cache_bytes, wanted.hot, shared_result=other)
 
 
 def _pools(memory: PoolMemory, cell: CollectivesCell) -> dict[str, BufferPool]:
     dtype, count = dtype_of(cell.dtype), memory.slots(cell.bytes)
-    return {kind: BufferPool(piece, memory.result, cell.size, dtype, count) for kind, piece in memory.pieces.items()}
+    results = {ORDINARY: memory.result, SHARED: memory.shared_result}
+    return {
+        kind: BufferPool(piece, memory.result if (own := results[kind]) is None else own, cell.size, dtype, count)
+        for kind, piece in memory.pieces.items()
+    }
 
 
 class _ContenderChoice:

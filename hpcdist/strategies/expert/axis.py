@@ -82,12 +82,12 @@ def _ranges(counts: np.ndarray, width: int) -> list[Range]:
 def algorithm_for(comm: Communicator, chosen: str, *, settled: bool) -> str:
     """Return the all-to-all over ``comm`` that goes with the algorithm ``chosen`` for gradients. Collective.
 
-    That of its name, where it is ``settled`` by the recipe; else a node's shared memory where there is some, one
-    message between two nodes where there are several. Algorithms without an all-to-all send pair by pair.
+    That of its name, where it is ``settled`` by the recipe; else the MPI library's own, and one message between two
+    nodes where there are several. Algorithms without an all-to-all send pair by pair.
     """
     one_node = comm.nodes().count == 1
     if settled and chosen in ALL_TO_ALL and (one_node or chosen != channels.NAME):
         return chosen
     if settled:
         return "pairwise"
-    return "hierarchical" if not one_node else channels.NAME if channels.is_available(comm) else "native"
+    return "native" if one_node else "hierarchical"

@@ -167,6 +167,13 @@ def test_a_pool_is_filled_slot_by_slot_from_its_own_phase_on(count, size, dtype)
     assert (gaps == 255).all() and (memory[0][count * stride :] == 255).all(), "only the slots are written"
 
 
+def test_shared_buffers_of_uneven_parts_are_verified_too():
+    kept, _ = measured(2, operations=("alltoallv-zipf",), algorithms=("node_shared",), buffers=("ordinary", "shared"))
+    found = {(one.key.algorithm, one.key.buffers): (one.wrong, one.verified) for one in kept if not one.reference}
+    assert found.keys() == {("native", "ordinary"), ("node_shared", "ordinary"), ("node_shared", "shared")}
+    assert {*found.values()} == {("", 4)}
+
+
 def test_parts_are_skewed_and_the_hottest_rank_receives_what_is_asked_for():
     assert results.part_sizes("alltoallv-uniform", 120, 4) == results.part_sizes("all_to_all", 120, 4) == [30] * 4
     assert results.part_sizes("alltoallv-zipf", 120, 4) == [30, 15, 10, 7]

@@ -25,7 +25,12 @@ PARAMETERS = {
     "expert": ("expert=1", "expert=2", "expert=4"),
     "pipeline": ("pipeline=1", "pipeline=2", "pipeline=2 schedule=gpipe", "pipeline=2 schedule=zb-h1"),
     "tensor": ("tensor=1", "tensor=2", "tensor=2 sequence_parallel=true"),
-    "strategy": ("strategy=allreduce", "strategy=zero1", "strategy=zero2 keep_gradients=true", "strategy=zero3"),
+    "strategy": (
+        "strategy=allreduce",
+        "strategy=zero1",
+        "strategy=zero2 keep_gradients=true",
+        "strategy=zero3 keep_gradients=true",
+    ),
     "microbatches": ("microbatches=1", "microbatches=2", "microbatches=3"),
     "recompute": ("recompute=false", "recompute=true"),
     "router": (
