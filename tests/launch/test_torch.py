@@ -149,6 +149,7 @@ SUITES = {
 
 
 @pytest.mark.full
+@pytest.mark.matrix_except("distributed", "fsdp")
 @pytest.mark.parametrize("suite", SUITES)
 def test_tests_of_pytorch(mpiexec, tmp_path, suite):
     pytest.importorskip("expecttest", reason="expecttest, which PyTorch's tests need, is not installed")

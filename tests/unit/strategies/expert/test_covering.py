@@ -82,9 +82,8 @@ def trained(comm, cell, keys):
     return result
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 @pytest.mark.parametrize("part", range(CELLS // 10))
-@pytest.mark.matrix_except("0")
 def test_a_product_is_the_run_of_one_process(text, part):
     """Ten cells each: which there are is decided when the first is run, not when tests are collected."""
     cells = covering()
