@@ -19,6 +19,7 @@ from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
+from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.training import script
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.script import Training
@@ -269,7 +270,7 @@ def test_the_first_batches_are_always_compared(every, compared, monkeypatch):
     steps = []
     monkeypatch.setattr(script, "check_batch", lambda comm, replica, x, y, what, looks: steps.append(what))
     trainer = SimpleNamespace(
-        grid=SimpleNamespace(pipeline=2, tensor=1),
+        grid=ProcessGrid(pipeline=2),
         context=SimpleNamespace(computes=True, units=[0]),
         last_stage=True,
         comm=None,
