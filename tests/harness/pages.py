@@ -14,8 +14,9 @@ from hpcdist.cli.main import COMMANDS, group
 SHORT: Final = {
     "HPCDIST_SET__RUN__STEPS": "4",
     "HPCDIST_SET__RUN__GLOBAL_BATCH": "4",
-    "HPCDIST_SET__RUN__VALIDATION_SAMPLES": "16",  # of 1,024, which take longer than the steps
 }
+# Of 1,024, which take longer than the steps; a script validates itself.
+FEW_SAMPLES: Final = {"HPCDIST_SET__RUN__VALIDATION_SAMPLES": "16"}
 PROMPT: Final = "$ "
 ANY_LINES: Final = "..."
 _NUMBER: Final = re.compile(r"(\d[\d,]*(\.\d+)?([eE][-+]?\d+)?|\bnan\b|\binf\b)")

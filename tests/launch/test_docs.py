@@ -45,7 +45,7 @@ def shell(text, folder, options=("-e", "-u", "-o", "pipefail")):
     done = subprocess.run(
         ["bash", *options, "-c", text],
         cwd=folder,
-        env=environment(),
+        env=environment() | ({} if re.search(r"python|\.py", text) else pages.FEW_SAMPLES),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
