@@ -78,7 +78,8 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None
             )
         if resume == "never":
             raise UsageError(
-                f"{path} holds this run already; add --resume auto to go on with it, or choose another --out"
+                f"{path} holds this run already; add --resume auto (a script: resume='auto') to go on with it, or "
+                "choose another --out"
             )
         if lock is not None:
             lock.take(path)

@@ -53,6 +53,11 @@ class SiteScheduler:
     def __post_init__(self) -> None:
         _one_of("scheduler.kind", self.kind, SCHEDULERS)
         _memory("scheduler.mem", self.mem)
+        for option in self.options:
+            if not option.startswith("-"):
+                raise ConfigurationError(
+                    f"scheduler.options has {option!r}, which is no option; write it as one text, as '--account=NAME'"
+                )
         for name in ("qos", "constraint"):
             if getattr(self, name) and self.kind != "slurm":
                 raise ConfigurationError(

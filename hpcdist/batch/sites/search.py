@@ -40,7 +40,8 @@ def check(job: BatchJob, site: SiteProfile) -> None:
     """Raise ConfigurationError where ``site`` cannot run ``job``, as far as its profile says what it has."""
     job = site.complete(job)
     by_variable = site.scheduler.kind == "slurm" and os.environ.get("SBATCH_ACCOUNT")
-    if site.scheduler.account_required and job.account is None and not by_variable:
+    by_option = any(option.startswith(("--account=", "-A")) for option in site.scheduler.options)
+    if site.scheduler.account_required and job.account is None and not by_variable and not by_option:
         raise ConfigurationError(f"jobs at the site {site.name} are paid by an account; add --account")
     _check_scheduler(job, site)
     limits, place = _limits_of_job(job, site)
