@@ -6,6 +6,7 @@ The pages are Markdown files in ``hpcdist/docs``, installed with the package.
 import re
 import textwrap
 import webbrowser
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -152,13 +153,26 @@ def _linked(text: str) -> str:
 
 def _key(word: str) -> str:
     """Return the text on a key or a section of a recipe. Raises click.UsageError for a word that is no topic either."""
+    from hpcdist.cli.main import COMMANDS
     from hpcdist.training.recipe.reference import lookup
 
     try:
         return lookup(word)
     except UsageError as error:
         near = nearest(word, [*TOPICS, *BESIDE_FILES])
-        if on := [topic for topic in TOPICS if word in page(topic)]:
-            raise click.UsageError(f"there is no page {word!r}; pages that have the word: {', '.join(on)}") from error
+        found = [f"see `hpcdist {word} --help`"] if word in COMMANDS else []
+        if on := _pages_with(word):
+            found.append(f"pages that have the word: {', '.join(on)}")
+        if found:
+            raise click.UsageError(f"there is no page {word!r}; {'; '.join(found)}") from error
         hint = f"did you mean `hpcdist help {near}`?" if near else textwrap.shorten(str(error), 300)
         raise click.UsageError(f"there is no page {word!r}; {hint}") from error
+
+
+def _pages_with(word: str) -> list[str]:
+    """Return the pages that have ``word``, in any case, those that have it most often first."""
+    counts = {}
+    for topic in (*TOPICS, *BESIDE_FILES):
+        with suppress(MissingCapabilityError):  # the files of a page may be somewhere else
+            counts[topic] = len(re.findall(rf"\b{re.escape(word)}", page(topic), re.IGNORECASE))
+    return sorted((topic for topic in counts if counts[topic]), key=lambda topic: -counts[topic])

@@ -130,6 +130,9 @@ def test_help_shows_pages_keys_and_html(tmp_path):
     assert "pipeline" in run.invoke(pages_of_help.command, ["parallel.pipeline"]).output
     named = run.invoke(pages_of_help.command, ["HPCDIST_DEADLINE_S"])
     assert named.exit_code == 2 and re.search("pages that have the word: .*api", named.output), named.output
+    of_a_command = run.invoke(pages_of_help.command, ["hang"]).output
+    assert "`hpcdist hang --help`; pages that have the word: troubleshooting" in " ".join(of_a_command.split())
+    assert "modules" in run.invoke(pages_of_help.command, ["lmod"]).output
     for topic in pages_of_help.BESIDE_FILES:
         beside = run.invoke(pages_of_help.command, [topic])
         assert beside.exit_code == 0 and beside.output.startswith("(The files of this page lie in /")
