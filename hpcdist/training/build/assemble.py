@@ -37,7 +37,7 @@ from hpcdist.strategies.core.logical_shards import LogicalShards
 from hpcdist.strategies.core.mixed_precision import NoLossScale
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.delayed import DelayedExchange
-from hpcdist.strategies.expert.axis import ExpertAxis, algorithm_for, split_data_axis
+from hpcdist.strategies.expert.axis import ExpertAxis, algorithm_for, expert_group, expert_replicas
 from hpcdist.strategies.expert.exchange import ExpertExchange
 from hpcdist.strategies.expert.model import share_out
 from hpcdist.strategies.parameter_server.compressed import PushCompression
@@ -88,7 +88,7 @@ def build_exchange(context: RankContext, recipe: Recipe, compression: str) -> Ex
     """Return the exchange of the recipe's strategy; ``compression`` is resolved, never "auto". Collective."""
     shards = LogicalShards(context, recipe.run.logical_shards) if recipe.run.logical_shards else None
     if context.experts.size > 1 and not context.portion:
-        replicas = split_data_axis(context.data, context.experts.size)[1]
+        replicas = expert_replicas(context.data, context.experts.size)
         return ExpertExchange(context, replicas, lambda part: build_exchange(part, recipe, compression))
     if recipe.parallel.strategy == "parameter_server":
         quantiser = compression, recipe.compression, recipe.run.seed
@@ -301,7 +301,7 @@ def _rank_context(
     cut = _context_axis(recipe, axes) if grid.context > 1 else None
     model = cut_context(whole, cut)
     model = cut_model(model, tensor, algorithm, sequence_parallel=recipe.parallel.sequence_parallel, context=cut)
-    experts = split_data_axis(axes.data, grid.expert)[0] if grid.expert > 1 and computes else solo()
+    experts = expert_group(axes.data, grid.expert) if grid.expert > 1 and computes else solo()
     if experts.size > 1:
         exchange = algorithm_for(experts, selection.algorithm, settled=settled)
         model = share_out(model, ExpertAxis(experts, exchange, model.watch or NanFinder()))
