@@ -308,6 +308,7 @@ class Group(_ProcessGroup):
         """End what is under way, and give the communicators back. Collective."""
         self._ended = True
         self._queue.close()
+        self._mailbox.finish()
         self._mailbox.close()
         self._at_end()
         collectives.release(self.comm)

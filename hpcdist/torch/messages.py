@@ -21,6 +21,7 @@ from hpcdist.torch.work import Work
 LOOK_S: Final = 0.001  # between two looks of the thread
 IDLE_LOOKS: Final = 50  # without a message under way, until the thread sleeps
 END_S: Final = 1.0
+_given_up: Final = list["MessageWork"]()  # MPI may still read or write their tensors, as long as the process lives
 
 
 class _Testable(Protocol):
@@ -153,9 +154,18 @@ class Mailbox:
                     message.settle()
                 ended.clear()
 
+    def finish(self) -> None:
+        """Let messages under way end, for a second at most: nobody has waited for them (local)."""
+        limit = time.monotonic() + END_S
+        while self._under_way and time.monotonic() < limit:
+            for message in list(self._under_way):
+                self.look(message)
+            time.sleep(0)
+
     def close(self) -> None:
         """End the thread; messages under way are given up (local)."""
         with self._lock:
+            _given_up.extend(self._under_way)
             self._under_way.clear()
         if self._thread is not None:
             self._calls.put(False)

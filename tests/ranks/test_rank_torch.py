@@ -1,6 +1,7 @@
 """The backend of torch.distributed over real messages, against what PyTorch computes from the inputs of all ranks."""
 
 import threading
+import weakref
 from datetime import timedelta
 
 import numpy as np
@@ -527,6 +528,23 @@ def test_rank_groups_leave_nothing_behind(comm, count):
         dist.destroy_process_group(group)
     names = [thread.name for thread in threading.enumerate()]
     assert sum(name.startswith(("collectives of", "messages of")) for name in names) <= 4, names
+
+
+def test_rank_messages_that_nobody_waits_for_end_with_the_group(comm):
+    """MPI writes a receive into its tensor whenever the message comes, so it must be there until then."""
+    group = dist.new_group()
+    ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    large = torch.full((1 << 20,), float(comm.rank))
+    arrived = torch.empty_like(large)
+    dist.irecv(arrived, behind, group=group)
+    dist.isend(large, ahead, group=group)
+    never = torch.empty(1)
+    dist.irecv(never, behind, group=group, tag=7)
+    is_there = weakref.ref(never)
+    del never
+    dist.destroy_process_group(group)
+    assert bool((arrived == behind).all())
+    assert is_there() is not None
 
 
 COMPRESSED = {
