@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from harness import jobs
+from harness import jobs, pages
+from hpcdist.cli.help import DOCS
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 SUITE = Path(__file__).parents[1] / "harness" / "pytorch" / "suite.py"
 
 
@@ -112,6 +113,28 @@ def test_python_in_development_mode_has_nothing_to_warn_of(program):
     )
     assert done.code == 0, done.stderr
     assert not re.findall(r"hpcdist\S*: \w*Warning.*|sys:\d+: ResourceWarning.*", done.stderr), done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.matrix_except("3")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_trains_as_one_process_does(launch, stage):
+    """The script of the page, against plain PyTorch on the whole batch."""
+    pytest.importorskip("deepspeed")
+    (script,) = (block.text for block in pages.blocks((DOCS / "torch.md").read_text()) if block.title == "zero.py")
+    assert '"stage": 3' in script
+    done = launch(2, script.replace('"stage": 3', f'"stage": {stage}'), DS_ACCELERATOR="cpu")
+    assert done.code == 0, done.stderr
+    torch.manual_seed(0)
+    inputs = torch.randn(256, 32)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(inputs), inputs)
+        loss.backward()
+        optimizer.step()
+    assert f"loss {loss.item():.4f}" in done.stdout
 
 
 # Of each kind of operation one of PyTorch's own tests; all of them: see the docstring of the program.
