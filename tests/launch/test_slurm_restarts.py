@@ -112,7 +112,8 @@ def losses(jobs, out):
 
 def test_a_job_of_which_too_few_nodes_are_left_is_requeued(jobs):
     revive(jobs.cluster)
-    number = jobs.begin("--restarts=3", "--spare-nodes=1", "--no-check", "--out=few", nodes=3, ranks=1, steps=ENDLESS)
+    options = ("--restarts=3", "--spare-nodes=1", "--no-check", "--set=chaos.step_s=0.1", "--out=few")
+    number = jobs.begin(*options, nodes=3, ranks=1, steps=ENDLESS)
     jobs.checkpoint(jobs.folder / "few")
     for node in ("n2", "n3"):
         jobs.cluster.crash(node)

@@ -92,7 +92,7 @@ def test_a_job_that_shrank_saves_on_a_signal_and_goes_on_where_it_was(text, tmp_
 @pytest.mark.full
 def test_ranks_come_in_at_a_step_boundary(text, tmp_path):
     out = tmp_path / "run"
-    steps = 150
+    steps = 80
     keys = [f"run.steps={steps}", "chaos.step_s=0.05", "precision.mode=float64"]
     started = subprocess.Popen(
         line(2, text, out, "--survive", "shrink", keys=keys), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

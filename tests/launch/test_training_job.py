@@ -151,6 +151,7 @@ def test_killed_runs_resume_to_the_same_bits(text, tmp_path, layout, rng):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
 @pytest.mark.full
+@pytest.mark.matrix_except("SIGTERM")
 def test_asked_to_stop_a_run_saves_and_resumes(text, tmp_path, number, code):
     out = tmp_path / "run"
     process = _start(text, out, every=0, steps=ENDLESS)

@@ -145,6 +145,9 @@ def distance(found, right):
     [(size, flushes) for size in range(1, 9) for flushes in ((), (3,), (1, 2, 5)) if not flushes or size in (3, 8)],
 )
 @pytest.mark.full_except("3-flushes3-thread")
+@pytest.mark.matrix_except(
+    "1-flushes0-poll", "3-flushes3-thread", "3-flushes4-poll", "5-flushes6-thread", "8-flushes11-poll"
+)
 def test_the_rule_is_that_of_the_reference(overlap, size, flushes, rng):
     """Eight ranks on seven samples: one of them has none."""
     data = text(rng, STEPS, SAMPLES)
