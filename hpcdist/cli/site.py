@@ -144,11 +144,11 @@ def wheelhouse(**order: Any) -> None:
         order["wheel"] = order["wheel"].absolute()
     collected = wheelhouse.collect(wheelhouse.WheelhouseOrder(**order))
     click.echo(f"{counted(collected.files, 'file')}, {format_bytes(collected.nbytes)}", err=True)
-    built = f'MPICC="cc -shared" {collected.folder}/install.sh VENV builds it on the MPI there'
+    built = f"MPICC=mpicc {collected.folder}/install.sh VENV builds it on the MPI there (on a Cray MPICC=cc)"
     if not order["mpi4py_source"]:
         built = (
             "this is its wheel, which opens the MPI it finds at run time (MPICH's ABI or Open MPI). To build it on the "
-            'MPI of the site (MPICC="cc -shared"), collect again with --with-mpi4py-source'
+            "MPI of the site (MPICC=mpicc), collect again with --with-mpi4py-source"
         )
     click.echo(f"mpi4py: {built}", err=True)
     click.echo(collected.folder)

@@ -3,7 +3,7 @@
 #
 #   ./install.sh VENV                  a virtual environment VENV with hpcdist in it
 #   PYTHON=python3.12 ./install.sh VENV        made by this Python
-#   MPICC="cc -shared" ./install.sh VENV       mpi4py built here, against this MPI (a Cray; else MPICC=mpicc)
+#   MPICC=mpicc ./install.sh VENV              mpi4py built here, against this MPI (on a Cray MPICC=cc)
 #
 # Without MPICC, mpi4py is its wheel: it opens the MPI it finds at run time, libmpi.so.12 (MPICH and its ABI: Intel,
 # Cray, ParaStation, MVAPICH) or libmpi.so.40 (Open MPI), from LD_LIBRARY_PATH. A site that can build its own should.
