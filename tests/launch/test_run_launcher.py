@@ -60,6 +60,12 @@ if behaviour in ("polite", "late"):
     signal.signal(signal.SIGTERM, leave(75))
     signal.signal(signal.SIGUSR1, leave(75))
     signal.signal(signal.SIGUSR2, lambda number, frame: print(f"rank {rank} dumps its stacks", flush=True))
+if behaviour == "slow":
+    def save(number, frame):
+        time.sleep(0.5)
+        open(f"{folder}/saved-{rank}", "w").close()
+        os._exit(130)
+    signal.signal(signal.SIGINT, save)
 if behaviour in ("deaf", "unannounced", "said"):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -172,6 +178,34 @@ def test_a_signal_reaches_the_ranks_and_their_code_comes_back(start, number, cod
     job = start("polite")
     job.send(number)
     assert job.end() == code, job.output
+
+
+def guard_of(job):
+    """The process beside the supervisor with the same command line."""
+    words = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(job.process.pid)]
+    return children(job.process.pid)[words.index(Path(f"/proc/{job.process.pid}/cmdline").read_bytes())]
+
+
+def children(pid):
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@cases("number, code", (signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75), ids=["INT", "TERM", "USR1"])
+def test_a_signal_to_the_guard_is_one_to_the_supervisor(start, number, code):
+    job = start("polite")
+    os.kill(guard_of(job), number)
+    assert job.end() == code, job.output
+
+
+@pytest.mark.parametrize("first", ["guard", "supervisor"])
+def test_a_signal_to_both_processes_is_one_request(start, first):
+    job = start("slow")
+    pids = [guard_of(job), job.process.pid]
+    for pid in pids if first == "guard" else pids[::-1]:
+        os.kill(pid, signal.SIGINT)
+    assert job.end() == 130, job.output
+    assert job.output.count("SIGINT: the ranks") == 1 and "interrupted again" not in job.output
+    assert len(list(job.folder.glob("saved-*"))) == 2, "the ranks were killed"
 
 
 def test_usr2_reaches_the_ranks_and_they_go_on(start):

@@ -2,11 +2,14 @@
 
 The launcher gets SIGTERM then, by PR_SET_PDEATHSIG. That is not enough: mpirun of Open MPI that gets it in the moment
 in which it starts ranks leaves them behind, and they wait for it in MPI_Init for ever.
+
+In a list of processes the guard looks like a second `hpcdist run`: so it passes signals on to the supervisor.
 """
 
 import os
 import signal
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NoReturn
@@ -17,16 +20,21 @@ from hpcdist.comm.launch.exit_file import LAUNCH_DIR, remove_segments
 TEARDOWN_S: Final = 3.0  # for the launcher to end its ranks
 QUIET_S: Final = 1.0  # without a process of the job: none is about to be started
 MOST_S: Final = 30.0  # one that hangs in the kernel cannot be ended by anybody
+PASSING_S: Final = 0.1  # a signal to both processes reaches the supervisor directly first
 
 
 class Guard:
-    """Process beside this one, which must not have threads yet; the job's processes name ``launch_dir``."""
+    """Process beside this one, which must not have threads yet; the job's processes name ``launch_dir``.
 
-    def __init__(self, launch_dir: Path) -> None:
+    The signals ``passed``, which this process has blocked, come back to it when the guard gets them.
+    """
+
+    def __init__(self, launch_dir: Path, passed: Collection[signal.Signals] = ()) -> None:
+        supervisor = os.getpid()
         held, self._holding = os.pipe()
-        self._pid = os.fork()
-        if self._pid == 0:
-            _watch(held, launch_dir)
+        self.pid = os.fork()
+        if self.pid == 0:
+            _watch(held, launch_dir, supervisor, passed)
         os.close(held)
 
     def dismiss(self) -> None:
@@ -35,10 +43,10 @@ class Guard:
             os.write(self._holding, b".")
         os.close(self._holding)
         with suppress(ChildProcessError):  # somebody has waited for all children
-            os.waitpid(self._pid, 0)
+            os.waitpid(self.pid, 0)
 
 
-def _watch(held: int, launch_dir: Path) -> NoReturn:
+def _watch(held: int, launch_dir: Path, supervisor: int, passed: Collection[signal.Signals]) -> NoReturn:
     """Wait for the end of the supervisor, and leave; if it was killed, end the processes of the job first."""
     try:
         os.setsid()
@@ -50,12 +58,26 @@ def _watch(held: int, launch_dir: Path) -> NoReturn:
         for number in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, held}:
             with suppress(OSError):  # that of the list itself
                 os.close(number)
+        _pass_to(supervisor, passed)
         if os.read(held, 1) == b"":
             time.sleep(TEARDOWN_S)
             _end(launch_dir)
             remove_segments(launch_dir)
     finally:
         os._exit(0)
+
+
+def _pass_to(supervisor: int, passed: Collection[signal.Signals]) -> None:
+    """Send the signals ``passed`` that this process gets to the ``supervisor``, while that is its parent."""
+
+    def forward(number: int, _: object) -> None:
+        time.sleep(PASSING_S)
+        if os.getppid() == supervisor:
+            send_signal(supervisor, signal.Signals(number))
+
+    for number in passed:
+        signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, passed)
 
 
 def _end(launch_dir: Path) -> None:

@@ -158,7 +158,7 @@ class Supervision:
                 _PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0
             )  # if this process is killed, the launcher ends its ranks
 
-        self._guard = Guard(self.launch_dir)
+        self._guard = Guard(self.launch_dir, self._watched - {signal.SIGCHLD})
         self._relay = Relay()
         self._process = subprocess.Popen(
             self.line,
@@ -180,7 +180,7 @@ class Supervision:
             self._reap()
             self._look_for_the_end()
             if received is not None and received.si_signo != signal.SIGCHLD:
-                self._on_signal(signal.Signals(received.si_signo))
+                self._on_signal(signal.Signals(received.si_signo), received.si_pid)
             elif time.monotonic() >= self._deadline and self._process.returncode is None:
                 self._on_deadline()
             elif self._pending:
@@ -239,8 +239,10 @@ class Supervision:
             return False
         return (code if code >= 0 else 128 - code) == 128 + _PASSED[self._first_signal]
 
-    def _on_signal(self, number: signal.Signals) -> None:
+    def _on_signal(self, number: signal.Signals, sender: int) -> None:
         if number in _ENDING:
+            if sender == self._guard.pid and self._first_signal is not None:
+                return  # sent to both processes, as by pkill, it is one request: a second SIGINT would kill the ranks
             self._first_signal = self._first_signal or number
         self._request(number)
 
