@@ -5,6 +5,7 @@ exit codes: before a job has started an error is one message of rank 0, afterwar
 """
 
 import io
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -102,10 +103,20 @@ def _print_error(text: str) -> None:
     click.echo(text, nl=False, err=True)
 
 
+def _colour() -> bool | None:
+    """Return False where colours are not wanted, None where the terminal decides.
+
+    Open MPI's mpirun shows its ranks a terminal, whatever its output is: what that is `hpcdist run` knows alone.
+    """
+    launched = environment.launch_environment()
+    unknown = launched is not None and launched.size > 1 and exit_file.LAUNCH_DIR not in os.environ
+    return False if unknown or os.environ.get("NO_COLOR") else None
+
+
 def _invoke(arguments: Sequence[str] | None) -> int:
     """Return the exit code of the command; usage errors are shown here."""
     try:
-        value = group.main(args=arguments, prog_name="hpcdist", standalone_mode=False)
+        value = group.main(args=arguments, prog_name="hpcdist", standalone_mode=False, color=_colour())
         sys.stdout.flush()
     except click.ClickException as error:
         shown = io.StringIO()

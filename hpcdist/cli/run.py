@@ -369,13 +369,16 @@ def _typed_command(script_words: int) -> list[str]:
 
 
 def _terminal_environment() -> dict[str, str]:
-    """Return what lets rank 0 draw its bar on this terminal: the ranks write into a pipe of the launcher."""
-    if not sys.stderr.isatty():
-        return {}
-    with suppress(OSError):
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns
-        return {exit_file.TERMINAL_COLUMNS: str(columns or 80)}
-    return {}
+    """Return what tells the ranks of this terminal, or that there is none: to them a launcher shows its own.
+
+    Rank 0 draws its bar where standard error is a terminal; without one behind standard output nobody uses colours.
+    """
+    variables = {} if sys.stdout.isatty() else {"NO_COLOR": "1"}
+    if sys.stderr.isatty():
+        with suppress(OSError):
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns
+            variables[exit_file.TERMINAL_COLUMNS] = str(columns or 80)
+    return variables
 
 
 def _print_resume_command(run_dir: Path, words: Sequence[str], script: bool = False) -> None:

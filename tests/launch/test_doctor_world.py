@@ -2,7 +2,10 @@
 
 import json
 import os
+import pty
+import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -46,6 +49,31 @@ def test_launch_starts_two_ranks(mpi):
     done = jobs.run(line)
     assert done.returncode == 0, done.stdout + done.stderr
     assert report_of(done.stdout)["world"]["found"].startswith("2 ranks on 1 node")
+
+
+RUN = [sys.executable, "-P", "-m", "hpcdist", "run", "-n", "2", "doctor"]
+
+
+@pytest.mark.usefixtures("mpi")
+def test_into_a_pipe_the_report_has_no_colours():
+    done = jobs.run(RUN)
+    assert done.returncode == 0 and "OK" in done.stdout and "\33" not in done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("mpi")
+@pytest.mark.parametrize(("no_colour", "coloured"), [("", True), ("1", False)])
+def test_colours_on_a_terminal(no_colour, coloured):
+    ours, theirs = pty.openpty()
+    environment = jobs.clean_environment() | {"NO_COLOR": no_colour}
+    with subprocess.Popen(RUN, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # the other end is closed
+            while chunk := os.read(ours, 65536):
+                shown += chunk
+    os.close(ours)
+    assert process.returncode == 0 and b"OK" in shown and (b"\33[32m" in shown) == coloured
 
 
 @pytest.mark.usefixtures("mpi")

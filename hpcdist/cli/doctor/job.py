@@ -39,7 +39,7 @@ def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = 
         session = start.start(examined=True)
     except HpcdistError as error:
         if launched is None or not launched.rank:
-            report.show([_world_failure(launched, error)], as_json, plain=True)
+            report.show([_world_failure(launched, error)], as_json)
         failfast.agreed_exit(FAILURE)  # every rank finds the same, or is alone and cannot be heard
     comm, directory = session.comm, (out or Path()).absolute()
     deadline = gather.StageDeadline(f"rank {comm.rank} on {socket.gethostname()}")
@@ -63,7 +63,7 @@ def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = 
         if recipe is not None:
             checks.append(_packages(recipe))
         nodes = gathered.table.labels
-        report.show(checks, as_json, plain=True, ranks=comm.size, nodes=nodes)
+        report.show(checks, as_json, ranks=comm.size, nodes=nodes)
         code = report.exit_code(checks)
     code = comm.broadcast_object(code)
     deadline.stop()

@@ -18,17 +18,14 @@ def exit_code(checks: Sequence[Check]) -> int:
     return FAILURE if any(check.status == FAIL for check in checks) else 0
 
 
-def show(checks: Sequence[Check], as_json: bool, plain: bool = False, **more: Any) -> None:
-    """Print ``checks``, ``plain`` without colours: mpirun shows its ranks a terminal where there is a log.
-
-    The JSON object also holds ``more``.
-    """
+def show(checks: Sequence[Check], as_json: bool, **more: Any) -> None:
+    """Print ``checks``. The JSON object also holds ``more``."""
     if as_json:
         click.echo(json.dumps({"ok": exit_code(checks) == 0, **more, "checks": [asdict(check) for check in checks]}))
         return
     width = max(len(check.name) for check in checks)
     for check in checks:
-        status = f"{check.status:4}" if plain else click.style(f"{check.status:4}", fg=COLOURS[check.status])
+        status = click.style(f"{check.status:4}", fg=COLOURS[check.status])
         click.echo(f"{status}  {check.name:{width}}  {check.found}")
         if check.cure:
             click.echo(f"{'':6}{'':{width}}  -> {check.cure}")
