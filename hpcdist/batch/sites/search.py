@@ -44,7 +44,7 @@ def check(job: BatchJob, site: SiteProfile) -> None:
     if site.scheduler.account_required and job.account is None and not by_variable and not by_option:
         raise ConfigurationError(f"jobs at the site {site.name} are paid by an account; add --account")
     _check_scheduler(job, site)
-    limits, place = _limits_of_job(job, site)
+    limits, place = limits_of_job(job, site)
     _check_time(job, limits, place)
     _check_memory(job, limits, place)
     if job.gpus_per_node and site.gpu.unsupported:
@@ -114,7 +114,7 @@ def _check_scheduler(job: BatchJob, site: SiteProfile) -> None:
             )
 
 
-def _limits_of_job(job: BatchJob, site: SiteProfile) -> tuple[SiteLimits, str]:
+def limits_of_job(job: BatchJob, site: SiteProfile) -> tuple[SiteLimits, str]:
     """Return what counts for the job, and how to call the place. Raises ConfigurationError for no partition of it."""
     limits, place = site.limits, f"the site {site.name}"
     if site.partitions and job.partition is not None:

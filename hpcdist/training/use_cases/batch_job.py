@@ -142,8 +142,23 @@ def checked_job(job: BatchJob, site: SiteProfile, shape: str, notes: Iterable[st
     Raises ConfigurationError where ``site`` cannot run it.
     """
     search.check(job, site)
-    lines = (f"site {site.name}; {shape}", *notes)
+    lines = (f"site {site.name}; {shape}", *_time_note(job, site), *notes)
     return PlannedJob(job, site, lines, tuple(hidden_paths(job, site, data)))
+
+
+def _time_note(job: BatchJob, site: SiteProfile) -> list[str]:
+    """Return which time limit a job without a walltime has: a variable of sbatch, or a default that is not known."""
+    if job.walltime is not None or site.scheduler.kind == "none":
+        return []
+    if site.scheduler.kind == "slurm" and os.environ.get("SBATCH_TIMELIMIT"):
+        return [f"no --time: SBATCH_TIMELIMIT={os.environ['SBATCH_TIMELIMIT']} is the time limit"]
+    job = site.complete(job)
+    limits, place = search.limits_of_job(job, site)
+    named = f" {job.partition}" if job.partition else ""
+    kind = "partition" if site.scheduler.kind == "slurm" else "queue"
+    most = f"; the longest of {place} is {limits.max_walltime}" if limits.max_walltime else ""
+    asked = " (`sinfo -o '%P %L'` shows it)" if kind == "partition" else ""
+    return [f"no --time: the time limit is the default of the {kind}{named}{asked}{most}"]
 
 
 def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[str, Any], list[str]]:

@@ -90,6 +90,26 @@ def test_the_recipe_of_the_script_is_the_one_that_was_resolved(sbatch, monkeypat
 
 
 @cases(
+    "arguments, variable, told",
+    ([], "", "no --time: the time limit is the default of the partition (`sinfo -o '%P %L'` shows it)\n"),
+    (["--partition=debug"], "", "the default of the partition debug (`sinfo"),
+    (["--site=perlmutter", "--account=a"], "", "shows it); the longest of QOS regular of perlmutter is 2-00:00:00\n"),
+    (["--site=pbs", "--account=a"], "", "no --time: the time limit is the default of the queue\n"),
+    ([], "30", "no --time: SBATCH_TIMELIMIT=30 is the time limit\n"),
+    (["--time=30"], "", None),
+    (["--site=workstation", "--ranks-per-node=1"], "", None),
+)
+def test_a_job_without_a_time_says_which_limit_it_has(arguments, variable, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("SBATCH_TIMELIMIT", variable)
+    monkeypatch.chdir(tmp_path)
+    words = ["--nodes=1", "--site=slurm-openmpi", "--dry-run", *arguments]
+    code, _, err = jobs.called(capsys, "submit", *words)
+    assert code == 0, err
+    assert told in err if told else "no --time" not in err, err
+
+
+@cases(
     "arguments, key, value, told",
     (["--time=2-00:00:00"], "mtbf_s", 172800.0, "mtbf_s = 172800: Daly.* a failure in each walltime of 2-00:00:00"),
     ([], "mtbf_s", 86400.0, "a failure a day, as no walltime is known"),
