@@ -56,6 +56,12 @@ def _estimate_lines(job: "BatchJob", recipe: "Recipe", named: str) -> list[str]:
     limit_s = None if job.walltime is None else walltime_s(job.walltime) - job.signal_s
     if limit_s is not None and 0 < limit_s < answer.run.wall_s:
         lines.append(f"estimate: that is {math.ceil(answer.run.wall_s / limit_s)} jobs of {job.walltime} after another")
+    if not answer.memory.fits:
+        where = f"--cluster {named} --devices {job.ranks}"
+        lines.append(
+            "warning: by this estimate the training ends for lack of memory on a device; `hpcdist plan RECIPE "
+            f"{where}` says what takes it, and `hpcdist plan search RECIPE {where}` what would fit"
+        )
     return lines
 
 

@@ -133,4 +133,9 @@ def test_a_fault_of_the_planner_does_not_stop_a_job(submit, monkeypatch):
 
 def test_only_what_does_not_fit_is_loud(submit):
     arguments = ("--set", "model.hidden=65536", "--set", "model.heads=64", "--set", "data.context=4096")
-    assert "DOES NOT FIT" in submit("--cluster", "a100-selene", *arguments)[1][0]
+    told = submit("--cluster", "a100-selene", *arguments)[1]
+    assert "DOES NOT FIT" in told[0]
+    assert (
+        told[-1].startswith("warning: ") and "hpcdist plan search RECIPE --cluster a100-selene --devices 8" in told[-1]
+    )
+    assert not any(line.startswith("warning: ") for line in submit("--cluster", "a100-selene")[1])
