@@ -327,12 +327,16 @@ class ReplicaSampler:
 
 def _where(out: str | os.PathLike[str] | None, resume: str, environment: Mapping[str, str]) -> tuple[Any, str]:
     """Return the run directory and the resume mode: those of the launcher, else the arguments. Raises UsageError."""
-    launched, resumed = environment.get(RUN_DIR), environment.get(RESUME)
-    if launched:
-        out, resume = launched, resumed or resume
+    resumed = environment.get(RESUME)
+    out, resume = environment.get(RUN_DIR) or out, resumed or resume
     if resume not in ("auto", "never"):
-        raise UsageError(f"resume = {resume!r}; choose 'auto' or 'never'")
+        raise UsageError(f"{RESUME if resumed else 'resume'} = {resume!r}; choose 'auto' or 'never'")
     if resume == "auto" and out is None:
+        if resumed:
+            raise UsageError(
+                f"{RESUME}=auto, and nobody says where the run is: the script has no out. Set {RUN_DIR} to the run "
+                "directory as well, or start the script by `hpcdist run --out DIR --resume auto`"
+            )
         raise UsageError("resume = 'auto' needs out: the directory of the run that goes on")
     return out, resume
 

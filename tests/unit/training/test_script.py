@@ -258,6 +258,22 @@ def test_the_launcher_says_where_the_first_training_is_and_whether_it_goes_on(tm
     training.close()
 
 
+def test_the_environment_alone_says_whether_a_training_goes_on(tmp_path, monkeypatch, rng):
+    batches = _batches(rng)
+    for steps in (2, 4):
+        monkeypatch.setenv("HPCDIST_RESUME", "auto")
+        with Training(_model(), KEYS | {"run.steps": steps}, out=tmp_path / "own") as training:
+            assert training.done == steps - 2
+            for step in training.steps:
+                training.step(*(array[training.share] for array in batches[step]))
+    monkeypatch.setenv("HPCDIST_RESUME", "auto")
+    with pytest.raises(UsageError, match="Set HPCDIST_RUN_DIR to the run directory as well"):
+        Training(_model(), KEYS)
+    monkeypatch.setenv("HPCDIST_RESUME", "yes")
+    with pytest.raises(UsageError, match="HPCDIST_RESUME = 'yes'; choose 'auto' or 'never'"):
+        Training(_model(), KEYS, out=tmp_path / "own")
+
+
 def test_a_recipe_that_cannot_be_run_ends_the_script_with_its_code(tmp_path):
     program = "from hpcdist.training.script import Training\nTraining(None, {'run.stepps': 2})"
     done = jobs.run([sys.executable, "-c", program], env={**os.environ, "HPCDIST_FAILURE_DIR": str(tmp_path)})
