@@ -27,7 +27,7 @@ from hpcdist.checkpoint.lock import RunLock, is_dead
 from hpcdist.cli.common import COUNT, DIRECTORY
 from hpcdist.cli.main import COMMANDS
 from hpcdist.comm.failure.failfast import FAILURE_DIR
-from hpcdist.comm.launch import exit_file, launchers, restarts, supervisor
+from hpcdist.comm.launch import exit_file, launchers, mpirun, restarts, supervisor
 from hpcdist.comm.launch.environment import (
     ENERGY,
     RESUME,
@@ -144,6 +144,8 @@ def command(
         known = None if options or survive else ranks  # the launcher's options, or deaths, may change it
         here = python is None and not options and starter.kind is launchers.MPIRUN
         check_training(command, known, survive, spares or 0, elsewhere=not here)
+    if command[0] == "train" or script:
+        _tell_idle_cores(starter, world, options)
     starter.check()
     return job.run(command, run_dir, most_restarts)
 
@@ -274,6 +276,16 @@ def _remove_abandoned() -> None:
         if isinstance(holder, dict) and is_dead(holder, own):
             exit_file.remove_segments(folder)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tell_idle_cores(starter: launchers.Starter, ranks: int, options: Sequence[str]) -> None:
+    """Say how ranks that get one thread each by default may have the idle cores of this machine, too."""
+    cores = len(os.sched_getaffinity(0))
+    chosen = starter.layout.cpus_per_task is not None or "OMP_NUM_THREADS" in os.environ or bool(options)
+    if chosen or mpirun.is_managed() or starter.kind is not launchers.MPIRUN or cores < 2 * ranks:
+        return
+    used, each = f"{ranks} of {cores} cores", cores // ranks
+    click.echo(f"hpcdist run: the ranks use {used}; --cpus-per-task {each} gives each {each} threads", err=True)
 
 
 def _check(command: tuple[str, ...], energy: bool) -> bool:

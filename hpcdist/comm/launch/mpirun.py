@@ -62,6 +62,11 @@ class Launcher:
     version: str
 
 
+def is_managed(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process runs in a job of a resource manager, which says where ranks go, and on which cores."""
+    return any(name in environment for name in _RESOURCE_MANAGERS)
+
+
 def find(environment: Mapping[str, str] = os.environ) -> Launcher:
     """Return the mpirun beside this Python, else the first on PATH. Raises MissingCapabilityError without any."""
     path = candidates(environment)
@@ -121,7 +126,7 @@ def command(
     if launcher.vendor == OPEN_MPI:
         # The UCX one-sided component of the wheels prints a warning at every start; windows work without it.
         line += ["--mca", "osc", "^ucx"]
-        if not any(name in environment for name in _RESOURCE_MANAGERS):
+        if not is_managed(environment):
             line += ["--bind-to", "none", "--oversubscribe"]
         for name in settings:
             line += ["-x", name]  # Open MPI passes the environment to ranks on this host only
@@ -201,9 +206,7 @@ def session(
         return {}
     words = (*environment, *options, *_parameters(launcher))
     session = {} if any(base in word for word in words for base in _BASES) else {_SESSION_BASE: str(folder)}
-    elsewhere = any(name in environment for name in _RESOURCE_MANAGERS) or any(
-        word == "-H" or "host" in word for word in options
-    )
+    elsewhere = is_managed(environment) or any(word == "-H" or "host" in word for word in options)
     if elsewhere or any("hostfile" in word or "backing_directory" in word for word in words):
         return session
     with suppress(OSError):  # there is no such file system, or it is full
@@ -299,8 +302,7 @@ def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, th
     added = common_settings(threads, environment)
     if launcher.vendor == OPEN_MPI and os.geteuid() == 0:
         added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    managed = any(name in environment for name in _RESOURCE_MANAGERS)
-    if launcher.vendor == OPEN_MPI and not managed and _TRANSPORTS not in environment:
+    if launcher.vendor == OPEN_MPI and not is_managed(environment) and _TRANSPORTS not in environment:
         added[_TRANSPORTS] = "^ofi"  # libfabric searches a second for networks, which a workstation does not have
     return added
 

@@ -142,8 +142,8 @@ def checked_job(job: BatchJob, site: SiteProfile, shape: str, notes: Iterable[st
     Raises ConfigurationError where ``site`` cannot run it.
     """
     search.check(job, site)
-    lines = (f"site {site.name}; {shape}", *_time_note(job, site), *notes)
-    return PlannedJob(job, site, lines, tuple(hidden_paths(job, site, data)))
+    lines = [f"site {site.name}; {shape}", *_time_note(job, site), *_core_note(job, site), *notes]
+    return PlannedJob(job, site, tuple(lines), tuple(hidden_paths(job, site, data)))
 
 
 def _time_note(job: BatchJob, site: SiteProfile) -> list[str]:
@@ -159,6 +159,18 @@ def _time_note(job: BatchJob, site: SiteProfile) -> list[str]:
     most = f"; the longest of {place} is {limits.max_walltime}" if limits.max_walltime else ""
     asked = " (`sinfo -o '%P %L'` shows it)" if kind == "partition" else ""
     return [f"no --time: the time limit is the default of the {kind}{named}{asked}{most}"]
+
+
+def _core_note(job: BatchJob, site: SiteProfile) -> list[str]:
+    """Return that cores of a node idle beside ranks of one core, where its number of cores is known."""
+    cores = search.limits_of_job(site.complete(job), site)[0].cores_per_node
+    if site.scheduler.kind == "none":
+        cores = len(os.sched_getaffinity(0))
+    each = cores // job.ranks_per_node
+    if job.cpus_per_task > 1 or each < 2:
+        return []
+    used = f"{job.ranks_per_node * job.cpus_per_task} of {counted(cores, 'core')} of a node"
+    return [f"the ranks use {used}: --cpus-per-task {each} gives each rank {each}, and as many threads"]
 
 
 def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[str, Any], list[str]]:

@@ -49,6 +49,26 @@ def no_launcher(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("no_launcher")
 @cases(
+    "before, variables, told",
+    ([], {}, "hpcdist run: the ranks use 3 of 8 cores; --cpus-per-task 2 gives each 2 threads\n"),
+    (["--cpus-per-task", "1"], {}, ""),
+    (["--mpi-args=-x A"], {}, ""),
+    ([], {"OMP_NUM_THREADS": "1"}, ""),
+    ([], {"SLURM_JOB_ID": "7"}, ""),
+)
+def test_idle_cores_are_told_where_nobody_chose(before, variables, told, monkeypatch, capsys):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    for name in ("OMP_NUM_THREADS", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StartedError):
+        main.main(["run", "-n", "3", *before, "--", "python", "a.py"])
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.usefixtures("no_launcher")
+@cases(
     "before, after, code, message",
     ([], ["--set", "parallel.pipelin=2"], 78, "the nearest known is 'parallel.pipeline'"),
     ([], ["--set", "data.path=/no/such"], 78, "data.path = /no/such: there is no such file or directory"),

@@ -110,6 +110,23 @@ def test_a_job_without_a_time_says_which_limit_it_has(arguments, variable, told,
 
 
 @cases(
+    "arguments, told",
+    ([], "the ranks use 1 of 64 cores of a node: --cpus-per-task 64 gives each rank 64, and as many threads\n"),
+    (["--ranks-per-node=4"], "the ranks use 4 of 64 cores of a node: --cpus-per-task 16 gives each rank 16"),
+    (["--ranks-per-node=4", "--cpus-per-task=8"], None),
+    (["--ranks-per-node=40"], None),
+    (["--site=slurm-openmpi"], None),
+)
+def test_idle_cores_are_told_with_the_option_that_uses_them(arguments, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    words = ["--nodes=1", "--site=perlmutter", "--account=a", "--set=run.global_batch=40", "--dry-run", *arguments]
+    code, _, err = jobs.called(capsys, "submit", *words)
+    assert code == 0, err
+    assert told in err if told else "the ranks use" not in err, err
+
+
+@cases(
     "arguments, key, value, told",
     (["--time=2-00:00:00"], "mtbf_s", 172800.0, "mtbf_s = 172800: Daly.* a failure in each walltime of 2-00:00:00"),
     ([], "mtbf_s", 86400.0, "a failure a day, as no walltime is known"),
