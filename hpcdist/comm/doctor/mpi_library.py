@@ -108,6 +108,8 @@ def check_library_and_launcher(environment: Mapping[str, str] = os.environ) -> l
         checks.append(Check("launcher", WARN, str(error), cure))
     if loaded is not None and started is not None:
         checks.append(check_launcher_match(loaded, started))
+    if second := mpirun.second_mpi(environment.get("LOADEDMODULES", "").split(":")):
+        checks.append(Check("one MPI", WARN, second, mpirun.SECOND_MPI_CURE))
     return checks
 
 

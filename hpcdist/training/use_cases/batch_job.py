@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hpcdist.batch.job import RECIPE_FILE, BatchJob, walltime_s
 from hpcdist.batch.sites import search
 from hpcdist.batch.sites.profile import SiteLimits, SiteProfile
+from hpcdist.comm.launch import mpirun
 from hpcdist.comm.launch.environment import launcher_options, source_folder
 from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityError, UsageError
 from hpcdist.reporting.units import counted
@@ -143,6 +144,9 @@ def checked_job(job: BatchJob, site: SiteProfile, shape: str, notes: Iterable[st
     """
     search.check(job, site)
     lines = [f"site {site.name}; {shape}", *_time_note(job, site), *_core_note(job, site), *notes]
+    own_python = not job.python_of_ranks and job.environment is None
+    if own_python and (second := mpirun.second_mpi(site.environment.modules)):
+        lines.append(f"warning: {second}; {mpirun.SECOND_MPI_CURE}")
     return PlannedJob(job, site, tuple(lines), tuple(hidden_paths(job, site, data)))
 
 

