@@ -20,7 +20,7 @@ from harness.marks import cases
 from hpcdist.checkpoint import lock
 from hpcdist.cli import main
 from hpcdist.cli import run as run_command
-from hpcdist.comm.launch import exit_file, mpirun, supervisor
+from hpcdist.comm.launch import exit_file, mpirun, standard_streams, supervisor
 from hpcdist.errors import USAGE, MissingCapabilityError
 from hpcdist.hdf5 import files
 
@@ -225,6 +225,36 @@ def test_deaf_ranks_are_killed_after_the_grace(start, number, code):
     assert "did not stop within 0.5 s" in job.output
 
 
+NOTICE = "prterun detected that one or more processes exited with non-zero status,"
+
+
+def notice(code):
+    line, of = "-" * 74, "thus causing the job to be terminated. The first process to do so was:"
+    return f"{line}\n{NOTICE}\n{of}\n\n   Process name: [prterun-host-1@1,1]\n   Exit code:    {code}\n{line}\n"
+
+
+@pytest.mark.full
+def test_a_stop_that_was_asked_for_has_no_notice_of_a_failure(training):
+    job = training("run.steps=1000000", "run.log_every_s=0.1")
+    until(lambda: job.output.count("\nstep ") > 2, "steps", limit_s=120.0)
+    job.send(signal.SIGTERM)
+    assert job.end() == 75, job.output
+    assert NOTICE not in job.output and "saved; go on with" in job.output
+
+
+def test_a_notice_is_held_back_whole_and_only_of_a_stop(capfd):
+    texts = {code: notice(code).encode() for code in (75, 130, 1)}
+    relay = standard_streams.Relay()
+    ours = os.dup(relay.stderr)
+    relay.begin()
+    with os.fdopen(ours, "wb") as pipe:
+        pipe.write(b"before\n" + texts[75] + texts[130] + texts[1] + texts[75][:-2] + b"after\n")
+    until(lambda: relay.ended, "end of the pipe")
+    assert capfd.readouterr().err.encode() == b"before\n" + texts[1] + texts[75][:-2] + b"after\n"
+    relay.release(75)
+    assert capfd.readouterr().err.encode() == texts[130]
+
+
 def test_a_second_interrupt_kills_at_once(start):
     job = start("deaf", grace=1000.0)
     job.send(signal.SIGINT)
@@ -374,6 +404,22 @@ def test_a_job_that_somebody_has_stopped_saves_and_ends(who, tmp_path, capfd):
 )
 def test_whose_exit_code_counts(kind, said, returned, code, tmp_path):
     assert launcher_that(tmp_path, f"echo {said} >$HPCDIST_LAUNCH_DIR/ended; exit {returned}", kind) == code
+
+
+@cases(
+    "ranks, code, shown",
+    ("echo 75 >ended", 75, False),
+    ("echo 130 >ended", 130, False),
+    (":", 75, True),
+    ("echo 75 >ended; touch rank-1.txt", 75, True),
+    ("echo 3 >ended", 3, True),
+    ids=["stop", "Ctrl-C", "no rank has said so", "another rank failed", "failure"],
+)
+def test_the_notice_of_a_stop_is_left_out_and_no_other(ranks, code, shown, tmp_path, capfd):
+    (tmp_path / "notice").write_text(notice(code))
+    commands = f"cd $HPCDIST_LAUNCH_DIR; {ranks}; cat notice >&2; exit {code}"
+    assert launcher_that(tmp_path, commands, "mpirun") == code
+    assert (NOTICE in capfd.readouterr().err) == shown
 
 
 @pytest.mark.full

@@ -9,13 +9,22 @@ it from others. A `Relay` forwards the output of a child that would end at a wri
 import errno
 import io
 import os
+import re
 import sys
 from contextlib import suppress
 from threading import Thread
 from typing import Any, Final
 
+from hpcdist.errors import INTERRUPTED, REQUEUE
+
 _NUMBERS: Final = {"stdout": 1, "stderr": 2}
 _CHUNK_BYTES: Final = 1 << 16
+# prterun's words about a rank that left with the code of a stop; all of them or none, and written at once.
+_NOTICE: Final = re.compile(
+    rb"-{20,}\nprterun detected that one or more processes exited with non-zero status,\n"
+    rb"thus causing the job to be terminated\. The first process to do so was:\n\n"
+    rb" +Process name: \[[^\n]*\]\n +Exit code: +(%d|%d)\n-{20,}\n" % (REQUEUE, INTERRUPTED)
+)
 
 
 class _Descriptor(io.FileIO):
@@ -106,7 +115,8 @@ class Relay:
     """Forwarder of a child's ``stdout`` and ``stderr``; keeps reading, and drops data, where ours cannot be written.
 
     Both are one pipe where ours are one file, so that lines keep their order. NUL bytes, with which some help texts of
-    Open MPI's prterun end, make a log binary for grep: they are removed, except from a separate stdout.
+    Open MPI's prterun end, make a log binary for grep: they are removed, except from a separate stdout. Its notice that
+    a rank has left with the exit code of a stop is held back: whether it tells of a failure is known at the end.
     """
 
     def __init__(self) -> None:
@@ -114,8 +124,9 @@ class Relay:
         ours = [1] if os.path.sameopenfile(1, 2) else [1, 2]
         pipes = [os.pipe() for _ in ours]
         self.stdout, self.stderr = pipes[0][1], pipes[-1][1]
+        self._held: list[tuple[int, int, bytes]] = []  # descriptor, exit code and text of each notice
         self._threads = [
-            Thread(target=_pass_on, args=(source, number, number == 2 or len(ours) == 1), daemon=True)
+            Thread(target=self._pass_on, args=(source, number, number == 2 or len(ours) == 1), daemon=True)
             for (source, _), number in zip(pipes, ours, strict=True)
         ]
 
@@ -131,11 +142,26 @@ class Relay:
         """Whether all output is forwarded, and no process has an end of the pipes open any more."""
         return not any(thread.is_alive() for thread in self._threads)
 
+    def release(self, expected: int | None) -> None:
+        """Print the notices that were held back, but those of the exit code ``expected`` (None: all)."""
+        held, self._held = self._held, []
+        for number, code, text in held:
+            if code != expected:
+                _write(number, text)
 
-def _pass_on(source: int, number: int, is_text: bool) -> None:
-    while chunk := os.read(source, _CHUNK_BYTES):
-        left = memoryview(chunk.replace(b"\0", b"") if is_text else chunk)
-        with suppress(OSError):
-            while left:
-                left = left[os.write(number, left) :]
-    os.close(source)
+    def _pass_on(self, source: int, number: int, is_text: bool) -> None:
+        while chunk := os.read(source, _CHUNK_BYTES):
+            if is_text:
+                chunk = chunk.replace(b"\0", b"")
+                self._held += [(number, int(notice[1]), notice[0]) for notice in _NOTICE.finditer(chunk)]
+                chunk = _NOTICE.sub(b"", chunk)
+            _write(number, chunk)
+        os.close(source)
+
+
+def _write(number: int, data: bytes) -> None:
+    """Write all of ``data``; what cannot be written is dropped."""
+    left = memoryview(data)
+    with suppress(OSError):
+        while left:
+            left = left[os.write(number, left) :]

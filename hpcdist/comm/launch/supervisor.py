@@ -189,7 +189,15 @@ class Supervision:
         self._end_leftovers()
         self._end_output()
         remove_segments(self.launch_dir)
-        return self._outcome()
+        outcome = self._outcome()
+        self._relay.release(outcome.code if self._has_stopped(outcome.code) else None)
+        return outcome
+
+    def _has_stopped(self, code: int) -> bool:
+        """Whether ``code`` is that of a stop that the ranks have written, and no rank has failed beside it."""
+        if self._killed or any(self.launch_dir.glob("rank-*.txt")):
+            return False
+        return code in (REQUEUE, INTERRUPTED) and exit_file.read_exit_code(self.launch_dir) == code
 
     def _on_deadline(self) -> None:
         if self._discard_signal is not None and self._has_begun():  # the first step has ended meanwhile
