@@ -1,5 +1,7 @@
 """Ranks that die, stop, or take another path: the job ends, says why, and the records name the culprit."""
 
+import re
+import socket
 import textwrap
 import time
 from collections.abc import Callable
@@ -287,6 +289,8 @@ def test_sigusr2_dumps_all_stacks_and_goes_on(die):
     )
     assert ended.code == 0, ended.output
     assert ended.stderr.count("Current thread") == 2 and "line" in ended.stderr
+    labels = re.findall(r'File "<rank (\d) on (\S+), process \d+>"', ended.stderr)
+    assert sorted(labels) == [(rank, socket.gethostname()) for rank in "01"], ended.stderr
 
 
 LATE = """

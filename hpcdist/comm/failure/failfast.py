@@ -12,6 +12,7 @@ import io
 import math
 import os
 import signal
+import socket
 import stat
 import struct
 import sys
@@ -100,6 +101,7 @@ class _Installed:
     hooks: tuple[Any, Any]
     failing: threading.Lock
     title: Callable[[str], None] | None
+    end_label: Callable[[], None]  # of `_label_stacks`
     all_agree: Callable[[str], bool] | None = None
     withdraw: Callable[[], None] | None = None
     is_survivable: Callable[[BaseException], bool] | None = None
@@ -117,7 +119,9 @@ def install(abort: Callable[[int], None], rank: int, title: Callable[[str], None
     """
     global _installed
     hooks = (sys.excepthook, threading.excepthook) if _installed is None else _installed.hooks
-    _installed = _Installed(abort, rank, hooks, threading.Lock(), title)
+    if _installed is not None:
+        _installed.end_label()
+    _installed = _Installed(abort, rank, hooks, threading.Lock(), title, _label_stacks(rank))
     sys.excepthook = _on_exception
     threading.excepthook = _on_thread_exception
     if not faulthandler.is_enabled():
@@ -128,7 +132,9 @@ def install(abort: Callable[[int], None], rank: int, title: Callable[[str], None
 def set_rank(rank: int) -> None:
     """Report failures as ``rank`` from now on; forgets the agreement until `set_agreement` (local)."""
     assert _installed is not None, "install comes first"
+    _installed.end_label()
     _installed.rank, _installed.all_agree, _installed.withdraw = rank, None, None
+    _installed.end_label = _label_stacks(rank)
 
 
 def is_installed() -> bool:
@@ -142,11 +148,24 @@ def answer_requests_for_stacks() -> None:
     faulthandler.register(signal.SIGUSR2, STDERR, all_threads=True)
 
 
+def _label_stacks(rank: int) -> Callable[[], None]:
+    """Name ``rank`` and host in each dump of all stacks, until the function that is returned is called (local).
+
+    A dump is written in C, by a handler of signals that takes no text. It shows the file name of each frame: so a
+    thread waits in code of that name.
+    """
+    end = threading.Event()
+    code = compile("wait()", f"<rank {rank} on {socket.gethostname()}, process {os.getpid()}>", "exec")
+    threading.Thread(target=exec, args=(code, {"wait": end.wait}), name="label of stacks", daemon=True).start()
+    return end.set
+
+
 def uninstall() -> None:
     """Restore the hooks that `install` replaced (local)."""
     global _installed
     if _installed is not None:
         sys.excepthook, threading.excepthook = _installed.hooks
+        _installed.end_label()
         faulthandler.unregister(signal.SIGUSR2)
         atexit.unregister(note_end)
         _installed = None

@@ -41,6 +41,7 @@ TICK_S: Final = 1.0
 SOON_S: Final = 0.1  # a tick while a signal is pending for ranks that are still starting
 STARTING_S: Final = 15.0  # a signal is pending so long; then all ranks run elsewhere, and the launcher gets it
 AT_ONCE_S: Final = 1.5  # for ranks that have nothing to save to leave by themselves
+APART_S: Final = 0.1  # between requests for stacks, so that the dumps of ranks do not mix
 LOOK_S: Final = 5.0  # between two looks for stopped processes
 STOPPED_S: Final = 300.0  # as the default of communication.deadline_s, which applies where some ranks are stopped
 
@@ -332,7 +333,9 @@ class Supervision:
             for pid in set(pids) - pending.receivers:
                 send_signal(pid, pending.number)
                 pending.receivers.add(pid)
-                if pending.number is not signal.SIGUSR2:
+                if pending.number is signal.SIGUSR2:
+                    time.sleep(min(APART_S, AT_ONCE_S / len(pids)))
+                else:
                     self._let_go_on(pid)
         if self._pending and self._stop_signal is not None:
             self._let_go_on(self._process.pid)
