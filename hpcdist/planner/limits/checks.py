@@ -280,12 +280,18 @@ _CHOICES: Final = {
 
 
 def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
-    """Return flags of possible layouts that are seldom wise: a tensor axis between nodes (local)."""
+    """Return flags of layouts that are seldom wise: a tensor axis between nodes, 16 bits for nothing (local)."""
     texts, node = [], cluster.node.devices
     if layout.tensor > node:
         texts.append(
             f"tensor = {layout.tensor} is wider than a node of {node} devices: every product waits for messages "
             "between nodes"
+        )
+    if layout.computes_in != layout.precision:
+        texts.append(
+            f"{layout.precision} with activations in float32: products are of float32 numbers, so computing takes as "
+            "long and activations as much memory as in float32; on a GPU precision.activations = 'working' "
+            "(--activations working) changes that"
         )
     return tuple(texts)
 

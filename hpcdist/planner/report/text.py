@@ -142,6 +142,10 @@ def _lost(terms: Mapping[str, float]) -> tuple[str, float] | None:
     return name, others[name]
 
 
+# A note of a plan that nobody has told the number of devices; it stands beside the layout.
+ONE_REPLICA: Final = (
+    "neither the replicas (parallel.data, --data) nor --devices are given: one is planned; --devices N plans for N"
+)
 WIDTH: Final = 60  # characters of the bar of a memory
 PAIRS: Final = 0.05  # of MFU or HFU, that attention to later tokens may make without a word
 _HEAD: Final = 11  # of the column of headings
@@ -162,7 +166,9 @@ def text(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster
     lines = [
         *([f"LIMITED: {flag}" for flag in estimate.flags if flag.startswith("MFU is limited")]),
         *_section("model", [model_line(estimate, description)]),
-        *_section("layout", layout_lines(estimate, cluster)),
+        *_section(
+            "layout", [*layout_lines(estimate, cluster), *(flag for flag in estimate.flags if flag == ONE_REPLICA)]
+        ),
         "",
         *_section("memory", memory_lines(estimate.memory, estimate.layout)),
         "",
@@ -171,7 +177,7 @@ def text(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster
         *_section("run", run_lines(estimate, cluster)),
         *_section("energy", energy_lines(estimate, cluster)),
         *_section("breaks", breaks_lines(estimate)),
-        *_section("flags", estimate.flags),
+        *_section("flags", (flag for flag in estimate.flags if flag != ONE_REPLICA)),
     ]
     return "\n".join(line.rstrip() for line in lines)
 

@@ -17,6 +17,7 @@ from hpcdist.planner.layout import HALVES, LAYOUT_FIELDS, PARAMETER_SERVER, Para
 from hpcdist.planner.limits import checks
 from hpcdist.planner.limits.unsupported import unsupported
 from hpcdist.planner.model.description import ModelDescription, TransformerShape
+from hpcdist.planner.report.text import ONE_REPLICA
 from hpcdist.reporting.units import counted
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 from hpcdist.training.use_cases.recipe_plan import PlanSubject, plan_of_recipe
@@ -196,6 +197,8 @@ def subject_from_options(path: Path | None, overrides: tuple[str, ...], options:
         raise UsageError("give --batch, the samples of a step over all replicas: without a recipe nothing says it")
     steps, notes = _steps(options, description, options["batch"])
     base = ParallelLayout()
+    if options.get("data") is None and options.get("devices") is None:
+        notes += (ONE_REPLICA,)
     return PlanSubject(
         description=description,
         layout=layout_from_options(options, base),
@@ -229,7 +232,7 @@ def subject_of_recipe(recipe: "Recipe", name: str, options: Mapping[str, Any]) -
     steps, _ = _steps(options, planned.description, batch)
     notes = list(planned.notes)
     if not (recipe.parallel.data or options.get("data") or options.get("devices")):
-        notes.append("neither parallel.data nor --devices says how many replicas there are: one is planned")
+        notes.append(ONE_REPLICA)
     steps, kernels = planned.steps if steps is None else steps, options.get("implementation")
     return dataclasses.replace(
         planned, layout=layout, global_batch=batch, steps=steps, notes=tuple(notes), kernels=kernels

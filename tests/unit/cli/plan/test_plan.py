@@ -254,6 +254,35 @@ def test_what_a_plan_leaves_out_of_a_recipe_is_told(key, said, planned, recipe):
     assert said in " ".join(planned(recipe(RECIPE), *ON, "--set", key)["flags"])
 
 
+@cases(
+    "more, told",
+    ([], True),
+    (["--devices", 2], False),
+    (["--set", "parallel.data=2"], False),
+)
+def test_words_tell_that_one_replica_is_planned_beside_the_layout(more, told, run, recipe):
+    code, out, _ = run(recipe(RECIPE), *ON, *more)
+    layout = " ".join(out[out.index("\nlayout ") : out.index("\nmemory ")].split())
+    assert code == 0 and ("--devices N plans for N" in layout) == told
+    assert out.count("one is planned") == told
+
+
+def test_a_model_in_numbers_is_planned_on_one_replica(planned):
+    assert any("one is planned" in flag for flag in planned(*GPT, *ON)["flags"])
+    assert not any("one is planned" in flag for flag in planned(*GPT, *ON, "--data", 2)["flags"])
+
+
+@cases(
+    "more, gains",
+    (["--precision", "bfloat16", "--activations", "float32"], False),
+    (["--precision", "bfloat16", "--activations", "working"], True),
+    (["--precision", "float32"], True),
+)
+def test_16_bits_with_activations_in_float32_gain_nothing(more, gains, planned):
+    flags = planned(*GPT, *ON, *more)["flags"]
+    assert any("products are of float32 numbers" in flag for flag in flags) != gains
+
+
 def test_words_tell_what_is_assumed(run, recipe):
     code, out, _ = run(recipe(RECIPE), *ON)
     assert code == 0
