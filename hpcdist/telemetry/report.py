@@ -107,7 +107,11 @@ def _speed(figures: Mapping[str, Any], unit: str) -> list[str]:
     """Return the lines about the time of a step and of its parts."""
     if figures["step_s_median"] is None:
         return ["step       no times yet: the first step of each start, which compiles and allocates, does not count"]
-    shares = [f"{name} {format_value(figures[f'{key}_fraction'], '{:.1%}')}" for name, key in _SHARES]
+    known = {name: figures[f"{key}_fraction"] for name, key in _SHARES}
+    if known["data"] is None:  # of an earlier version
+        known["data and other"] = known.pop("other")
+        del known["data"]
+    shares = [f"{name} {format_value(share, '{:.1%}')}" for name, share in known.items()]
     return [
         f"step       median {_seconds(figures['step_s_median'])}, 95 % {_seconds(figures['step_s_p95'])}",
         f"speed      {format_value(figures['tokens_per_s'], '{:,.0f} ' + unit + '/s')}",
@@ -155,7 +159,10 @@ def _phases(energy: RunEnergy) -> list[str]:
 
 
 _HEAD: Final = (("started", "created_utc"), ("strategy", "strategy"), ("commit", "git_commit"), ("MPI", "mpi_library"))
-_SHARES: Final = (("compute", "compute"), ("communication", "comm"), ("update", "update"))
+_SHARES: Final = (
+    *(("compute", "compute"), ("communication", "comm"), ("update", "update")),
+    *(("data", "data"), ("other", "other")),
+)
 
 
 def _curve(columns: Mapping[str, np.ndarray]) -> list[str]:

@@ -56,6 +56,7 @@ _ALL: Final = (
         ("step_seconds", "s", "time of the last step on its slowest rank", "time/step"),
         ("tokens_per_second", "1/s", "tokens of the last steps over their time", "speed/tokens_per_second"),
         ("phase_seconds", "s", "time a step in a phase, mean over the ranks that compute", "time/phase", "phase"),
+        ("data_seconds", "s", "wait for data, a step in the mean since the start and over the ranks", "time/data"),
         ("communication_ratio", "1", "share of a step in communication that nothing hid", "communication/share"),
         ("hidden_communication_ratio", "1", "share of reductions that nobody waited for", "communication/hidden"),
         ("straggler_ratio", "1", "compute time of the slowest rank over that of the median one", "stragglers/ratio"),

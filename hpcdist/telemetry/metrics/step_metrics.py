@@ -330,6 +330,16 @@ def summarise(metrics: MetricsData) -> dict[str, Any]:
     return result | _stragglers(times["compute"], np.flatnonzero(works))
 
 
+def mean_step_s(metrics: MetricsData) -> float | None:
+    """Return the mean seconds of a step of the last session, but its first, over the ranks that compute."""
+    steps = metrics.steps
+    last = np.flatnonzero(steps["session"] == steps["session"].max(initial=0))[1:]
+    works = np.nansum(steps["compute_s"], axis=0) > 0
+    known = steps["step_s"][last][:, works] if "step_s" in steps else np.empty(0)
+    known = known[np.isfinite(known)]
+    return float(known.mean()) if known.size else None
+
+
 def moved_bytes(attributes: Mapping[str, Any]) -> BytesMoved | None:
     """Return the bytes that a rank moved a step, by the way they took; None where the run has not noted it."""
     known = {way: attributes.get(MOVED_ATTRIBUTE.format(way)) for way in BytesMoved._fields}

@@ -166,8 +166,20 @@ def last_step(run: sampling.SampledMetrics) -> int:
 
 
 def summary_figures(run: sampling.SampledMetrics) -> dict[str, Any]:
-    """Return the figures of `step_metrics.summarise`: times from the sampled rows, losses from all."""
+    """Return the figures of `step_metrics.summarise`: times from the sampled rows, losses from all.
+
+    ``data_fraction`` is the share of waiting for data in the last start, None where that was not observed, and
+    ``other_fraction`` what is left.
+    """
     summary = step_metrics.summarise(run.sample)
+    summary |= {"data_fraction": None, "other_fraction": None}
+    if summary["compute_fraction"] is not None:
+        rest = max(0.0, 1.0 - sum(summary[f"{name}_fraction"] for name in ("compute", "comm", "update")))
+        waits = run.observed.series.get("data_seconds")
+        step_s = step_metrics.mean_step_s(run.sample)
+        if waits is not None and step_s:
+            summary["data_fraction"] = min(rest, float(waits.value[-1]) / step_s)
+        summary["other_fraction"] = rest - (summary["data_fraction"] or 0.0)
     loss = run.steps["loss"][-step_metrics.LAST_LOSSES :]
     known = loss[np.isfinite(loss)]
     return summary | {"train_loss_mean": float(known.mean()) if known.size else None}

@@ -122,6 +122,7 @@ class EventPublisher:
         self._fetched: Counter[str] = Counter()
         self._waited_s, self._made = 0.0, 0  # for data, in so many steps; since the last gather, on this rank
         self._data_s = math.nan  # the same a step, in the mean over the ranks
+        self._all_waited_s, self._all_made = 0.0, 0  # the same since the start, but its first step
         self._lines: dict[str, tuple[int, int]] = {}  # by kind of anomaly: when a line was said, and how many were not
         self._skipped: set[int] = set()  # steps, of rows to come,
         self._held_up: set[int] = set()  # and those in whose time a checkpoint or a validation is
@@ -167,6 +168,9 @@ class EventPublisher:
         self._done = step
         self._waited_s += waited_s
         self._made += 1
+        if step > self._trainer.first_step + 1:
+            self._all_waited_s += waited_s
+            self._all_made += 1
         if self._stream is not None:
             self._steps[step] = time.time_ns(), result.gradient_norm
             if len(self._steps) > MOST_WAITING_STEPS:
@@ -214,16 +218,16 @@ class EventPublisher:
         """
         ledger = self._trainer.ledger
         counted = dict(self._timing.totals()), dict(self._overlapped), self._fetched.copy()
-        ranks = self._comm.allgather_object((*counted, ledger.current, ledger.peak, self._waited_s, self._made))
+        waited = self._waited_s, self._made, self._all_waited_s, self._all_made
+        ranks = self._comm.allgather_object((*counted, ledger.current, ledger.peak, *waited))
         self._overlapped.clear()
         self._waited_s, self._made = 0.0, 0
         if self._stream is None:
             return
-        operations, overlapped, fetched, current, peak, waited_s, made = zip(*ranks, strict=True)
-        waits = [seconds / steps for seconds, steps in zip(waited_s, made, strict=True) if steps]
-        self._data_s = statistics.mean(waits) if waits else math.nan
+        operations, overlapped, fetched, current, peak, *waits = zip(*ranks, strict=True)
+        self._data_s, since_start_s = _mean_wait(*waits[:2]), _mean_wait(*waits[2:])
         self._memory(current, peak)
-        self._collectives(operations, overlapped, fetched)
+        self._collectives(operations, overlapped, fetched, since_start_s)
         batches = self._trainer.recipe.run.batches
         samples = batches.samples_before(self._done) - batches.samples_before(energy["since_step"])
         tokens = samples * self._trainer.model.tokens_per_sample
@@ -243,9 +247,13 @@ class EventPublisher:
         operations: Sequence[Mapping[str, tuple[int, float, float]]],
         overlapped: Sequence[Mapping[str, float]],
         fetched: Sequence[Mapping[str, int]],
+        data_s: float,
     ) -> None:
-        """Add an event of the collectives: by operation, mean seconds and summed bytes of the ranks that made any."""
-        figures: dict[str, float] = {}
+        """Add an event of the collectives: by operation, mean seconds and summed bytes of the ranks that made any.
+
+        ``data_s`` is the mean wait for data since the start.
+        """
+        figures = {"data_seconds": data_s}
         for name in sorted({name for rank in operations for name in rank}):
             made = [rank[name] for rank in operations if name in rank]
             seconds = sum(seconds for _, seconds, _ in made)
@@ -329,3 +337,9 @@ class EventPublisher:
         if self._stream is not None:
             self._stream.close(normal)
             self._stream = None
+
+
+def _mean_wait(waited_s: Sequence[float], steps: Sequence[int]) -> float:
+    """Return the mean seconds a step over the ranks that have made any, NaN where none has."""
+    waits = [seconds / made for seconds, made in zip(waited_s, steps, strict=True) if made]
+    return statistics.mean(waits) if waits else math.nan

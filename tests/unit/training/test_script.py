@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,7 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.telemetry import report
 from hpcdist.training import script
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.script import Training
@@ -256,6 +258,18 @@ def test_the_launcher_says_where_the_first_training_is_and_whether_it_goes_on(tm
     training = Training(_model(), KEYS, out=tmp_path / "own")
     assert training.path == tmp_path / "own", "another Training of the script has its own"
     training.close()
+
+
+def test_the_report_names_the_time_in_which_a_script_makes_data(tmp_path, rng):
+    batches = _batches(rng)
+    with Training(_model(), KEYS | {"run.steps": 4}, out=tmp_path / "run") as training:
+        for step in training.steps:
+            time.sleep(0.2)
+            training.step(*(array[training.share] for array in batches[step]))
+    found = report.report(tmp_path / "run")
+    shares = {name: found.figures[f"{name}_fraction"] for name in ("compute", "comm", "update", "data", "other")}
+    assert shares["data"] > 0.5 and sum(shares.values()) == pytest.approx(1.0), shares
+    assert f", data {shares['data']:.1%}, other " in report.text(found)
 
 
 def test_the_environment_alone_says_whether_a_training_goes_on(tmp_path, monkeypatch, rng):
