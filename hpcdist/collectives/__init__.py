@@ -20,7 +20,7 @@ from hpcdist.collectives.algorithms.hypercube import rabenseifner_allreduce, rec
 from hpcdist.collectives.algorithms.ring import all_gather, reduce_scatter, ring_allreduce, ring_bidirectional_allreduce
 from hpcdist.collectives.dispatch import ALLREDUCE, ON_GPUS, allreduce
 from hpcdist.collectives.gpu import staging
-from hpcdist.collectives.node import channels, flow, shared_memory
+from hpcdist.collectives.node import flow, shared_memory
 from hpcdist.collectives.node.shared_memory import node_shared_allreduce
 from hpcdist.collectives.reduction import AllreduceFunction, native_allreduce
 from hpcdist.collectives.segments import account
@@ -66,7 +66,6 @@ def release(comm: Communicator) -> None:
     Only needed where the memory is wanted for something else: later calls take it again.
     """
     flow.release(comm)
-    channels.release(comm)
     shared_memory.release(comm)
     staging.release(comm)
     segments.release()

@@ -18,7 +18,7 @@ LAYOUTS = {
     "expert": ("expert=2", (2, 4)),
     "expert, zero1, dropping": ("expert=2 strategy=zero1 capacity_factor=1.0", (2, 4)),
     "expert, zero3, shared": ("expert=2 strategy=zero3 shared_experts=1 router=sigmoid", (2, 4)),
-    "expert in shared memory": ("expert=2 algorithm=node_shared", (2, 4)),
+    "expert beside shared memory": ("expert=2 algorithm=node_shared", (2, 4)),
     "expert between nodes": ("expert=4 algorithm=hierarchical ranks_per_node=2", (4,)),
     "expert of all": ("expert=4 microbatches=4", (4,)),
     "tensor": ("tensor=2 sequence_parallel=true", (2, 4)),
@@ -37,7 +37,7 @@ def keys_of(comm, name):
 @pytest.mark.parametrize("mode", ["float64", "float32"])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.full_except(
-    "data-float32", "expert-float64", "expert in shared memory-float64", "expert, zero3, shared-float64"
+    "data-float32", "expert-float64", "expert beside shared memory-float64", "expert, zero3, shared-float64"
 )
 def test_rank_mixtures_equal_one_process(comm, folder, name, mode):
     keys = {**KEYS, **keys_of(comm, name), "precision.mode": mode}

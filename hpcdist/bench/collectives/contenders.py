@@ -283,12 +283,12 @@ def algorithms(op: str) -> tuple[str, ...]:
 def kinds(algorithm: str, op: str, wanted: Sequence[str]) -> list[str]:
     """Return the kinds of memory on which ``algorithm`` is measured (local).
 
-    Beside ordinary memory, shared memory is for those that make use of it; alone it is for all but native.
+    Beside ordinary memory, shared memory is for those that make use of it; alone it is for all but native. No
+    all-to-all does.
     """
     if algorithm == NATIVE:
         return [ORDINARY]
-    reads = algorithm == "node_shared" if _is_all_to_all(op) else algorithm in READS_SHARED
-    fits = reads or (ORDINARY not in wanted and not _is_all_to_all(op))
+    fits = not _is_all_to_all(op) and (algorithm in READS_SHARED or ORDINARY not in wanted)
     return [kind for kind in wanted if kind == ORDINARY or fits]
 
 

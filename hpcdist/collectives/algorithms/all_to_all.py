@@ -4,8 +4,7 @@
     bruck      ceil(log2 p) (α + n/2 β) at most            all blocks of one size; n more bytes of scratch
     native     the MPI library's
 
-`hpcdist.collectives.node.channels` and `hpcdist.collectives.algorithms.hierarchical_all_to_all` have those for ranks of
-one node, and of several.
+`hpcdist.collectives.algorithms.hierarchical_all_to_all` has the one for ranks of several nodes.
 
 Pairwise exchange sends each block once. J. Bruck, C.-T. Ho, S. Kipnis et al., "Efficient algorithms for all-to-all
 communications in multiport message-passing systems", IEEE Trans. Parallel Distrib. Syst. 8 (1997) 1143-1156, sends a
@@ -31,7 +30,6 @@ from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives.algorithms.hierarchical_all_to_all import hierarchical_all_to_all
 from hpcdist.collectives.algorithms.ring import all_gather
 from hpcdist.collectives.half_precision import round_into, widen
-from hpcdist.collectives.node.channels import node_shared_all_to_all
 from hpcdist.collectives.reduction import check_buffer, ufunc
 from hpcdist.collectives.segments import check_ranges, scratch
 from hpcdist.comm import checks
@@ -165,7 +163,6 @@ ALL_TO_ALL: Final[dict[str, AllToAllFunction]] = {
     "native": native_all_to_all,
     "pairwise": pairwise_all_to_all,
     "bruck": bruck_all_to_all,
-    "node_shared": _checked(node_shared_all_to_all),
     "hierarchical": _checked(hierarchical_all_to_all),
 }
 

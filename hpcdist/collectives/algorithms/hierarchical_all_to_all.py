@@ -17,7 +17,6 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.collectives.node import channels
 from hpcdist.collectives.segments import scratch, wait_all
 from hpcdist.comm.communicator import Communicator, Nodes
 
@@ -31,7 +30,8 @@ def hierarchical_all_to_all(
     """Exchange by way of ranks that stand for their nodes. Collective over ``comm``."""
     nodes = comm.nodes()
     here = nodes.members[nodes.index]
-    _inside(nodes.intra, send, receive, [send_ranges[rank] for rank in here], [receive_ranges[rank] for rank in here])
+    own_ranges = [send_ranges[rank] for rank in here], [receive_ranges[rank] for rank in here]
+    nodes.intra.all_to_all(send, receive, *own_ranges)
     if nodes.count == 1:
         return
     others = [node for node in range(nodes.count) if node != nodes.index]
@@ -94,18 +94,9 @@ def _exchange(intra: Communicator, name: str, parts: Parts, expected: list[list[
     send = scratch(f"{name} out", sum(part.size for part in flat), like.dtype, like)
     _views(send, [part.size for part in flat], flat)
     receive = scratch(f"{name} in", sum(lengths), like.dtype, like)
-    _inside(intra, send, receive, _ranges([[p.size for p in own] for own in parts]), _ranges(expected))
+    intra.all_to_all(send, receive, _ranges([[p.size for p in own] for own in parts]), _ranges(expected))
     views = iter(_views(receive, lengths))
     return [[next(views) for _ in own] for own in expected]
-
-
-def _inside(
-    intra: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
-) -> None:
-    """Exchange inside of a node, through shared memory where there is some. Collective over ``intra``."""
-    shares = isinstance(send, np.ndarray) and channels.is_available(intra)
-    exchange = channels.node_shared_all_to_all if shares else type(intra).all_to_all
-    exchange(intra, send, receive, send_ranges, receive_ranges)
 
 
 def _ranges(sizes: list[list[int]]) -> list[Range]:

@@ -80,7 +80,7 @@ class NodeMemory:
         # Offsets in a rank's memory: the line of flags, two slots, two halves of the staging area.
         steps = [0, protocol.LINE_BYTES, self._slot, self._slot, self._half]
         self._places = np.array([base + step for step in np.cumsum(steps)])  # (5, ranks)
-        self.regions = np.zeros((0, 2 + comm.size), np.int64)
+        self._regions = np.zeros((0, 2 + comm.size), np.int64)
         self._state = np.zeros(protocol.SCRATCH + comm.size + 2, np.int64)
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._blocks_of: dict[
@@ -116,7 +116,7 @@ class NodeMemory:
             addresses = [view.ctypes.data for view in block.views]
             first = addresses[self._rank]
             row = np.array([[first, first + nbytes, *addresses]], np.int64)
-            self.regions = np.concatenate([self.regions, row])
+            self._regions = np.concatenate([self._regions, row])
         self._blocks.append(block)
         return own
 
@@ -136,7 +136,7 @@ class NodeMemory:
         key = (buffer.size, buffer.dtype.num, op, mode, ends)
         plan = self._plans.get(key) or self._plan(key, buffer, ranges)
         arguments = (
-            self._state, self._places, self.regions, plan.bounds, plan.words, scale, buffer.view(np.uint8)
+            self._state, self._places, self._regions, plan.bounds, plan.words, scale, buffer.view(np.uint8)
         )  # fmt: skip
         try:
             answer = protocol.start_call(*arguments, target)
@@ -311,16 +311,6 @@ def allocate(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:
     if on is not comm:
         _inside[comm] = on
     return memory.region(on, size * np.dtype(dtype).itemsize).view(dtype)
-
-
-def regions(comm: Communicator) -> np.ndarray:
-    """Return where the memory of each `allocate` over ``comm`` lies: (arrays, first and end of the own, ranks) (local).
-
-    The first addresses of the ranks' arrays are those at which this rank sees them. None without shared memory.
-    """
-    memory = _memory.get(comm)
-    shared = memory is not None and memory.is_shared
-    return memory.regions if memory is not None and shared else np.zeros((0, 2 + comm.size), np.int64)
 
 
 def allocate_common(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:

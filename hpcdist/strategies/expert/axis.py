@@ -14,7 +14,6 @@ from hpcdist import collectives
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives.algorithms.all_to_all import ALL_TO_ALL
-from hpcdist.collectives.node import channels
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.schedule.observers import NanFinder
 
@@ -91,9 +90,6 @@ def algorithm_for(comm: Communicator, chosen: str, *, settled: bool) -> str:
     That of its name, where it is ``settled`` by the recipe; else the MPI library's own, and one message between two
     nodes where there are several. Algorithms without an all-to-all send pair by pair.
     """
-    one_node = comm.nodes().count == 1
-    if settled and chosen in ALL_TO_ALL and (one_node or chosen != channels.NAME):
-        return chosen
     if settled:
-        return "pairwise"
-    return "native" if one_node else "hierarchical"
+        return chosen if chosen in ALL_TO_ALL else "pairwise"
+    return "native" if comm.nodes().count == 1 else "hierarchical"

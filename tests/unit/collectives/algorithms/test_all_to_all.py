@@ -7,7 +7,6 @@ import pytest
 from harness.marks import on_threads
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import ALL_TO_ALL, all_to_all, all_to_all_allreduce
-from hpcdist.collectives.node import channels, shared_memory
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, UsageError
@@ -70,7 +69,7 @@ def test_all_to_all_of_equal_blocks(size, algorithm, dtype, rng):
             assert np.array_equal(send, before)
             passed_on = sum(bin(distance).count("1") for distance in range(size))
             blocks = passed_on if algorithm == "bruck" else size - 1
-            if algorithm not in ("node_shared", "hierarchical"):
+            if algorithm != "hierarchical":
                 assert traffic.sent_bytes == blocks * block * send.itemsize
             if algorithm in ("pairwise", "bruck"):
                 assert traffic.calls["sendrecv"] == ((size - 1).bit_length() if algorithm == "bruck" else size - 1)
@@ -102,8 +101,9 @@ def test_all_to_all_refuses_bad_calls_on_every_rank_before_anything_is_sent(comm
     unequal = [Range(0, 1), Range(1, 4), Range(4, 6)]
     send, receive = np.zeros(6), np.zeros(6)
     with count_traffic(comm) as traffic:
-        with pytest.raises(UsageError, match="'ring' is unknown; choose one of native, pairwise, bruck"):
-            all_to_all(comm, send, receive, thirds, thirds, "ring")
+        for name in ("ring", "node_shared"):  # of allreduces
+            with pytest.raises(UsageError, match=f"'{name}' is unknown; choose one of native, pairwise, bruck, hier"):
+                all_to_all(comm, send, receive, thirds, thirds, name)
         with pytest.raises(UsageError, match=r"blocks of one size on all ranks, got \[1, 2, 3\]; choose pairwise"):
             ALL_TO_ALL["bruck"](comm, send, receive, unequal, unequal)
         for call in (all_to_all, *ALL_TO_ALL.values()):
@@ -139,18 +139,3 @@ def test_hierarchical_sends_one_message_between_two_nodes(size, per_node, rng):
 
     nodes = -(-size // per_node)
     assert sum(run_threads(size, body, per_node)) == nodes * (nodes - 1)
-
-
-@on_threads(3)
-def test_node_shared_reads_a_shared_buffer_where_it_lies(comm):
-    """In turns with private buffers, larger than the slots: their pieces and places share a line."""
-    count = 3 * channels.SLOT_BYTES
-    shared = shared_memory.allocate(comm, 3 * count, np.dtype(np.float64))
-    parts = [Range(count * rank, count * (rank + 1)) for rank in range(3)]
-    for turn in range(6):
-        send = shared if turn % 2 or (turn == 4 and comm.rank == 1) else np.empty(3 * count)
-        send[...] = np.repeat(10.0 * comm.rank + np.arange(3), count) + turn
-        receive = np.full(3 * count, np.nan)
-        all_to_all(comm, send, receive, parts, parts, "node_shared")
-        assert np.array_equal(receive, np.repeat(10.0 * np.arange(3) + comm.rank, count) + turn)
-        comm.barrier()
