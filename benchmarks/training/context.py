@@ -36,19 +36,9 @@ def keys_of(name: str, ranks: int) -> dict[str, Any]:
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
     """Return times and bytes of all contenders. Collective."""
-    comm = session.comm
-    common = turns.gpt_keys(chosen, **{"run.global_batch": chosen.samples})
-    contenders = {name: keys_of(name, comm.size) for name in CONTENDERS}
-    made, times = turns.measure(session, contenders, common, chosen.steps)
-    turns.check_weights(comm, made)
-    figures = np.array(comm.allgather_object([training.bytes(comm) for training in made.values()]))
-    for training in made.values():
-        training.close()
-    about = {name: getattr(chosen, name) for name in SIZES} | {"ranks": comm.size, "contenders": "; ".join(made)}
-    dims = {
-        "time_s": "contenders, (step, waits for messages), ranks, steps",
-        "bytes": "ranks, contenders, (sent, states, activations)",
-    }
+    contenders = {name: keys_of(name, session.comm.size) for name in CONTENDERS}
+    times, figures, about = turns.measure_sizes(chosen, session, contenders, SIZES)
+    dims = {"time_s": "contenders, (step, waits for messages), ranks, steps", "bytes": turns.BYTES}
     return Results({"time_s": times[:, :2], "bytes": figures}, dims, about)
 
 

@@ -4,7 +4,7 @@ A step is timed from a barrier, its batch already read, until its end on the slo
 training must have the same weights afterwards: `check_weights`.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +23,7 @@ WARM_UP: Final = 3
 SAME: Final = 1e-4  # norm of the difference of weights over their norm
 STATES: Final = ("parameters", "gradients", "optimizer")
 FIGURES: Final = ("step_s", "communication_s", "exposed_s", "busy_s")  # the last two: `BackgroundCollectives.taken`
+BYTES: Final = "ranks, contenders, (sent, states, activations)"  # of `measure_sizes`, from `Training.bytes`
 Keys = Mapping[str, Any]
 
 
@@ -93,6 +94,23 @@ def measure(
     calls = {name: lambda training=training: training.figures(session.comm) for name, training in made.items()}
     values = harness.alternate(calls, steps, warm_up=WARM_UP)  # type: ignore[arg-type]
     return made, harness.of_ranks(session.comm, values).transpose(0, 3, 2, 1)
+
+
+def measure_sizes(
+    chosen: Any, session: Session, contenders: Mapping[str, Keys], sizes: Iterable[str]
+) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+    """Measure ``contenders`` with a GPT of the options ``sizes``, and compare their weights. Collective.
+
+    Return their `FIGURES` (contenders, figures, ranks, steps), their bytes (`BYTES`), and what to note of the run.
+    """
+    comm = session.comm
+    made, times = measure(session, contenders, gpt_keys(chosen, **{"run.global_batch": chosen.samples}), chosen.steps)
+    check_weights(comm, made)
+    figures = np.array(comm.allgather_object([training.bytes(comm) for training in made.values()]))
+    for training in made.values():
+        training.close()
+    about = {name: getattr(chosen, name) for name in sizes} | {"ranks": comm.size, "contenders": "; ".join(made)}
+    return times, figures, about
 
 
 def slowest(results: harness.Results) -> np.ndarray:

@@ -17,7 +17,7 @@ and made int64 for kernels by `as_indices`.
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, Self, TypeAlias, TypedDict, Unpack
+from typing import Any, Final, Protocol, Self, TypeAlias, TypedDict, Unpack, cast
 
 import numpy as np
 
@@ -318,6 +318,46 @@ class DeclaredStage:
         other = copy.copy(self)
         other._output = (tokens, *self._output[1:])
         return other
+
+
+class WrappedStage:
+    """Base of stages that act as the stage ``inner``, with ``specs`` of the own tensors in the place of its own."""
+
+    def __init__(self, inner: Stage, specs: Iterable[TensorSpec]) -> None:
+        self.inner, self.layer, self.tied = inner, inner.layer, inner.tied
+        self._specs = tuple(specs)
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Return the specs of the own tensors, in the order of those of the inner one."""
+        return self._specs
+
+    def output_shape(self, samples: int) -> tuple[int, ...]:
+        """Return that of the inner one."""
+        return self.inner.output_shape(samples)
+
+    def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
+        """Draw the values of the inner one."""
+        self.inner.initialise(parameters, rng_of)
+
+    def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
+        """Return the output. Collective where an operation of ``operations`` is."""
+        return self.inner.forward(parameters, x, operations, saved)
+
+    def backward(
+        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
+    ) -> Array | None:
+        """Write or add the gradients of the own tensors; return that of the input. Collective as `forward`."""
+        return self.inner.backward(parameters, gradients, dy, operations, saved)
+
+    def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
+        """Take part without samples in `forward`. Collective."""
+        cast(MixedStage, self.inner).attend(parameters, operations, saved)
+
+    def attend_backward(
+        self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
+    ) -> None:
+        """Take part without samples in `backward`. Collective."""
+        cast(MixedStage, self.inner).attend_backward(parameters, gradients, operations, saved)
 
 
 def draw_normal(parameters: Parameters, spec: TensorSpec, rng_of: StreamOf, deviation: float) -> None:

@@ -225,9 +225,7 @@ class Group(_ProcessGroup):
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
         """Fill the root's list with the tensors of all ranks. Collective."""
         root = _root(opts)
-        received = [Buffer(tensor) for ones in outputs for tensor in ones] if self.comm.rank == root else []
-        if self.comm.rank == root:
-            _check_count(received, self.comm.size, "gather")
+        received = self._of_root(outputs, root, "gather")
         own = Buffer(inputs[0])
         result = [tensor for ones in outputs for tensor in ones] or inputs
         return self._run(lambda: calls.gather(self.comm, received, own, root), result, opts)
@@ -235,11 +233,17 @@ class Group(_ProcessGroup):
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
         """Fill each rank's tensor with the one of the root's list at its place. Collective."""
         root = _root(opts)
-        sent = [Buffer(tensor) for ones in inputs for tensor in ones] if self.comm.rank == root else []
-        if self.comm.rank == root:
-            _check_count(sent, self.comm.size, "scatter")
+        sent = self._of_root(inputs, root, "scatter")
         own = Buffer(outputs[0])
         return self._run(lambda: calls.scatter(self.comm, own, sent, root), outputs, opts)
+
+    def _of_root(self, lists: Any, root: int, name: str) -> list[Buffer]:
+        """Return one buffer for each rank of what the root gave, nothing on the others (local)."""
+        if self.comm.rank != root:
+            return []
+        buffers = [Buffer(tensor) for tensors in lists for tensor in tensors]
+        _check_count(buffers, self.comm.size, name)
+        return buffers
 
     def barrier(self, opts: Any = None, *_: Any) -> Work:
         """Return when all ranks have called. Collective."""

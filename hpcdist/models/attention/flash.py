@@ -145,9 +145,7 @@ class LocalAttention:
                 for rows in blocks(own):
                     forward.block(chunk, rows, keys, dropped, causal=causal, begins=True)
                     forward.finish(chunk, rows)
-        for_backward = {"qkv": qkv, "kv": kv, "head_size": head_size, "dropped": dropped, "causal": causal}
-        for key, value in for_backward.items():
-            saved.keep(f"attention.{key}", value)
+        keep_for_backward(saved, qkv=qkv, kv=kv, head_size=head_size, dropped=dropped, causal=causal)
         return y
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
@@ -155,13 +153,7 @@ class LocalAttention:
 
         Where the forward was given kv, return (dq, dkv).
         """
-        qkv, kv, y, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "y", "sums"))
-        heads = heads_of(qkv, kv, saved["attention.head_size"])
-        take = saved.empty if keep else saved.scratch
-        dq = take("attention.dqkv", qkv.shape, qkv.dtype)
-        dkv = None if kv is None else take("attention.dkv", kv.shape, kv.dtype)
-        dots = saved.scratch("attention.dots", sums.shape[1:], sums.dtype)
-        causal, dropped = saved["attention.causal"], saved["attention.dropped"]
+        heads, (qkv, kv, y, sums), (dq, dkv, dots), causal, dropped = begin_backward(saved, keep=keep)
         if has_fused_kernel(qkv):
             fused_backward(heads, (qkv, kv), dy, y, (dq, dkv), sums[0], dots, causal, dropped)
             return dq if dkv is None else (dq, dkv)
@@ -173,6 +165,30 @@ class LocalAttention:
             for rows in blocks(own):
                 backward.block(chunk, rows, keys, gradients, dropped, causal=causal, begins=rows[0] == 0)
         return dq if dkv is None else (dq, dkv)
+
+
+def keep_for_backward(
+    saved: Saved, *, qkv: Array, kv: Array | None, head_size: int, dropped: Mask | None, causal: bool
+) -> None:
+    """Keep what the forward of an attention was called with; its output and sums are kept already."""
+    for name, value in {"qkv": qkv, "kv": kv, "head_size": head_size, "dropped": dropped, "causal": causal}.items():
+        saved.keep(f"attention.{name}", value)
+
+
+def begin_backward(
+    saved: Saved, *, keep: bool
+) -> tuple[Heads, tuple[Array, Array | None, Array, Array], tuple[Array, Array | None, Array], bool, Mask | None]:
+    """Return what the forward kept, and memory for the gradients: scratch, or memory to ``keep``.
+
+    That is (heads, (qkv, kv, y, sums), (dqkv or dq, dkv, products of rows of dy and y), causal, dropped).
+    """
+    qkv, kv, y, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "y", "sums"))
+    take = saved.empty if keep else saved.scratch
+    dq = take("attention.dqkv", qkv.shape, qkv.dtype)
+    dkv = None if kv is None else take("attention.dkv", kv.shape, kv.dtype)
+    dots = saved.scratch("attention.dots", sums.shape[1:], sums.dtype)
+    heads = heads_of(qkv, kv, saved["attention.head_size"])
+    return heads, (qkv, kv, y, sums), (dq, dkv, dots), saved["attention.causal"], saved["attention.dropped"]
 
 
 def mask_of_heads(

@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 from typing import Final, Unpack, cast
 
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.layout import TensorSpec
 from hpcdist.models.model import Model
 from hpcdist.models.stage import (
     AttentionOperation,
@@ -40,7 +39,7 @@ from hpcdist.models.stage import (
     Parameters,
     Saved,
     Stage,
-    StreamOf,
+    WrappedStage,
 )
 
 
@@ -58,28 +57,16 @@ def with_recomputation(model: Model) -> Model:
     return recomputing
 
 
-class RecomputedStage:
+class RecomputedStage(WrappedStage):
     """The stage ``inner``, of which only input and output are kept from its forward to its backward."""
 
     def __init__(self, inner: Stage) -> None:
-        self.inner, self.layer, self.tied = inner, inner.layer, inner.tied
+        super().__init__(inner, inner.tensors())
         self.name = getattr(inner, "name", "")  # what the user calls it
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        """Return the specs of the inner one."""
-        return self.inner.tensors()
-
-    def output_shape(self, samples: int) -> tuple[int, ...]:
-        """Return that of the inner one."""
-        return self.inner.output_shape(samples)
 
     def with_tokens(self, tokens: int) -> "RecomputedStage":
         """Return the same for so many tokens of each sample."""
         return RecomputedStage(self.inner.with_tokens(tokens))  # type: ignore[attr-defined]
-
-    def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the values of the inner one."""
-        self.inner.initialise(parameters, rng_of)
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         """Return a copy of the output; x must stay unchanged until backward."""

@@ -18,7 +18,9 @@ from hpcdist.models.attention.flash import (
     KeyRows,
     TiledBackward,
     TiledForward,
+    begin_backward,
     has_fused_kernel,
+    keep_for_backward,
     mask_of_heads,
 )
 from hpcdist.models.attention.tiles import HeadChunk, Heads, blocks, heads_of
@@ -63,21 +65,13 @@ class RingAttention:
             for chunk in travelling.chunks():
                 for rows in blocks(axis.own):
                     forward.finish(chunk, rows)
-        for_backward = {"qkv": qkv, "kv": kv, "head_size": head_size, "dropped": dropped, "causal": causal}
-        for key, value in for_backward.items():
-            saved.keep(f"attention.{key}", value)
+        keep_for_backward(saved, qkv=qkv, kv=kv, head_size=head_size, dropped=dropped, causal=causal)
         return y
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
         """Return dqkv, or (dq, dkv), of the own tokens; see `LocalAttention.backward`."""
         axis = self._axis
-        qkv, kv, y, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "y", "sums"))
-        causal, dropped = saved["attention.causal"], saved["attention.dropped"]
-        heads = heads_of(qkv, kv, saved["attention.head_size"])
-        take = saved.empty if keep else saved.scratch
-        dq = take("attention.dqkv", qkv.shape, qkv.dtype)
-        dkv = None if kv is None else take("attention.dkv", kv.shape, kv.dtype)
-        dots = saved.scratch("attention.dots", sums.shape[1:], sums.dtype)
+        heads, (qkv, kv, y, sums), (dq, dkv, dots), causal, dropped = begin_backward(saved, keep=keep)
         kernels.row_dots(dy, y, heads.queries, dots)
         backward = TiledBackward(heads, saved, axis.own, (qkv, dy, dq), sums, dots, axis.most_tokens)
         keys, gradients = KeyRows(heads, axis.own, qkv, kv), KeyGradients(heads, dq, dkv)

@@ -13,12 +13,11 @@ from typing import Any, cast
 import numpy as np
 
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.layout import TensorSpec
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.experts.mixture import LocalExperts, StayingRows
 from hpcdist.models.model import Model
-from hpcdist.models.stage import Gradients, MixedStage, Operations, Parameters, Saved, Stage, StreamOf
+from hpcdist.models.stage import Parameters, Saved, Stage, StreamOf, WrappedStage
 from hpcdist.strategies.expert.axis import ExpertAxis
 
 
@@ -73,21 +72,16 @@ def _blocks(received: np.ndarray) -> Iterator[tuple[slice, slice]]:
             yield slice(int(start), int(start + count)), slice(int(other), int(other + count))
 
 
-class ExpertStage:
-    """Stage ``inner`` with the tensors of the experts ``own`` of its mixture, and all others."""
+class ExpertStage(WrappedStage):
+    """Stage ``inner`` with the tensors of the experts ``own`` of its mixture, and all others.
+
+    Its passes are collective over the ranks that share out the experts; gradients of experts are those of the tokens
+    of all of these ranks.
+    """
 
     def __init__(self, inner: Stage, own: Range) -> None:
-        self.inner, self.layer, self.tied = inner, inner.layer, inner.tied
+        super().__init__(inner, (spec.of_experts(own) if spec.expert else spec for spec in inner.tensors()))
         self._own = own
-        self._specs = tuple(spec.of_experts(own) if spec.expert else spec for spec in inner.tensors())
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        """Return the specs of the own parts, in the order of the whole ones."""
-        return self._specs
-
-    def output_shape(self, samples: int) -> tuple[int, ...]:
-        """Return that of the inner one."""
-        return self.inner.output_shape(samples)
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
         """Draw the tensors of the inner one, and write the own experts of them."""
@@ -97,29 +91,6 @@ class ExpertStage:
             for name, part in parameters.items()
         }
         self.inner.initialise(cast(Parameters, own), rng_of)
-
-    def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the output. Collective over the ranks that share out the experts."""
-        return self.inner.forward(parameters, x, operations, saved)
-
-    def backward(
-        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
-    ) -> Array | None:
-        """Write or add the gradients; return that of the input. Collective as `forward`.
-
-        Gradients of experts are those of the tokens of all ranks.
-        """
-        return self.inner.backward(parameters, gradients, dy, operations, saved)
-
-    def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
-        """Take part without samples in `forward`. Collective."""
-        cast(MixedStage, self.inner).attend(parameters, operations, saved)
-
-    def attend_backward(
-        self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
-    ) -> None:
-        """Take part without samples in `backward`. Collective."""
-        cast(MixedStage, self.inner).attend_backward(parameters, gradients, operations, saved)
 
 
 class _OwnExperts:

@@ -285,13 +285,7 @@ class Stages:
                 self._arena.saved(self._model.stages[op.unit - 1].layer, op.microbatch).release()
 
     def _recv_activation(self, op: Operation) -> None:
-        if self._has_samples(op):
-            x = self.neighbours.receive(op)
-            self._watch.distrust(x)
-            if op.source >= 0:
-                self._skips.received(op, x, back=False)
-            else:
-                self._inputs[op.microbatch, op.unit] = x
+        self._receive(op, self._inputs, back=False)
 
     def _send_gradient(self, op: Operation) -> None:
         if self._has_samples(op) and op.source >= 0:
@@ -301,10 +295,14 @@ class Stages:
             self._forget_gradient(op)
 
     def _recv_gradient(self, op: Operation) -> None:
+        self._receive(op, self._gradients, back=True)
+
+    def _receive(self, op: Operation, arrived: dict[tuple[int, int], Array], *, back: bool) -> None:
+        """Receive what ``op`` names, and put it into ``arrived`` or, where it skips stages, to what does."""
         if self._has_samples(op):
-            dy = self.neighbours.receive(op)
-            self._watch.distrust(dy)
+            array = self.neighbours.receive(op)
+            self._watch.distrust(array)
             if op.source >= 0:
-                self._skips.received(op, dy, back=True)
+                self._skips.received(op, array, back=back)
             else:
-                self._gradients[op.microbatch, op.unit] = dy
+                arrived[op.microbatch, op.unit] = array

@@ -32,12 +32,12 @@ from hpcdist.models.stage import (
     AttentionOperation,
     AttentionOptions,
     Gradients,
-    MixedStage,
     Operations,
     Parameters,
     Saved,
     Stage,
     StreamOf,
+    WrappedStage,
 )
 from hpcdist.models.transformer import TokenEmbedding
 from hpcdist.strategies.context.axis import ContextAxis
@@ -296,17 +296,16 @@ class CutModel(Model):
         return whole
 
 
-class CutStage:
-    """Stage ``inner`` with this rank's part of its tensors; ``classes`` are the own logits of the last stage."""
+class CutStage(WrappedStage):
+    """Stage ``inner`` with this rank's part of its tensors; ``classes`` are the own logits of the last stage.
+
+    Its passes are collective over the tensor axis, and give this rank's part of outputs and their gradients. With
+    activations cut by rows, gradients of tensors that are not cut are those of the own rows.
+    """
 
     def __init__(self, inner: Stage, borders: Borders, classes: Range | None) -> None:
-        self.inner, self.layer, self.tied = inner, inner.layer, inner.tied
+        super().__init__(inner, (local_part(spec, borders.axis.comm) for spec in inner.tensors()))
         self._borders, self._classes = borders, classes
-        self._specs = tuple(local_part(spec, borders.axis.comm) for spec in inner.tensors())
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        """Return the specs of the own parts, in the order of the whole ones."""
-        return self._specs
 
     def output_shape(self, samples: int) -> tuple[int, ...]:
         """Return the shape of this rank's part of the output."""
@@ -317,29 +316,6 @@ class CutStage:
         """Draw the whole tensors, one after the other, and write the own parts."""
         boxes = {spec.name: _Box(parameters[spec.name], spec) for spec in self._specs}
         self.inner.initialise(cast(Parameters, boxes), rng_of)
-
-    def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return this rank's part of the output. Collective over the tensor axis."""
-        return self.inner.forward(parameters, x, operations, saved)
-
-    def backward(
-        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
-    ) -> Array | None:
-        """Write or add the gradients; return this rank's part of that of the input. Collective over the tensor axis.
-
-        With activations cut by rows, gradients of tensors that are not cut are those of the own rows.
-        """
-        return self.inner.backward(parameters, gradients, dy, operations, saved)
-
-    def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
-        """Take part without samples in `forward`. Collective."""
-        cast(MixedStage, self.inner).attend(parameters, operations, saved)
-
-    def attend_backward(
-        self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
-    ) -> None:
-        """Take part without samples in `backward`. Collective."""
-        cast(MixedStage, self.inner).attend_backward(parameters, gradients, operations, saved)
 
 
 class _Box:

@@ -26,39 +26,32 @@ from hpcdist.reporting import regular
 from hpcdist.telemetry.metrics.step_metrics import SCHEMA, VERSION
 
 _SESSION: Final = Column("session", "i8", "1", "which start of the run made this row, from 0")
-CONSENSUS: Final = MetricsTable(
+
+
+def _step_table(name: str, *columns: Column, step: str = "completed optimizer steps", second: str = "") -> MetricsTable:
+    """Return the table of ``columns`` by step and session, whose rows a run makes again that goes on from before."""
+    first = Column("step", "i8", "1", step)
+    return MetricsTable(name, (first, _SESSION, *columns), second=second, remade=True)
+
+
+CONSENSUS: Final = _step_table(
     "consensus",
-    (
-        Column("step", "i8", "1", "completed optimizer steps"),
-        _SESSION,
-        Column("distance", "f8", "1", "root mean square distance of the replicas from their mean, over its norm"),
-    ),
-    remade=True,
+    Column("distance", "f8", "1", "root mean square distance of the replicas from their mean, over its norm"),
 )
-EXPERTS: Final = MetricsTable(
+EXPERTS: Final = _step_table(
     "experts",
-    (
-        Column("step", "i8", "1", "completed optimizer steps"),
-        _SESSION,
-        Column("imbalance", "f8", "1", "load of the busiest expert over the mean load, mean over the layers"),
-        Column("worst", "f8", "1", "the same of the worst layer"),
-        Column("entropy", "f8", "1", "entropy of the scores of a token in nats, mean over tokens and layers"),
-        Column("dropped", "f8", "1", "share of the choices of tokens that no expert took"),
-        Column("balance_loss", "f8", "1", "load-balancing loss of a sample, mean over the layers, no coefficient"),
-        Column("z_loss", "f8", "1", "squared log-sum-exp of the logits of a token, mean, no coefficient"),
-    ),
-    remade=True,
+    Column("imbalance", "f8", "1", "load of the busiest expert over the mean load, mean over the layers"),
+    Column("worst", "f8", "1", "the same of the worst layer"),
+    Column("entropy", "f8", "1", "entropy of the scores of a token in nats, mean over tokens and layers"),
+    Column("dropped", "f8", "1", "share of the choices of tokens that no expert took"),
+    Column("balance_loss", "f8", "1", "load-balancing loss of a sample, mean over the layers, no coefficient"),
+    Column("z_loss", "f8", "1", "squared log-sum-exp of the logits of a token, mean, no coefficient"),
 )
-EXPERT_LOADS: Final = MetricsTable(
+EXPERT_LOADS: Final = _step_table(
     "expert_loads",
-    (
-        Column("step", "i8", "1", "completed optimizer steps"),
-        _SESSION,
-        Column("layer", "i8", "1", "the block, from 1"),
-        Column("load", "f8", "1", "choices of each expert in the step, before drops", wide=True),
-    ),
+    Column("layer", "i8", "1", "the block, from 1"),
+    Column("load", "f8", "1", "choices of each expert in the step, before drops", wide=True),
     second="expert",
-    remade=True,
 )
 LIVES: Final = MetricsTable(
     "lives",
@@ -72,41 +65,29 @@ LIVES: Final = MetricsTable(
         Column("pss_bytes", "f8", "By", "memory of the rank that holds most then, shared pages in proportion"),
     ),
 )
-LOSS_SCALE: Final = MetricsTable(
+LOSS_SCALE: Final = _step_table(
     "loss_scale",
-    (
-        Column("step", "i8", "1", "a step with another scale than the one before, or one that was skipped"),
-        _SESSION,
-        Column("scale", "f8", "1", "the loss, and so each gradient, was computed times this"),
-        Column("skipped", "i8", "1", "1: the gradient overflowed, and nothing was updated"),
-    ),
-    remade=True,
+    Column("scale", "f8", "1", "the loss, and so each gradient, was computed times this"),
+    Column("skipped", "i8", "1", "1: the gradient overflowed, and nothing was updated"),
+    step="a step with another scale than the one before, or one that was skipped",
 )
-NOISE_SCALE: Final = MetricsTable(
+NOISE_SCALE: Final = _step_table(
     "noise_scale",
-    (
-        Column("step", "i8", "1", "a step in which the noise was measured"),
-        _SESSION,
-        Column("samples_small", "f8", "1", "samples of the small batches (harmonic mean)"),
-        Column("samples_big", "i8", "1", "samples of the global batch"),
-        Column("squared_small", "f8", "1", "mean squared norm of the gradients of the small batches"),
-        Column("squared_big", "f8", "1", "squared norm of the gradient of the global batch"),
-        Column("gradient_squared", "f8", "1", "squared norm of the true gradient, mean over the measurements so far"),
-        Column("trace", "f8", "1", "trace of the covariance of one sample's gradient, mean over the measurements"),
-        Column("noise_scale", "f8", "1", "their quotient: the critical batch in samples; NaN where it is not known"),
-    ),
-    remade=True,
+    Column("samples_small", "f8", "1", "samples of the small batches (harmonic mean)"),
+    Column("samples_big", "i8", "1", "samples of the global batch"),
+    Column("squared_small", "f8", "1", "mean squared norm of the gradients of the small batches"),
+    Column("squared_big", "f8", "1", "squared norm of the gradient of the global batch"),
+    Column("gradient_squared", "f8", "1", "squared norm of the true gradient, mean over the measurements so far"),
+    Column("trace", "f8", "1", "trace of the covariance of one sample's gradient, mean over the measurements"),
+    Column("noise_scale", "f8", "1", "their quotient: the critical batch in samples; NaN where it is not known"),
+    step="a step in which the noise was measured",
 )
-RECOMPUTED: Final = MetricsTable(
+RECOMPUTED: Final = _step_table(
     "recomputed",
-    (
-        Column("step", "i8", "1", "a step that was computed again"),
-        _SESSION,
-        Column("suspicious", "i8", "1", "1: its loss or gradient norm was unusual; 0: its turn had come"),
-        Column("same", "i8", "1", "1: the same bits both times; 0: a silent fault, and a third computation decided"),
-        Column("rank", "i8", "1", "the first rank at fault, -1 where there is none"),
-    ),
-    remade=True,
+    Column("suspicious", "i8", "1", "1: its loss or gradient norm was unusual; 0: its turn had come"),
+    Column("same", "i8", "1", "1: the same bits both times; 0: a silent fault, and a third computation decided"),
+    Column("rank", "i8", "1", "the first rank at fault, -1 where there is none"),
+    step="a step that was computed again",
 )
 SHARES: Final = MetricsTable(
     "shares",
