@@ -171,6 +171,11 @@ class Exchange(Protocol):
         """The parameters that this rank keeps between steps."""
 
     @property
+    def parameter_stores(self) -> Sequence[FlatStore]:
+        """All stores of the parameters that this rank keeps: ``parameters``, and what lies beside them."""
+        return (self.parameters,)
+
+    @property
     def gradients(self) -> FlatStore:
         """The gradients that this rank keeps until the update."""
 

@@ -1,8 +1,8 @@
 """Checks of replicas: name the rank and the tensor that differ, or that were the first not to be finite.
 
 A silent difference (a skipped reduction, a race, a bad memory cell, a script that draws other samples on each rank)
-ruins a run long before its loss shows it. `check_replicas` costs one pass over the parameters and one small message,
-`check_batch` one pass over the batch.
+ruins a run long before its loss shows it. `check_parameters` costs one pass over the parameters and a small message or
+two, `check_batch` one pass over the batch.
 
 `explain_nonfinite` is called after a loss or gradient that is not finite. The parameters have not been touched yet
 when the step stops, so it is computed again and looked at unit by unit: first the parameters, then the outputs going
@@ -28,6 +28,21 @@ from hpcdist.strategies.delayed import DelayedExchange
 from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.stages import MicroBatch
+
+
+def check_parameters(executor: Executor, step: int) -> None:
+    """Compare the parameters of all ranks that must hold the same bits. Collective over the world.
+
+    Raises DivergenceError as `check_replicas` and `check_tensor_axis` do.
+    """
+    context, exchange, copies = executor.context, executor.exchange, executor.copies.parameters
+    replicated = [(context.data, store) for store in (exchange.parameters, copies) if exchange.replicas_identical]
+    for comm, store in (*replicated, *exchange.other_replicas):
+        if store.size:
+            check_replicas(comm, store, step, context.agree_algorithm)
+    for store in (*exchange.parameter_stores, copies) if context.tensor.size > 1 else ():
+        if store.size:
+            check_tensor_axis(context.tensor, store, step, context.agree_algorithm)
 
 
 def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:

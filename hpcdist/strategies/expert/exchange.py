@@ -83,6 +83,11 @@ class ExpertExchange(Exchange):
         return self.dense.parameters
 
     @property
+    def parameter_stores(self) -> Sequence[FlatStore]:
+        """The dense parameters, and those of the experts."""
+        return self.dense.parameters, self.experts.parameters
+
+    @property
     def gradients(self) -> FlatStore:
         """The dense gradients."""
         return self.dense.gradients

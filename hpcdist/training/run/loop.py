@@ -21,7 +21,7 @@ from hpcdist.collectives.algorithms.fixed_tree import shards_of
 from hpcdist.comm.record.timing import OperationTiming
 from hpcdist.comm.start import Session
 from hpcdist.errors import NonFiniteError, StorageError
-from hpcdist.strategies.core.replica_check import check_replicas, check_tensor_axis, explain_nonfinite
+from hpcdist.strategies.core.replica_check import check_parameters, explain_nonfinite
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
@@ -287,14 +287,7 @@ class TrainingLoop:
         every = trainer.recipe.checkpoint.every_steps
         saves = save or (every and step % every == 0)
         if run.sentinel_every_steps and (saves or step % run.sentinel_every_steps == 0):
-            for store in (trainer.exchange.parameters, trainer.executor.copies.parameters):
-                if store.size and trainer.exchange.replicas_identical:
-                    check_replicas(trainer.context.data, store, step, trainer.context.agree_algorithm)
-                if store.size and trainer.context.tensor.size > 1:
-                    check_tensor_axis(trainer.context.tensor, store, step, trainer.context.agree_algorithm)
-            for replicas, store in trainer.exchange.other_replicas:
-                if store.size:
-                    check_replicas(replicas, store, step, trainer.context.agree_algorithm)
+            check_parameters(trainer.executor, step)
         if saves:
             self._save(step)
 

@@ -8,7 +8,7 @@ from harness.trainings import SMALL, difference, losses_and_norms, recipe_keys, 
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, DivergenceError, StorageError
 from hpcdist.models.config import EXPERT_KEYS
-from hpcdist.strategies.core.replica_check import check_replicas
+from hpcdist.strategies.core.replica_check import check_parameters, check_replicas
 from hpcdist.training.recipe.requirements import grid_of_recipe
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
@@ -216,5 +216,28 @@ def test_experts_that_drift_apart_are_named(text):
                 check_replicas(replicas, store, 1)
         else:
             check_replicas(replicas, store, 1)
+
+    run_threads(4, body)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "zero3"])
+@pytest.mark.full_except("allreduce")
+def test_biases_of_experts_that_drift_apart_on_tensor_ranks_are_named(text, strategy):
+    """No rank cuts them, and they lie beside the dense tensors."""
+    keys = {**MIXTURE, "data.path": text, "parallel.tensor": 2, "parallel.expert": 2, "parallel.strategy": strategy}
+
+    def body(comm):
+        trainer = trainer_of(comm, keys)
+        losses_and_norms(trainer, 1)
+        check_parameters(trainer.executor, 1)
+        _, store = trainer.exchange.parameter_stores
+        if comm.rank == 3:
+            ((_, touched),) = [own for own in store.tensors() if own[0].key == "1.experts.down.bias"]
+            store.range(touched)[0] += 1e-9
+        if comm.rank < 2:
+            check_parameters(trainer.executor, 2)
+            return
+        with pytest.raises(DivergenceError, match=r"step 2: .*first in tensor 1\.experts\.down\.bias"):
+            check_parameters(trainer.executor, 2)
 
     run_threads(4, body)
