@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from pathlib import Path
 
@@ -325,8 +326,10 @@ def test_output_that_a_process_in_the_kernel_keeps_open_is_not_waited_for(monkey
     supervision._watched, supervision._relay = {signal.SIGTERM}, type("Open", (), {"ended": False})()
     monkeypatch.setattr(supervisor, "TEARDOWN_S", 0.2)
     monkeypatch.setattr(supervisor, "descendants", lambda pid: [1])
+    begin = time.monotonic()
     with supervisor.signals_held():
         supervision._end_output()
+    assert 0.2 <= time.monotonic() - begin < 60 and not supervision._relay.ended
 
 
 @pytest.mark.full

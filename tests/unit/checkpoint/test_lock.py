@@ -38,9 +38,12 @@ def quick(monkeypatch):
     monkeypatch.setattr(lock, "STALE_S", 0.5)
 
 
+def holder(path):
+    return json.loads((path / LOCK_FILE).read_text())
+
+
 def forge(path, **changed):
-    own = json.loads((path / LOCK_FILE).read_text())
-    (path / LOCK_FILE).write_text(json.dumps(own | changed))
+    (path / LOCK_FILE).write_text(json.dumps(holder(path) | changed))
 
 
 def test_one_at_a_time(tmp_path):
@@ -110,15 +113,19 @@ def test_an_earlier_start_of_the_same_batch_job_is_over(tmp_path):
     forge(tmp_path, machine="another")
     mine = RunLock({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"})
     mine.take(tmp_path)
+    assert holder(tmp_path) == mine._own and not mine.lost() and earlier.lost()
     mine.release()
     earlier.release()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_lock_is_stale_when_it_is_old(tmp_path, quick):
     (tmp_path / LOCK_FILE).write_text("{")
     mine = RunLock()
     mine.take(tmp_path)
+    assert holder(tmp_path) == mine._own and not mine.lost()
     mine.release()
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_runs_of_one_directory(tmp_path):

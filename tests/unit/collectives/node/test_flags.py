@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from harness.marks import on_threads
-from hpcdist.comm.threads.communicator import run_threads, solo
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import CommunicationError, DeadlineError
 from hpcdist.strategies.parameter_server.shared_memory import NodeFlags
 
@@ -32,12 +32,17 @@ def test_a_token_goes_round(size):
     assert [found[rank][turn] for turn in range(rounds) for rank in range(size)] == list(range(rounds * size))
 
 
-def test_counters_of_a_rank_are_apart():
-    flags = NodeFlags(solo(), 2)
+@on_threads(1, deadline_s=0.2)
+def test_counters_of_a_rank_are_apart(comm):
+    flags = NodeFlags(comm, 2)
     flags.raise_to(0, 5)
     flags.wait(0, 0, 4)
+    with pytest.raises(DeadlineError):
+        flags.wait(0, 1, 1)
     flags.raise_to(1, 1)
     flags.wait(0, 1, 1)
+    with pytest.raises(DeadlineError):
+        flags.wait(0, 1, 2)
 
 
 def test_whoever_waits_for_a_failed_rank_is_released():

@@ -264,7 +264,10 @@ def test_what_is_not_built_is_refused(servers, name, algorithm, across, why):
 
 
 def test_a_bound_of_no_steps_is_lock_step():
-    recipe_of(ParameterServerConfig(consistency="ssp"), "int8", "hierarchical", across=True)
+    recipe = recipe_of(ParameterServerConfig(consistency="ssp"), "int8", "hierarchical", across=True)
+    assert recipe.parameter_server.lock_step
+    with pytest.raises(ConfigurationError):
+        recipe_of(ParameterServerConfig(consistency="ssp", staleness=1), "int8", "hierarchical", across=True)
 
 
 def test_only_what_speaks_keeps_residuals():
