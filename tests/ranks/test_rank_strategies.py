@@ -180,6 +180,51 @@ def test_rank_hierarchical_serves_every_layout(comm, folder):
             np.testing.assert_allclose(losses(together, 10), expected, rtol=1e-12)
 
 
+# keys of trainings that split communicators of every kind, the numbers of ranks that they are for
+SPLIT = {
+    "data, hierarchical": ("algorithm=hierarchical", (1, 2, 4)),
+    "overlap": ("overlap=thread", (2, 4)),
+    "zero1 sharing parameters": ("strategy=zero1 zero.shared_parameters=true", (2, 4)),
+    "zero3 inside the nodes": ("strategy=zero3 zero.parameters=2", (4,)),
+    "pipeline": ("pipeline=2 microbatches=2 strategy=zero1", (2, 4)),
+    "tensor": ("tensor=2", (2, 4)),
+    "context": ("parallel.context=2", (2, 4)),
+    "expert": ("experts=4 expert=2 strategy=zero1", (2, 4)),
+    "gossip": ("strategy=gossip", (2, 3, 4)),
+    "servers": ("strategy=parameter_server", (2, 4)),
+    "colocated servers": ("strategy=parameter_server placement=colocated", (2, 4)),
+    "asynchronous servers": ("strategy=parameter_server consistency=asp algorithm=native", (2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_rank_the_end_of_a_training_frees_every_communicator(comm, folder, monkeypatch, name):
+    keys, sizes = SPLIT[name]
+    if comm.size not in sizes:
+        pytest.skip(f"{name} is for {sizes} ranks")
+    alive, split, free = {}, type(comm)._split, type(comm).free
+
+    def counted_split(self, *arguments):
+        child = split(self, *arguments)
+        if child is not None:
+            alive[id(child)] = child
+        return child
+
+    def counted_free(self):
+        alive.pop(id(self), None)
+        free(self)
+
+    comm.nodes()  # those of the world remain
+    monkeypatch.setattr(type(comm), "_split", counted_split)
+    monkeypatch.setattr(type(comm), "free", counted_free)
+    trainer = _trainer(comm, folder, recipe_keys(keys))
+    assert alive
+    if trainer.exchange.lock_step:
+        losses(trainer, 1)
+    trainer.close()
+    assert not [each.name for each in alive.values()]
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_rank_only_the_stage_that_overflows_isblamed(comm, folder, schedule):
     if comm.size == 1:

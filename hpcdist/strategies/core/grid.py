@@ -133,7 +133,7 @@ def _few(words: list[str]) -> list[str]:
 
 
 class GridCommunicators:
-    """Communicators along the axes of a grid, split when they are first used.
+    """Communicators along the axes of a grid, split when they are first used, until `free`.
 
     Every rank must ask for the same axis at the same point: the split is collective over ``comm``.
     """
@@ -184,3 +184,23 @@ class GridCommunicators:
     def tensor(self) -> "Communicator":
         """Ranks that hold the other parts of the same tensors, and compute the same samples."""
         return self._along("tensor")
+
+    def experts(self, degree: int) -> "Communicator":
+        """Return the ``degree`` consecutive ranks of the data axis that share out experts.
+
+        A group of all of them is the data axis itself: what is shared there is found again.
+        """
+        data = self.data
+        if degree == data.size:
+            return data
+        if "experts" not in self._split:
+            group = data.split(data.rank // degree, data.rank, "experts")
+            assert group is not None
+            self._split["experts"] = group
+        return self._split["experts"]
+
+    def free(self) -> None:
+        """Free the communicators; no operation over one of them may be under way. Collective over ``comm``."""
+        for comm in self._split.values():
+            comm.free()
+        self._split.clear()

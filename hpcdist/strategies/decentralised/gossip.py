@@ -246,6 +246,10 @@ class NeighbourMixing:
                 for values in theirs:
                     own += values
 
+    def close(self) -> None:
+        """Free the communicator. Collective over the data axis."""
+        self._comm.free()
+
 
 LAST: Final = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # each of them may end a step
 
@@ -278,6 +282,11 @@ class GossipExchange(Replicas):
         if combines_first:
             return [start, keep, wait, agree, *directions, mix, apply]
         return [keep, agree, *directions, apply, start, wait, mix]
+
+    def close(self) -> None:
+        """Free what the mixing has made. Collective over the data axis."""
+        if self._mixing is not None:
+            self._mixing.close()
 
     def count_samples(self, own: int, samples: int) -> None:
         """Record the round that the step mixes in (local)."""

@@ -18,16 +18,6 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.schedule.observers import NanFinder
 
 
-def expert_group(data: Communicator, degree: int) -> Communicator:
-    """Return the group of ``degree`` consecutive ranks of ``data`` that share out experts. Collective.
-
-    A group of all of them is ``data`` itself: what is shared there is found again.
-    """
-    group = data if degree == data.size else data.split(data.rank // degree, data.rank, "experts")
-    assert group is not None
-    return group
-
-
 def expert_replicas(data: Communicator, degree: int) -> Communicator:
     """Return the ranks of ``data`` that have the same experts as this one. Collective."""
     replicas = data.split(data.rank % degree, data.rank, "expert replicas")

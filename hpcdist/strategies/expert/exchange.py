@@ -33,12 +33,13 @@ OF_UNITS: Final = (Kind.GATHER, Kind.FREE, Kind.REFRESH)
 class ExpertExchange(Exchange):
     """Exchanges of the dense tensors and of the experts of this rank, made by ``make``. Collective over the world.
 
-    ``replicas`` joins the data ranks that have the experts of this one.
+    ``replicas`` joins the data ranks that have the experts of this one; `close` frees it.
     """
 
     lock_step = True
 
     def __init__(self, context: RankContext, replicas: Communicator, make: Make) -> None:
+        self._replicas = replicas
         self.dense = make(replace(context, portion="dense"))
         each = not self.dense.accumulates
         self.experts = make(replace(context, portion="expert", data=replicas, every_microbatch=each))
@@ -178,9 +179,10 @@ class ExpertExchange(Exchange):
             exchange.restore(state)
 
     def close(self) -> None:
-        """Free what both have made. Collective over the world."""
+        """Free what both have made, and the replicas. Collective over the world."""
         for exchange in self.both:
             exchange.close()
+        self._replicas.free()
 
 
 def _units_by_kind(exchange: Exchange) -> dict[Kind, set[int]]:

@@ -63,7 +63,7 @@ class LockStepExchange(ShardedUpdateExchange):
         shards: LogicalShards | None = None,
     ) -> None:
         super().__init__(context, shards)
-        self.accumulates = shards is None
+        self._servers, self.accumulates = servers, shards is None
         if transport != "messages" and context.algorithm == "hierarchical":
             raise ConfigurationError(
                 f"parameter_server.transport = {transport!r} with communication.algorithm = 'hierarchical', where one "
@@ -171,5 +171,11 @@ class LockStepExchange(ShardedUpdateExchange):
         self.transport.settle()
 
     def close(self) -> None:
-        """Release memory that the transport holds; no step can be made afterwards. Collective over the world."""
+        """Free memory of the transport, and communicators; no step can be made afterwards. Collective over the world.
+
+        The communicator ``servers`` is among them.
+        """
         self.transport.close()
+        self.topology.comm.free()
+        if self._servers is not None:
+            self._servers.free()

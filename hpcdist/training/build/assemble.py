@@ -37,11 +37,10 @@ from hpcdist.strategies.core.logical_shards import LogicalShards
 from hpcdist.strategies.core.mixed_precision import NoLossScale
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.delayed import DelayedExchange
-from hpcdist.strategies.expert.axis import ExpertAxis, algorithm_for, expert_group, expert_replicas
+from hpcdist.strategies.expert.axis import ExpertAxis, algorithm_for, expert_replicas
 from hpcdist.strategies.expert.exchange import ExpertExchange
 from hpcdist.strategies.expert.model import share_out
 from hpcdist.strategies.parameter_server.compressed import PushCompression
-from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.pipeline.plan import PartitionPlan
 from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
@@ -134,7 +133,10 @@ def assemble(
     source, whole = _source_and_model(comm, recipe, script_model)
     ledger = Ledger()
     schedule = pipeline.read_schedule(parallel, comm)
-    context, selection, plan = _rank_context(session, recipe, grid, roles, whole, ledger, origin, schedule)
+    computes = roles is None or comm.rank in roles.workers
+    members = roles.part_of(comm) if roles else comm
+    axes = GridCommunicators(grid if computes else ProcessGrid(data=members.size), members)
+    context, selection, plan = _rank_context(session, recipe, grid, axes, whole, ledger, origin, schedule, computes)
     collectives.account(ledger)  # frees the buffers of the measurement
     compression = build_selection.resolve_compression(context, recipe, origin)
     exchange = build_exchange(context, recipe, compression.name)
@@ -155,6 +157,7 @@ def assemble(
         comm=comm,
         recipe=recipe,
         grid=grid,
+        axes=axes,
         context=context,
         source=source,
         exchange=exchange,
@@ -282,18 +285,16 @@ def _rank_context(
     session: Session,
     recipe: Recipe,
     grid: ProcessGrid,
-    roles: Roles | None,
+    axes: GridCommunicators,
     whole: Model,
     ledger: Ledger,
     origin: StateSource | None,
     schedule: ScheduleText | None,
+    computes: bool,
 ) -> tuple[RankContext, AlgorithmSelection, PartitionPlan | None]:
     """Return the context of this rank, the choice of its algorithm, and the partition of the model. Collective."""
     comm = session.comm
     check_user_model(recipe, whole)
-    computes = roles is None or comm.rank in roles.workers
-    members = roles.part_of(comm) if roles else comm
-    axes = GridCommunicators(grid if computes else ProcessGrid(data=members.size), members)
     tensor = axes.tensor if grid.tensor > 1 else solo()
     selection = resolve_algorithm(session, recipe, cut_model(whole, tensor), axes.replicas, origin)
     settled = selection.source == "recipe"
@@ -301,7 +302,7 @@ def _rank_context(
     cut = _context_axis(recipe, axes) if grid.context > 1 else None
     model = cut_context(whole, cut)
     model = cut_model(model, tensor, algorithm, sequence_parallel=recipe.parallel.sequence_parallel, context=cut)
-    experts = expert_group(axes.data, grid.expert) if grid.expert > 1 and computes else solo()
+    experts = axes.experts(grid.expert) if grid.expert > 1 and computes else solo()
     if experts.size > 1:
         exchange = algorithm_for(experts, selection.algorithm, settled=settled)
         model = share_out(model, ExpertAxis(experts, exchange, model.watch or NanFinder()))

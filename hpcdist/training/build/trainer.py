@@ -11,7 +11,7 @@ from hpcdist.models.model import Model
 from hpcdist.optim import rates
 from hpcdist.strategies.compressed.autoselect import CompressionDecision
 from hpcdist.strategies.core.exchange import Exchange
-from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.pipeline.plan import PartitionPlan
 from hpcdist.strategies.schedule.executor import Executor, StepResult
@@ -38,6 +38,7 @@ class Trainer:
     comm: Communicator
     recipe: Recipe
     grid: ProcessGrid
+    axes: GridCommunicators  # over ``comm``, or those of its ranks that compute as this one does
     context: RankContext
     source: data.Source
     exchange: Exchange
@@ -154,6 +155,9 @@ class Trainer:
         if self.exchange.overlap is not None:
             self.exchange.overlap.close()
         self.exchange.close()
+        self.axes.free()
+        if self.axes.world is not self.comm:
+            self.axes.world.free()
 
 
 def microbatches_of(recipe: Recipe, grid: ProcessGrid) -> int:

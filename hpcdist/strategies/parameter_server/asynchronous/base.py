@@ -300,6 +300,11 @@ class AsynchronousServerExchange(Exchange):
             for part in self.shard.parts:
                 self.parameters.range(part)[...] = self.shard.parameters.range(part)
 
+    def close(self) -> None:
+        """Free the communicators of values and control messages. Collective over the world, in a rendezvous."""
+        self._values.free()
+        self._channel.close()
+
     def norm_squared(self) -> float:
         """Return the squared norm of the worker's own gradient: a step is agreed with nobody else."""
         return norms.sum_of_squares(self.gradients, self.gradients.parts)

@@ -115,6 +115,11 @@ class ControlChannel:
         wait_all(self._sent)
         self._sent.clear()
 
+    def close(self) -> None:
+        """Free the communicator. Collective over it, in a rendezvous."""
+        self.settle()
+        self._comm.free()
+
     def _next(self) -> ControlMessage | None:
         """Return the next message, None where none has come."""
         if self._held:
