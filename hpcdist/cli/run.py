@@ -144,9 +144,7 @@ def command(
         known = None if options or survive else ranks  # the launcher's options, or deaths, may change it
         here = python is None and not options and starter.kind is launchers.MPIRUN
         check_training(command, known, survive, spares or 0, elsewhere=not here)
-    if command[0] == "train" or script:
-        _tell_idle_cores(starter, world, options)
-    starter.check()
+    _check_starter(starter, options, trains=script or command[0] == "train")
     return job.run(command, run_dir, most_restarts)
 
 
@@ -278,11 +276,13 @@ def _remove_abandoned() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _tell_idle_cores(starter: launchers.Starter, ranks: int, options: Sequence[str]) -> None:
-    """Say how ranks that get one thread each by default may have the idle cores of this machine, too."""
-    cores = len(os.sched_getaffinity(0))
+def _check_starter(starter: launchers.Starter, options: Sequence[str], *, trains: bool) -> None:
+    """Check ``starter``, and say how ranks with one thread each by default may have the idle cores, too."""
+    starter.check()
+    cores, ranks = len(os.sched_getaffinity(0)), starter.layout.ranks
     chosen = starter.layout.cpus_per_task is not None or "OMP_NUM_THREADS" in os.environ or bool(options)
-    if chosen or mpirun.is_managed() or starter.kind is not launchers.MPIRUN or cores < 2 * ranks:
+    here = starter.kind is launchers.MPIRUN and not mpirun.is_managed()
+    if chosen or not trains or not here or cores < 2 * ranks:
         return
     used, each = f"{ranks} of {cores} cores", cores // ranks
     click.echo(f"hpcdist run: the ranks use {used}; --cpus-per-task {each} gives each {each} threads", err=True)
