@@ -41,6 +41,7 @@ from hpcdist.strategies.expert.axis import ExpertAxis, algorithm_for, expert_rep
 from hpcdist.strategies.expert.exchange import ExpertExchange
 from hpcdist.strategies.expert.model import share_out
 from hpcdist.strategies.parameter_server.compressed import PushCompression
+from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.pipeline.plan import PartitionPlan
 from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
@@ -133,9 +134,7 @@ def assemble(
     source, whole = _source_and_model(comm, recipe, script_model)
     ledger = Ledger()
     schedule = pipeline.read_schedule(parallel, comm)
-    computes = roles is None or comm.rank in roles.workers
-    members = roles.part_of(comm) if roles else comm
-    axes = GridCommunicators(grid if computes else ProcessGrid(data=members.size), members)
+    axes, computes = _axes(comm, grid, roles)
     context, selection, plan = _rank_context(session, recipe, grid, axes, whole, ledger, origin, schedule, computes)
     collectives.account(ledger)  # frees the buffers of the measurement
     compression = build_selection.resolve_compression(context, recipe, origin)
@@ -149,10 +148,7 @@ def assemble(
     operations, proof = _proven_operations(recipe, grid, context, executor, schedule)
     if noise is not None:
         noise.check(operations)
-    shares = balance = None
-    if recipe.data.shares == "measured" and context.computes:
-        shares = data.SampleShares(recipe.run.global_batch, context.samplers.size)
-        balance = data.LoadBalancer(context.samplers, context.pipeline, shares)
+    shares, balance = _measured_shares(recipe, context)
     trainer = Trainer(
         comm=comm,
         recipe=recipe,
@@ -177,6 +173,23 @@ def assemble(
         balance=balance,
     )
     return _initialised(trainer) if origin is None else state.restore_state(trainer, origin)
+
+
+def _axes(comm: Communicator, grid: ProcessGrid, roles: Roles | None) -> tuple[GridCommunicators, bool]:
+    """Return the axes of those ranks of ``comm`` that do as this one, and whether it computes. Collective."""
+    computes = roles is None or comm.rank in roles.workers
+    members = roles.part_of(comm) if roles else comm
+    return GridCommunicators(grid if computes else ProcessGrid(data=members.size), members), computes
+
+
+def _measured_shares(
+    recipe: Recipe, context: RankContext
+) -> tuple[data.SampleShares, data.LoadBalancer] | tuple[None, None]:
+    """Return the shares of the replicas, and what measures them; (None, None) where shares are even (local)."""
+    if recipe.data.shares != "measured" or not context.computes:
+        return None, None
+    shares = data.SampleShares(recipe.run.global_batch, context.samplers.size)
+    return shares, data.LoadBalancer(context.samplers, context.pipeline, shares)
 
 
 def _proven_operations(
