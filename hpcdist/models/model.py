@@ -9,6 +9,7 @@ stages. Skip connections: a stage that declares ``takes``, the indices of earlie
 "skip.INDEX.gradient".
 """
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -23,6 +24,7 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.attention.flash import LocalAttention
+from hpcdist.models.documents import unpacked
 from hpcdist.models.layers.activation import LocalActivation
 from hpcdist.models.layers.cross_entropy import LocalCrossEntropy
 from hpcdist.models.layers.dropout import LocalDropout
@@ -95,7 +97,7 @@ class Model:
         stages: Sequence[Stage],
         dtype: str,
         *,
-        tokens_per_sample: int,
+        tokens_per_sample: float,
         operations: Operations = LOCAL,
         loss: "Loss | None" = None,
         seeded: bool = True,
@@ -111,6 +113,12 @@ class Model:
         self.seeded, self.on = seeded, on
         self.clocks: tuple[Callable[[], float], ...] = ()  # of communication inside of stages; see `communicated_s`
         self.watch: Any = None  # the search for bad values that communication inside of stages looks with
+
+    def predicting(self, targets: float) -> "Model":
+        """Return the same model for samples that have so many predictions in the mean (local)."""
+        other = copy.copy(self)
+        other.tokens_per_sample = targets
+        return other
 
     @cached_property
     def layout(self) -> Layout:
@@ -175,9 +183,10 @@ class Model:
         Without a ``draw`` nothing is dropped.
         """
         skips = SkipConnections(self.skips)
+        x, documents = unpacked(x)
         for unit, (stage, views) in enumerate(zip(self.stages, parameters, strict=True)):
             saved = arena.saved(stage.layer, microbatch)
-            saved.draw = draw
+            saved.draw, saved.documents = draw, documents
             skips.bring(unit, saved)
             x = stage.forward(views, x, self.operations, saved)
             skips.leave(unit, x)
@@ -219,8 +228,10 @@ class Model:
         """
         before: Saved | None = None
         skips = SkipConnections(self.skips)
+        x, documents = unpacked(x)
         for unit, (stage, views) in enumerate(zip(self.stages, parameters, strict=True)):
             saved = arena.saved(stage.layer, microbatch=-1)
+            saved.documents = documents
             skips.bring(unit, saved)
             x = stage.forward(views, x, operations, saved)
             skips.leave(unit, x, copy=True)

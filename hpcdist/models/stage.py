@@ -24,6 +24,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array, Scalar, is_device
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.errors import DataError
+from hpcdist.models.documents import Documents
 from hpcdist.models.experts.router import RouterState
 
 Parameters: TypeAlias = Mapping[str, Array]  # local tensor name -> view, tied names included
@@ -57,6 +58,7 @@ class Saved(Protocol):
 
     layer: int  # the global one of the stage
     draw: Draw | None  # of what is dropped; None: nothing is, as in an evaluation
+    documents: Documents | None  # of packed samples; None: each sample is one
     scale: float  # of the summed loss, in the gradient that a backward computes
     deferred: dict[
         str, str
@@ -75,7 +77,7 @@ class Saved(Protocol):
         """Return uninitialised memory that any stage overwrites when it asks for the same ``name``."""
 
     def within(self) -> "Saved":
-        """Return another one of the same stage and draw, with memory of its own, that the caller releases."""
+        """Return another one of the same stage, draw and documents, with own memory, that the caller releases."""
 
     def owns(self, array: Array) -> bool:
         """Whether ``array`` lies in memory that `empty` of this one gave."""

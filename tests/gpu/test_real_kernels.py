@@ -3,6 +3,7 @@
 import pytest
 from unit.models.layers.test_gpu_attention import (
     test_against_the_formula,
+    test_documents_against_the_formula,
     test_heads_that_no_kernel_has_are_refused,
     test_what_is_not_finite_shows_in_its_row_and_in_no_earlier_one,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "test_against_the_formula",
     "test_column_sums",
     "test_cross_entropy",
+    "test_documents_against_the_formula",
     "test_heads_that_no_kernel_has_are_refused",
     "test_norms",
     "test_rotary_positions",

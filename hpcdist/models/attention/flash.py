@@ -22,15 +22,18 @@ from hpcdist.arrays.gpu.kernels import KernelSource
 from hpcdist.errors import UsageError
 from hpcdist.models.attention import kernels
 from hpcdist.models.attention.tiles import (
+    EVERYTHING,
     LONG,
     QUERY_BLOCK,
     HeadChunk,
     Heads,
     Pieces,
+    Span,
     blocks,
     heads_of,
     one_piece,
 )
+from hpcdist.models.documents import Documents
 from hpcdist.models.layers.dropout import ATTENTION, Mask, mask
 from hpcdist.models.stage import Saved
 
@@ -46,11 +49,18 @@ def has_fused_kernel(like: Array) -> bool:
 
 
 def fused_forward(
-    heads: Heads, qkv: Array, kv: Array | None, y: Array, sums: Array, causal: bool, dropped: Mask | None
+    heads: Heads,
+    qkv: Array,
+    kv: Array | None,
+    y: Array,
+    sums: Array,
+    causal: bool,
+    dropped: Mask | None,
+    documents: Documents | None = None,
 ) -> None:
     """Write y (batch, context, heads size), and sums (pairs, context), float32, which `fused_backward` takes."""
     grid = heads.batch * heads.queries, -(-heads.context // FUSED_ROWS)  # of the second, CUDA has at most 65535
-    numbers = _fused_numbers(heads, qkv, kv, causal, dropped)
+    numbers = _fused_numbers(heads, qkv, kv, causal, dropped, documents)
     FUSED_KERNELS.launch(
         "attention", grid, FUSED_THREADS, qkv, _fused_keys(qkv, kv), y, sums, *numbers, **_fused_types(heads, y)
     )
@@ -66,10 +76,11 @@ def fused_backward(
     dots: Array,
     causal: bool,
     dropped: Mask | None,
+    documents: Documents | None = None,
 ) -> None:
     """Write the ``gradients`` of the inputs for contiguous dy. ``dots`` (pairs, context) is scratch."""
     (qkv, kv), (dq, dkv) = inputs, gradients
-    types, numbers = _fused_types(heads, y), _fused_numbers(heads, qkv, kv, causal, dropped)
+    types, numbers = _fused_types(heads, y), _fused_numbers(heads, qkv, kv, causal, dropped, documents)
     rows = heads.batch * heads.context * heads.queries
     FUSED_KERNELS.launch("attention_dots", -(-rows // 4), FUSED_THREADS, dy, y, dots, rows, heads.context, heads.size,
                   heads.queries, **types)  # fmt: skip
@@ -97,7 +108,7 @@ def _fused_types(heads: Heads, like: Array) -> dict[str, Any]:
 
 
 def _fused_numbers(
-    heads: Heads, qkv: Array, kv: Array | None, causal: bool, dropped: Mask | None
+    heads: Heads, qkv: Array, kv: Array | None, causal: bool, dropped: Mask | None, documents: Documents | None
 ) -> tuple[int | float, ...]:
     width, shared = heads.queries * heads.size, heads.shared * heads.size
     # Columns of the first key and the first value: behind the queries in qkv, at the beginning of kv.
@@ -105,7 +116,8 @@ def _fused_numbers(
     place = heads.context, heads.size, heads.queries, heads.shared, qkv.shape[2], _fused_keys(qkv, kv).shape[2]
     # A flag, place, counters and factor of the mask, in the order of the kernels' parameters; without one zeros.
     mask = (0,) * 12 + (1.0,) if dropped is None else (1, *dropped.place, *dropped.counters, dropped.scale)
-    return (*place, first, first + shared, int(causal), heads.scale, *mask)
+    address = 0 if documents is None else int(documents.ranges.data.ptr)  # type: ignore[attr-defined]
+    return (*place, first, first + shared, int(causal), address, heads.scale, *mask)
 
 
 class LocalAttention:
@@ -137,14 +149,15 @@ class LocalAttention:
         sums = saved.empty("attention.sums", shape, accumulation_dtype(qkv.dtype))
         dropped = mask_of_heads(saved, dropout, heads.queries, heads.context, part)
         if fused:
-            fused_forward(heads, qkv, kv, y, sums[0], causal, dropped)
+            fused_forward(heads, qkv, kv, y, sums[0], causal, dropped, saved.documents)
         else:
             own = one_piece(heads.context)
             forward, keys = TiledForward(heads, saved, qkv, y, sums), KeyRows(heads, own, qkv, kv)
-            for chunk in heads.chunks(everything=is_device(qkv)):
-                for rows in blocks(own):
-                    forward.block(chunk, rows, keys, dropped, causal=causal, begins=True)
-                    forward.finish(chunk, rows)
+            for chunk in heads.chunks(everything=is_device(qkv), apart=saved.documents is not None):
+                for span in chunk.spans(saved.documents, own):
+                    for rows in blocks(own, QUERY_BLOCK, *span):
+                        forward.block(chunk, rows, keys, dropped, causal=causal, begins=True, span=span)
+                        forward.finish(chunk, rows)
         keep_for_backward(saved, qkv=qkv, kv=kv, head_size=head_size, dropped=dropped, causal=causal)
         return y
 
@@ -155,15 +168,17 @@ class LocalAttention:
         """
         heads, (qkv, kv, y, sums), (dq, dkv, dots), causal, dropped = begin_backward(saved, keep=keep)
         if has_fused_kernel(qkv):
-            fused_backward(heads, (qkv, kv), dy, y, (dq, dkv), sums[0], dots, causal, dropped)
+            fused_backward(heads, (qkv, kv), dy, y, (dq, dkv), sums[0], dots, causal, dropped, saved.documents)
             return dq if dkv is None else (dq, dkv)
         kernels.row_dots(dy, y, heads.queries, dots)
         own = one_piece(heads.context)
         backward = TiledBackward(heads, saved, own, (qkv, dy, dq), sums, dots)
         keys, gradients = KeyRows(heads, own, qkv, kv), KeyGradients(heads, dq, dkv)
-        for chunk in heads.chunks(everything=is_device(qkv)):
-            for rows in blocks(own):
-                backward.block(chunk, rows, keys, gradients, dropped, causal=causal, begins=rows[0] == 0)
+        for chunk in heads.chunks(everything=is_device(qkv), apart=saved.documents is not None):
+            for span in chunk.spans(saved.documents, own):
+                for rows in blocks(own, QUERY_BLOCK, *span):
+                    begins = rows[0] == span[0]
+                    backward.block(chunk, rows, keys, gradients, dropped, causal=causal, begins=begins, span=span)
         return dq if dkv is None else (dq, dkv)
 
 
@@ -255,11 +270,20 @@ class TiledForward:
         self._shrink = _Memory(saved, "shrink", pairs * short, y)
 
     def block(
-        self, chunk: HeadChunk, rows: Block, keys: KeyRows, dropped: Mask | None, *, causal: bool, begins: bool
+        self,
+        chunk: HeadChunk,
+        rows: Block,
+        keys: KeyRows,
+        dropped: Mask | None,
+        *,
+        causal: bool,
+        begins: bool,
+        span: Span = EVERYTHING,
     ) -> None:
         """Add what the queries in ``rows`` see of ``keys``; the first call for them ``begins``.
 
-        ``causal``: keys are those of the queries' own array, and the ones behind a query are hidden from it.
+        ``causal``: keys are those of the queries' own array, and the ones behind a query are hidden from it. Only the
+        rows of keys in ``span`` are seen.
         """
         (first, last, place), multiply, queries = rows, namespace(self._y).matmul, self._heads.queries
         count, size = chunk.pairs, self._heads.size
@@ -269,13 +293,12 @@ class TiledForward:
         shrink = self._shrink.tile(count, last - first)
         # Tiles of keys in their order. The output of the tiles so far is relative to their maximum: a larger one
         # shrinks it. The division by the sum comes once, at the end. A causal block sees no key behind its last query.
-        for start, end, column in blocks(keys.pieces, LONG, last=last if causal else None):
+        for start, end, column in blocks(keys.pieces, LONG, span[0], min(last, span[1]) if causal else span[1]):
             s = self._scores.tile(*chunk.outer, last - first, end - start)
             flat = s.reshape(count, last - first, end - start)
             multiply(q, k[..., start:end, :].swapaxes(-1, -2), out=s)
-            new = begins and start == 0
-            # Of a tile without hidden keys the kernel asks only whether it is the first of its rows.
-            where = chunk.pair, first, start if causal else int(not new), causal
+            new = begins and start == span[0]
+            where = chunk.pair, first, start, causal, new
             # Dropped after the sum of the row is taken: dropout acts on the probabilities, which are divided by it.
             kernels.softmax_advance(flat, where, self._heads.scale, self._top, self._total, shrink)
             chunk.drop(flat, dropped, place, column)
@@ -331,17 +354,17 @@ class TiledBackward:
         *,
         causal: bool,
         begins: bool,
-        from_row: int = 0,
+        span: Span = EVERYTHING,
     ) -> None:
         """Write the gradients of the keys and values in ``rows``, and add to those of the queries that see them.
 
-        ``causal``: keys are those of the queries' own array; else all queries from ``from_row`` on see them. Where it
+        ``causal``: keys are those of the queries' own array; else all queries in ``span`` see them. Where it
         ``begins``, the gradients of the queries are written.
         """
         (start, end, column), multiply, count = rows, namespace(self._do).matmul, chunk.pairs
         k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))
-        begin = start if causal else from_row  # earlier queries do not see these keys
-        for first, last, place in blocks(self._pieces, LONG, begin):
+        begin = start if causal else span[0]  # earlier queries do not see these keys
+        for first, last, place in blocks(self._pieces, LONG, begin, span[1]):
             q, do = (chunk.of(view)[..., first:last, :] for view in (self._q, self._do))
             s, d = (memory.tile(*chunk.outer, last - first, end - start) for memory in (self._scores, self._gradients))
             p, g = (tile.reshape(count, last - first, end - start) for tile in (s, d))
@@ -350,7 +373,7 @@ class TiledBackward:
             multiply(q, k.swapaxes(-1, -2), out=s)
             multiply(do, v.swapaxes(-1, -2), out=d)
             chunk.drop(g, dropped, place, column)
-            where = chunk.pair, first, start, causal
+            where = chunk.pair, first, start, causal, False
             kernels.softmax_gradient(p, g, where, self._heads.scale, self._top, self._total, self._dots)
             chunk.drop(p, dropped, place, column)  # now p as v was multiplied by it
             add = first > begin  # the first block of queries writes, later ones add

@@ -7,7 +7,7 @@ known of a row lies in ``top``, the maximum of its scores, and ``total``, the su
 (all pairs, all rows).
 
 A tile of head rows is contiguous (pairs, rows, head size). It belongs to a target (batch, context, columns) that has
-``heads`` heads next to each other from ``column`` on. On a GPU a tile has all pairs.
+``heads`` heads next to each other from ``column`` on. On a GPU a tile has all pairs of some samples.
 """
 
 from typing import Any, TypeAlias
@@ -18,15 +18,16 @@ from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES, exp, row_maximum
 
-Tile: TypeAlias = tuple[int, int, int, bool]  # pair, query and key at its corner; whether keys behind are hidden
+# Pair, query and key at its corner; whether keys behind are hidden; whether it is the first tile of its rows.
+Tile: TypeAlias = tuple[int, int, int, bool, bool]
 
 
 def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
     """Overwrite scores s with ``exp(scale (s - maximum))``, hidden ones with 0, and update top and total by them.
 
-    The maximum is that of the columns up to here. Tiles come in the order of their columns, the first with ``start`` 0;
-    for later ones ``shrink`` (pairs, rows) is what sums over the earlier columns have to be multiplied by. ``scale``
-    is positive, and every row sees a column of every tile.
+    The maximum is that of the columns up to here. Tiles come in the order of their columns; after the first of its
+    rows ``shrink`` (pairs, rows) is what sums over the earlier columns have to be multiplied by. ``scale`` is positive,
+    and every row sees a column of every tile.
     """
     if is_device(s):
         _softmax_advance_device(s, tile, scale, top, total, shrink)
@@ -43,7 +44,7 @@ def softmax_gradient(s: Array, d: Array, tile: Tile, scale: float, top: Array, t
     if is_device(s):
         _softmax_gradient_device(s, d, tile, scale, top, total, dots)
     else:
-        _softmax_gradient(s, d, *tile, s.dtype.type(scale), top, total, dots)
+        _softmax_gradient(s, d, *tile[:4], s.dtype.type(scale), top, total, dots)
 
 
 def _rows(array: Array, s: Array, pair: int, first: int) -> Array:
@@ -52,20 +53,20 @@ def _rows(array: Array, s: Array, pair: int, first: int) -> Array:
 
 def _hide(s: Array, tile: Tile) -> None:
     """Write -infinity to the scores of a tile that are hidden: keys behind their query."""
-    xp, (_, first, start, causal) = namespace(s), tile
+    xp, (_, first, start, causal, _) = namespace(s), tile
     if causal and first + 1 < start + s.shape[2]:
         rows, columns = xp.arange(first, first + s.shape[1]), xp.arange(start, start + s.shape[2])
         s[...] = xp.where(columns[None, :] > rows[:, None], -xp.inf, s)
 
 
 def _softmax_advance_device(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
-    xp, (pair, first, start, _) = namespace(s), tile
+    xp, (pair, first, _, _, new) = namespace(s), tile
     _hide(s, tile)
     highest, sums = _rows(top, s, pair, first), _rows(total, s, pair, first)
-    if start:
-        new = xp.maximum(highest, s.max(axis=2))
-        shrink[...] = xp.exp((highest - new) * scale)
-        highest[...] = new
+    if not new:
+        higher = xp.maximum(highest, s.max(axis=2))
+        shrink[...] = xp.exp((highest - higher) * scale)
+        highest[...] = higher
         sums *= shrink
     else:
         highest[...] = s.max(axis=2)
@@ -79,7 +80,7 @@ def _softmax_advance_device(s: Array, tile: Tile, scale: float, top: Array, tota
 def _softmax_gradient_device(
     s: Array, d: Array, tile: Tile, scale: float, top: Array, total: Array, dots: Array
 ) -> None:
-    xp, (pair, first, _, _) = namespace(s), tile
+    xp, (pair, first, *_) = namespace(s), tile
     _hide(s, tile)
     s -= _rows(top, s, pair, first)[:, :, None]
     s *= scale
@@ -95,7 +96,7 @@ def _softmax_gradient_device(
 
 @jit(fastmath=REORDER)
 def _softmax_advance(
-    s: Any, pair: Any, first: Any, start: Any, causal: Any, scale: Any, top: Any, total: Any, shrink: Any
+    s: Any, pair: Any, first: Any, start: Any, causal: Any, new: Any, scale: Any, top: Any, total: Any, shrink: Any
 ) -> None:
     for h in range(s.shape[0]):
         for i in range(s.shape[1]):
@@ -104,7 +105,7 @@ def _softmax_advance(
                 # key start + j is hidden from query first + i where it is larger
                 row[first + i + 1 - start :] = -np.inf
             highest, sums = row_maximum(row), scale - scale  # a zero of the dtype
-            if start > 0:  # sums over earlier tiles were relative to a maximum that may be exceeded now
+            if not new:  # sums over earlier tiles were relative to a maximum that may be exceeded now
                 before = top[pair + h, first + i]
                 highest = max(highest, before)
                 shrink[h, i] = exp((before - highest) * scale)
@@ -142,7 +143,18 @@ for _softmax_dtype in SAMPLE_DTYPES:
         np.ones((1, 2), _softmax_dtype),
     )
     _softmax_advance.sample(
-        lambda x=_softmax_cube, q=_softmax_square, s=_one: (x.copy(), 0, 0, 0, True, s, q.copy(), q.copy(), q.copy())
+        lambda x=_softmax_cube, q=_softmax_square, s=_one: (
+            x.copy(),
+            0,
+            0,
+            0,
+            True,
+            True,
+            s,
+            q.copy(),
+            q.copy(),
+            q.copy(),
+        )
     )
     _softmax_gradient.sample(
         lambda x=_softmax_cube, q=_softmax_square, s=_one: (x.copy(), x.copy(), 0, 0, 0, True, s, q, q, q)
@@ -152,7 +164,7 @@ for _softmax_dtype in SAMPLE_DTYPES:
 def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink: Array) -> None:
     """Multiply rows of y by ``shrink`` (pairs, rows) and add ``part`` to them; y has the heads' columns alone."""
     if is_device(y):
-        rows = _view(y, 0, heads, part.shape[2])[:, :, first : first + part.shape[1]]
+        rows = _view(y, 0, heads, part.shape[2], pair, part.shape[0])[:, :, first : first + part.shape[1]]
         rows *= shrink.reshape(rows.shape[:3])[..., None]
         rows += part.reshape(rows.shape)
     else:
@@ -162,8 +174,8 @@ def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink
 def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, rows: int, total: Array) -> None:
     """Divide rows of so many pairs of y by ``total`` (all pairs, context); y has the heads' columns alone."""
     if is_device(y):
-        view = _view(y, 0, heads, y.shape[2] // heads)[:, :, first : first + rows]
-        view /= total[:, first : first + rows].reshape(view.shape[:3])[..., None]
+        view = _view(y, 0, heads, y.shape[2] // heads, pair, pairs)[:, :, first : first + rows]
+        view /= total[pair : pair + pairs, first : first + rows].reshape(view.shape[:3])[..., None]
     else:
         _divide_by_totals(y, heads, pair, first, pairs, rows, total)
 
@@ -182,17 +194,19 @@ def accumulate(
 ) -> None:
     """Write ``part`` (pairs groups, rows, size), summed over its groups, to rows of ``target``; ``add`` adds it."""
     if is_device(target):
-        rows = _view(target, column, heads, part.shape[2])[:, :, first : first + part.shape[1]]
+        pairs = part.shape[0] // groups
+        rows = _view(target, column, heads, part.shape[2], pair, pairs)[:, :, first : first + part.shape[1]]
         sums = part.reshape(*rows.shape[:2], groups, *rows.shape[2:]).sum(axis=2)
         rows[...] = rows + sums if add else sums
     else:
         _accumulate(part, groups, target, heads, pair, column, first, add)
 
 
-def _view(x: Array, column: int, heads: int, size: int) -> Array:
-    """View the heads of x (batch, context, columns) as (batch, heads, context, size)."""
-    batch, context, _ = x.shape
-    return x[:, :, column : column + heads * size].reshape(batch, context, heads, size).transpose(0, 2, 1, 3)
+def _view(x: Array, column: int, heads: int, size: int, pair: int, pairs: int) -> Array:
+    """View the heads of whole samples of x (batch, context, columns) as (samples, heads, context, size)."""
+    first, samples = pair // heads, pairs // heads
+    own = x[first : first + samples, :, column : column + heads * size]
+    return own.reshape(samples, x.shape[1], heads, size).transpose(0, 2, 1, 3)
 
 
 # Rows are cut out before their loops: with one index alone LLVM makes vector code without a check at every row.

@@ -6,17 +6,23 @@ head, follow one another. Arrays of statistics have a row for each pair.
 """
 
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from hpcdist.arrays.backend import Array, is_device
+from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.errors import UsageError
-from hpcdist.models.layers.dropout import Mask
+from hpcdist.models.documents import Documents
+from hpcdist.models.layers.dropout import WORDS_PER_COUNTER, Mask
 
 QUERY_BLOCK: Final = 64  # smaller blocks skip more of the masked half, larger ones are faster matrix products
 LONG: Final = 512  # the other side of a tile: a multiple of QUERY_BLOCK
 TILE: Final = 4 * 64 * 256  # scores at a time on a CPU: three tiles of float32 stay in a second-level cache
+
+
+Span: TypeAlias = tuple[int, int]  # rows of an array: the first, and the one behind the last
+EVERYTHING: Final[Span] = (0, sys.maxsize)
 
 
 @dataclass(frozen=True)
@@ -53,11 +59,18 @@ class Heads:
         """Return the most pairs of a sample and a query head that a chunk has, in the memory that ``like`` lies in."""
         return max((chunk.pairs for chunk in self.chunks(everything=is_device(like))), default=0)
 
-    def chunks(self, everything: bool, first_head: int = 0, last_head: int | None = None) -> Iterator["HeadChunk"]:
-        """Cut samples, and shared heads [first, last), so that a tile has about TILE scores, or not at all."""
+    def chunks(
+        self, everything: bool, first_head: int = 0, last_head: int | None = None, *, apart: bool = False
+    ) -> Iterator["HeadChunk"]:
+        """Cut samples, and shared heads [first, last), so that a tile has about TILE scores, or not at all.
+
+        ``apart``: no chunk has two samples, as where each has documents of its own.
+        """
         last_head = self.shared if last_head is None else last_head
         tile = min(QUERY_BLOCK, self.context) * min(LONG, self.context)  # scores of one pair
         samples = self.batch if everything else TILE // (tile * self.queries)
+        if apart:
+            samples = min(samples, 1)
         if last_head - first_head < self.shared:  # pairs of a chunk are numbered without gaps
             assert not everything
             samples = 0
@@ -101,12 +114,25 @@ class HeadChunk:
         """Return what this chunk has of a view that `Heads.view` made of all but the first ``skipped`` heads."""
         return view[self.first_sample : self.last_sample, self.first_head - skipped : self.last_head - skipped]
 
+    def spans(self, documents: Documents | None, pieces: "Pieces") -> Sequence[Span]:
+        """Return the rows of each document of the one sample in an array with ``pieces``; all rows without documents.
+
+        Of documents of which no token is here, they are none.
+        """
+        return (EVERYTHING,) if documents is None else documents.spans(self.first_sample, pieces)
+
     def drop(self, tile: Array, dropped: Mask | None, first: int, start: int) -> None:
         """Drop what ``dropped`` says of a tile (pairs, rows, columns) from row ``first`` and column ``start`` on.
 
         Both are places in the sample.
         """
-        if dropped is not None:
+        if dropped is not None and (skipped := start % WORDS_PER_COUNTER):  # as at the beginning of a document
+            wide = namespace(tile).empty((*tile.shape[:2], skipped + tile.shape[2]), tile.dtype)
+            wide[..., skipped:] = tile
+            wide[..., :skipped] = 0
+            self.drop(wide, dropped, first, start - skipped)
+            tile[...] = wide[..., skipped:]
+        elif dropped is not None:
             # Rows of the mask in front of this chunk: whole samples, then whole query heads of `pitch` rows each.
             above = self.first_sample * dropped.rows_per_sample + self.first_head * self.heads.group * dropped.pitch
             dropped.drop(tile, 0, tile.shape[1], tile.shape[2], above=above + first, left=start)

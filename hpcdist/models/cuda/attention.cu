@@ -141,10 +141,25 @@ struct Dropped {
   }
 };
 
+// Documents of the sample of a block of threads: of row r, keys [range[2 r], range[2 r + 1]); all of them without any.
+struct Documents {
+  const long long* range;
+  long long context;
+  __device__ __forceinline__ Documents(long long address, long long sample, long long context)
+      : range(address ? (const long long*)address + 2 * sample * context : (const long long*)0), context(context) {}
+  __device__ __forceinline__ long long first(long long row) const { return range ? range[2 * row] : 0; }
+  __device__ __forceinline__ long long stop(long long row) const {
+    return range ? range[2 * (row < context ? row : context - 1) + 1] : context;
+  }
+  __device__ __forceinline__ bool joins(long long row, long long key) const {
+    return !range || (row < context && key >= range[2 * row] && key < range[2 * row + 1]);
+  }
+};
+
 // y (batch, context, heads size) and sums (batch heads, context); grid (batch heads, blocks of queries)
 extern "C" __global__ void __launch_bounds__(THREADS) attention(const REAL* queries, const REAL* keys, REAL* y,
     float* sums, long long context, long long size, long long heads, long long shared, long long q_stride,
-    long long kv_stride, long long k_first, long long v_first, long long causal, float scale, long long on,
+    long long kv_stride, long long k_first, long long v_first, long long causal, long long documents, float scale, long long on,
     long long groups, long long pitch, long long rows_per_sample, long long first_row, long long blocks,
     long long first_sample, long long site, long long step, long long key0, long long key1, long long limit,
     float kept) {
@@ -157,12 +172,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const REAL* quer
   Head q(queries + sample * context * q_stride + head * size, q_stride, context, size);
   Head k(keys + k_first + sample * context * kv_stride + other, kv_stride, context, size);
   Head v(keys + v_first + sample * context * kv_stride + other, kv_stride, context, size);
+  Documents of(documents, sample, context);
   unsigned a[STEPS][4], p[4][4];
   float out[HEAD / 8][4], s[8][4], top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0};
   rows_of(q, own, a);
   zero<HEAD / 8>(out);
-  long long end = causal && begin + ROWS < context ? begin + ROWS : context;
-  for (long long start = 0; start < end; start += 64) {
+  long long end = causal && begin + ROWS < context ? begin + ROWS : of.stop(begin + ROWS - 1);
+  for (long long start = of.first(begin) / 64 * 64; start < end; start += 64) {
     __syncthreads();
     fetch<64>(k, start, &k_tile, (Turned<64>*)0);
     fetch<64>(v, start, (Plain<64>*)0, &v_tile);
@@ -178,20 +194,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const REAL* quer
       for (int n = 0; n < 8; ++n) {
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          bool seen = start + n * 8 + member() * 2 + e % 2 <= last;
+          long long key = start + n * 8 + member() * 2 + e % 2;
+          bool seen = key <= last && (row >= context || of.joins(row, key));
           s[n][e] = seen ? s[n][e] * (scale * LOG2E) : -INFINITY;
           most = larger(s[n][e], most);
         }
       }
       most = over_row(most, Larger());
-      float shrink = exp2f(top[half] - most);
+      float base = most == -INFINITY ? 0.0f : most;  // a row of a document that begins behind these keys
+      float shrink = exp2f(top[half] - base);
       top[half] = most;
       total[half] *= shrink;
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          s[n][e] = exp2f(s[n][e] - most);
+          s[n][e] = exp2f(s[n][e] - base);
           total[half] += s[n][e];
           if (dropped.on) s[n][e] *= dropped.factor(pair, row, start + n * 8 + member() * 2 + e % 2);
         }
@@ -236,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_dots(const REAL*
 extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const REAL* queries, const REAL* keys,
     const REAL* dy, const float* sums, const float* dots, REAL* dq, long long context, long long size,
     long long heads, long long shared, long long q_stride, long long kv_stride, long long k_first, long long v_first,
-    long long causal, float scale, long long on, long long groups, long long pitch, long long rows_per_sample,
+    long long causal, long long documents, float scale, long long on, long long groups, long long pitch, long long rows_per_sample,
     long long first_row, long long blocks, long long first_sample, long long site, long long step, long long key0,
     long long key1, long long limit, float kept) {
   __shared__ Plain<SHORT> k_tile, v_tile;
@@ -249,6 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const RE
   Head k(keys + k_first + sample * context * kv_stride + other, kv_stride, context, size);
   Head v(keys + v_first + sample * context * kv_stride + other, kv_stride, context, size);
   Head g(dy + sample * context * heads * size + head * size, heads * size, context, size);
+  Documents of(documents, sample, context);
   unsigned a[STEPS][4], b[STEPS][4], ds[SHORT / 16][4];
   float out[HEAD / 8][4], s[SHORT / 8][4], d[SHORT / 8][4], sum[2], dot[2];
   rows_of(q, own, a);
@@ -260,8 +279,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const RE
     sum[half] = row < context ? sums[pair * context + row] : 0.0f;
     dot[half] = row < context ? dots[pair * context + row] : 0.0f;
   }
-  long long end = causal && begin + ROWS < context ? begin + ROWS : context;
-  for (long long start = 0; start < end; start += SHORT) {
+  long long end = causal && begin + ROWS < context ? begin + ROWS : of.stop(begin + ROWS - 1);
+  for (long long start = of.first(begin) / SHORT * SHORT; start < end; start += SHORT) {
     __syncthreads();
     fetch<SHORT>(k, start, &k_tile, &k_turned);
     fetch<SHORT>(v, start, &v_tile, (Turned<SHORT>*)0);
@@ -275,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const RE
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         long long row = own + group() + e / 2 * 8, key = start + n * 8 + member() * 2 + e % 2;
-        bool seen = key < context && (!causal || key <= row);
+        bool seen = key < context && (!causal || key <= row) && of.joins(row, key);
         float chance = seen ? exp2f(s[n][e] * (scale * LOG2E) - sum[e / 2]) : 0.0f;
         float slope = dropped.on ? d[n][e] * dropped.factor(pair, row, key) : d[n][e];
         s[n][e] = seen ? chance * (slope - dot[e / 2]) * scale : 0.0f;
@@ -301,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const RE
 extern "C" __global__ void __launch_bounds__(THREADS) attention_keys(const REAL* queries, const REAL* keys,
     const REAL* dy, const float* sums, const float* dots, REAL* dkv, long long context, long long size,
     long long heads, long long shared, long long q_stride, long long kv_stride, long long k_first, long long v_first,
-    long long causal, float scale, long long on, long long groups, long long pitch, long long rows_per_sample,
+    long long causal, long long documents, float scale, long long on, long long groups, long long pitch, long long rows_per_sample,
     long long first_row, long long blocks, long long first_sample, long long site, long long step, long long key0,
     long long key1, long long limit, float kept) {
   __shared__ Plain<SHORT> q_tile, g_tile;
@@ -312,6 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_keys(const REAL*
   long long begin = (long long)blockIdx.y * ROWS, own = begin + threadIdx.x / 32 * 16;
   Head k(keys + k_first + sample * context * kv_stride + other * size, kv_stride, context, size);
   Head v(keys + v_first + sample * context * kv_stride + other * size, kv_stride, context, size);
+  Documents of(documents, sample, context);
   unsigned a[STEPS][4], b[STEPS][4], left[SHORT / 16][4];
   float dk[HEAD / 8][4], dv[HEAD / 8][4], s[SHORT / 8][4], d[SHORT / 8][4];
   rows_of(k, own, a);
@@ -322,7 +342,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_keys(const REAL*
     long long pair = sample * heads + head;
     Head q(queries + sample * context * q_stride + head * size, q_stride, context, size);
     Head g(dy + sample * context * heads * size + head * size, heads * size, context, size);
-    for (long long start = causal ? begin : 0; start < context; start += SHORT) {
+    long long stop = of.stop(begin + ROWS - 1);
+    for (long long start = causal ? begin : of.first(begin) / SHORT * SHORT; start < stop; start += SHORT) {
       __syncthreads();
       fetch<SHORT>(q, start, &q_tile, &q_turned);
       fetch<SHORT>(g, start, &g_tile, &g_turned);
@@ -336,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_keys(const REAL*
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           long long key = own + group() + e / 2 * 8, row = start + n * 8 + member() * 2 + e % 2;
-          bool seen = row < context && key < context && (!causal || key <= row);
+          bool seen = row < context && key < context && (!causal || key <= row) && of.joins(row, key);
           float chance = seen ? exp2f(s[n][e] * (scale * LOG2E) - sums[pair * context + row]) : 0.0f;
           float factor = dropped.on && seen ? dropped.factor(pair, row, key) : 1.0f;
           d[n][e] = seen ? chance * (d[n][e] * factor - dots[pair * context + row]) * scale : 0.0f;

@@ -15,6 +15,7 @@ from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.dtypes import accumulation_dtype
 from hpcdist.arrays.jit import jit
 from hpcdist.errors import ConfigurationError
+from hpcdist.models.documents import Documents
 from hpcdist.models.layers import cuda_kernels
 from hpcdist.models.layers.linear import add_to_rows, column_sums
 from hpcdist.models.layers.vector_math import SAMPLE_DTYPES
@@ -47,10 +48,13 @@ class LocalEmbedding:
 
 
 class LocalPositions:
-    """A table ``PREFIX.weight`` (positions, hidden), of which every sample gets the first rows."""
+    """A table ``PREFIX.weight`` (positions, hidden), of which every sample or document gets the first ones."""
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
         """Add the rows of the first ``context`` positions to y (batch, context, hidden), in place."""
+        if saved.documents is not None:
+            y += namespace(y).take(parameters[f"{prefix}.weight"], saved.documents.places, axis=0)
+            return y
         rows = parameters[f"{prefix}.weight"][:context]
         add_to_rows(y.reshape(y.shape[0], -1), rows.reshape(-1))
         return y
@@ -58,10 +62,21 @@ class LocalPositions:
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
         """Add dy (batch, context, hidden), summed over samples, to the gradient of the table."""
         into, add = gradients.into(f"{prefix}.weight")
+        if saved.documents is not None:
+            add_to_positions(dy, saved.documents.places, into, add)
+            return
         context = dy.shape[1]
         if not add:
             into[context:] = 0
         column_sums(dy.reshape(dy.shape[0], -1), into[:context].reshape(-1), add)
+
+
+def add_to_positions(dy: Array, places: Array, into: Array, add: bool) -> None:
+    """Write rows dy (..., hidden), summed by place, to the gradient of a table of positions; ``add`` adds them."""
+    if not add:
+        into[...] = 0
+    rows = dy.reshape(-1, dy.shape[-1])
+    (cuda_kernels.scatter if is_device(dy) else _add_rows)(rows, places.reshape(-1), into)
 
 
 @jit
@@ -91,18 +106,29 @@ _tables: dict[tuple[int, Any, bool], Array] = {}  # (head size, dtype, on a GPU)
 
 
 class LocalRotary:
-    """Rotation of the heads that lie in the first columns; position 0 is the first of a sample."""
+    """Rotation of the heads that lie in the first columns; position 0 is the first of a sample, or of a document."""
 
     def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
         """Turn columns [0, rotated) of contiguous x (batch, context, columns), in place; return x.
 
         ``rotated`` is a multiple of ``head_size``, which is even: ConfigurationError where it is not.
         """
+        if saved.documents is not None:
+            return turn_in_documents(x, head_size, rotated, saved.documents, 1)
         return turn(x, rotated, rotary_table(x.shape[1], head_size, x), 1)
 
     def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
         """Turn columns [0, rotated) of the gradient (batch, context, columns) back, in place; return it."""
+        if saved.documents is not None:
+            return turn_in_documents(dx, head_size, rotated, saved.documents, -1)
         return turn(dx, rotated, rotary_table(dx.shape[1], head_size, dx), -1)
+
+
+def turn_in_documents(x: Array, head_size: int, rotated: int, documents: Documents, sign: int) -> Array:
+    """Turn columns [0, rotated) of contiguous x (batch, tokens, columns) by places in documents; see `turn`."""
+    turns = rotary_table(documents.longest, head_size, x)[documents.places.reshape(-1)]
+    turn(x.reshape(1, -1, x.shape[2]), rotated, turns, sign)
+    return x
 
 
 def rotary_table(context: int, head_size: int, like: Array) -> Array:

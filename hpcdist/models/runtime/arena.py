@@ -10,6 +10,7 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
+from hpcdist.models.documents import Documents
 from hpcdist.models.stage import Draw
 
 # A free block serves requests down to 1 / MAX_WASTE of its size: uneven last batches need no memory of their own.
@@ -104,6 +105,7 @@ class ArenaSaved:
         self._key = key
         self.layer = key[0]
         self.draw: Draw | None = None
+        self.documents: Documents | None = None
         self.scale = 1.0
         self._values: dict[str, Any] = {}
         self._taken: list[int] = []
@@ -131,9 +133,9 @@ class ArenaSaved:
         return self._arena.scratch(name, shape, dtype)
 
     def within(self) -> "ArenaSaved":
-        """Return another one of the same stage and draw, with memory of its own, that the caller releases."""
+        """Return another one of the same stage, draw and documents, with own memory, that the caller releases."""
         inner = ArenaSaved(self._arena, self._key)
-        inner.draw, inner.scale = self.draw, self.scale
+        inner.draw, inner.scale, inner.documents = self.draw, self.scale, self.documents
         return inner
 
     def owns(self, array: Array) -> bool:
@@ -165,7 +167,7 @@ class ArenaSaved:
         self._held.clear()
         self._values.clear()
         self.deferred.clear()
-        self.draw = None
+        self.draw = self.documents = None
         self._arena.forget(self._key, self)
 
 

@@ -17,7 +17,7 @@ from hpcdist.arrays.backend import Array, is_device
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.attention.tiles import Pieces
 from hpcdist.models.layers.dropout import LocalDropout, mask
-from hpcdist.models.layers.embedding import rotary_table, turn
+from hpcdist.models.layers.embedding import LocalPositions, rotary_table, turn, turn_in_documents
 from hpcdist.models.layers.linear import add_to_rows, column_sums
 from hpcdist.models.model import Model
 from hpcdist.models.stage import AttentionOperation, Gradients, Parameters, Saved
@@ -36,12 +36,17 @@ class PiecePositions:
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
         """Add the rows of the own places to y (batch, own tokens, hidden), in place; return y."""
         assert context == self._axis.tokens
+        if saved.documents is not None:
+            return LocalPositions().forward(parameters, prefix, y, context, saved)
         rows = self._axis.rows(parameters[f"{prefix}.weight"])
         add_to_rows(y.reshape(y.shape[0], -1), rows.reshape(-1))
         return y
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
         """Add dy (batch, own tokens, hidden), summed over samples, to the own rows of the table's gradient."""
+        if saved.documents is not None:
+            LocalPositions().backward(gradients, prefix, dy, saved)
+            return
         into, add = gradients.into(f"{prefix}.weight")
         if not add:
             into[...] = 0
@@ -60,10 +65,14 @@ class PieceRotary:
 
     def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
         """Turn columns [0, rotated) of x (batch, own tokens, columns), in place; return x."""
+        if saved.documents is not None:
+            return turn_in_documents(x, head_size, rotated, saved.documents, 1)
         return turn(x, rotated, self._table(head_size, x), 1)
 
     def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
         """Turn columns [0, rotated) of the gradient back, in place; return it."""
+        if saved.documents is not None:
+            return turn_in_documents(dx, head_size, rotated, saved.documents, -1)
         return turn(dx, rotated, self._table(head_size, dx), -1)
 
     def _table(self, head_size: int, like: Array) -> Array:

@@ -23,7 +23,8 @@ from hpcdist.models.attention.flash import (
     keep_for_backward,
     mask_of_heads,
 )
-from hpcdist.models.attention.tiles import HeadChunk, Heads, blocks, heads_of
+from hpcdist.models.attention.tiles import QUERY_BLOCK, HeadChunk, Heads, Span, blocks, heads_of
+from hpcdist.models.documents import Documents
 from hpcdist.models.stage import AttentionOptions, Saved
 from hpcdist.strategies.context.axis import ContextAxis, Ring
 from hpcdist.strategies.context.costs import AttentionShare, head_parts
@@ -50,7 +51,7 @@ class RingAttention:
         sums = saved.empty("attention.sums", shape, accumulation_dtype(qkv.dtype))
         dropout, part = options.get("dropout", 0.0), options.get("part")
         dropped = mask_of_heads(saved, dropout, heads.queries, axis.context, part)
-        forward = TiledForward(heads, saved, qkv, y, sums, axis.most_tokens)
+        forward, documents = TiledForward(heads, saved, qkv, y, sums, axis.most_tokens), saved.documents
         for travelling in self._parts(heads, saved, qkv, kv):
             for source, block, poll in travelling.rounds():
                 own, from_row = source == axis.rank, 0
@@ -58,11 +59,12 @@ class RingAttention:
                 if not own:
                     visit = self._visits[causal][source]
                     keys, from_row = travelling.keys(visit, block), visit.from_row
-                for chunk in travelling.chunks():
-                    for rows in blocks(axis.own, first=from_row):
-                        forward.block(chunk, rows, keys, dropped, causal=causal and own, begins=own)
+                for chunk in travelling.chunks(documents):
+                    for queries, seen in self._spans(documents, chunk, source):
+                        for rows in blocks(axis.own, QUERY_BLOCK, max(from_row, queries[0]), queries[1]):
+                            forward.block(chunk, rows, keys, dropped, causal=causal and own, begins=own, span=seen)
                     poll()
-            for chunk in travelling.chunks():
+            for chunk in travelling.chunks(documents):
                 for rows in blocks(axis.own):
                     forward.finish(chunk, rows)
         keep_for_backward(saved, qkv=qkv, kv=kv, head_size=head_size, dropped=dropped, causal=causal)
@@ -70,7 +72,7 @@ class RingAttention:
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
         """Return dqkv, or (dq, dkv), of the own tokens; see `LocalAttention.backward`."""
-        axis = self._axis
+        axis, documents = self._axis, saved.documents
         heads, (qkv, kv, y, sums), (dq, dkv, dots), causal, dropped = begin_backward(saved, keep=keep)
         kernels.row_dots(dy, y, heads.queries, dots)
         backward = TiledBackward(heads, saved, axis.own, (qkv, dy, dq), sums, dots, axis.most_tokens)
@@ -79,23 +81,33 @@ class RingAttention:
             ring = travelling.ring
             for source, block, poll in travelling.rounds():
                 if source == axis.rank:
-                    for chunk in travelling.chunks():
-                        for rows in blocks(axis.own):
-                            backward.block(chunk, rows, keys, gradients, dropped, causal=causal, begins=rows[0] == 0)
+                    for chunk in travelling.chunks(documents):
+                        for span, _ in self._spans(documents, chunk, source):
+                            for rows in blocks(axis.own, QUERY_BLOCK, *span):
+                                begins = rows[0] == span[0]
+                                backward.block(
+                                    chunk, rows, keys, gradients, dropped, causal=causal, begins=begins, span=span
+                                )
                         poll()
                     continue
                 visit, part = self._visits[causal][source], ring.contribution(source)
-                part[:, visit.keys[-1][1] if visit.keys else 0 :] = 0  # what no own query sees
+                unseen = visit.keys[-1][1] if visit.keys and documents is None else 0
+                part[:, unseen:] = 0  # what no own query sees
                 theirs, into = travelling.keys(visit, block), travelling.gradients(part)
-                for chunk in travelling.chunks():
-                    for rows in blocks(visit.keys):
-                        backward.block(
-                            chunk, rows, theirs, into, dropped, causal=False, begins=False, from_row=visit.from_row
-                        )
+                for chunk in travelling.chunks(documents):
+                    for queries, seen in self._spans(documents, chunk, source):
+                        span = max(visit.from_row, queries[0]), queries[1]
+                        for rows in blocks(visit.keys, QUERY_BLOCK, *seen) if span[0] < span[1] else ():
+                            backward.block(chunk, rows, theirs, into, dropped, causal=False, begins=False, span=span)
                     poll()
                 ring.pass_on(part, source)
             travelling.add(ring.finish(), dq if dkv is None else dkv)
         return dq if dkv is None else (dq, dkv)
+
+    def _spans(self, documents: Documents | None, chunk: HeadChunk, source: int) -> Iterator[tuple[Span, Span]]:
+        """Yield the rows of each document of a chunk here, and in the block of ``source``."""
+        own, theirs = (chunk.spans(documents, self._axis.pieces[rank]) for rank in (self._axis.rank, source))
+        return zip(own, theirs, strict=True)
 
     def _parts(self, heads: Heads, saved: Saved, qkv: Array, kv: Array | None) -> Iterator["_Travelling"]:
         """Yield the parts of the shared heads that travel one after the other: the same on all ranks."""
@@ -134,9 +146,10 @@ class _Travelling:
             block[..., at * width : (at + 1) * width] = array[..., columns]
         yield from self.ring.rounds(block)
 
-    def chunks(self) -> Iterator[HeadChunk]:
-        """Yield the chunks of these heads."""
-        return self._heads.chunks(is_device(self._qkv), self._part.start, self._part.stop)
+    def chunks(self, documents: Documents | None) -> Iterator[HeadChunk]:
+        """Yield the chunks of these heads, of one sample each where samples have documents."""
+        apart = documents is not None
+        return self._heads.chunks(is_device(self._qkv), self._part.start, self._part.stop, apart=apart)
 
     def keys(self, visit: Visit, block: Array) -> KeyRows:
         """Return the keys and values of a ``block`` of another rank that the own queries see."""

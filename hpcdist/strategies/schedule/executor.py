@@ -95,13 +95,15 @@ class Executor:
         step: int,
         stop_requests: np.ndarray,
         first_sample: int = 0,
+        targets: int | None = None,
     ) -> StepResult:
         """Run one step. Collective: every rank runs the list of its own place.
 
         ``batches`` are the micro-batches of this rank's replica, which begin with ``first_sample`` of the batch of all
-        replicas; ``samples`` counts those of all, and ``stop_requests`` (float64) are summed over the ranks along with
-        the loss. Raises NonFiniteError on every rank, before any parameter changed, when the loss is not finite, or the
-        gradient and `loss_scale` has no cure.
+        replicas; ``samples`` counts those of all, ``targets`` what the mean of the loss divides by (None: as the model
+        says), and ``stop_requests`` (float64) are summed over the ranks along with the loss. Raises NonFiniteError on
+        every rank, before any parameter changed, when the loss is not finite, or the gradient and `loss_scale` has no
+        cure.
         """
         sizes = [len(inputs) for inputs, _ in batches]
         try:
@@ -109,7 +111,7 @@ class Executor:
                 observer.begin_step(step, operations, sizes)
             self.number, self.sizes, self.samples = step, sizes, samples
             self.outcome = StepResult(loss_scale=self.loss_scale.scale)
-            self._scale = 1.0 / (samples * self.model.tokens_per_sample)
+            self._scale = 1.0 / (targets or samples * self.model.tokens_per_sample)
             self._draw = Draw(self._seed, step, first_sample)
             self._sent, self._step = stop_requests, (operations, batches)
             self._begin(operations, batches, self._draw)

@@ -17,6 +17,7 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
+from hpcdist.models.documents import unpacked
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.runtime.split_backward import release_first_pass, split_operations, weight_gradients
 from hpcdist.models.stage import Draw, MixedStage, Operations, Saved
@@ -141,7 +142,10 @@ class Stages:
         Backwards begin with ``scale`` times the gradient of the summed loss.
         """
         axis = self._context.context
-        self._batches = batches if axis is None else [(axis.cut(x), axis.cut(y)) for x, y in batches]
+        cut = (lambda whole: whole) if axis is None else axis.cut
+        inputs = [unpacked(x, cut) for x, _ in batches]
+        self._documents = [documents for _, documents in inputs]
+        self._batches = [(x, cut(y)) for (x, _), (_, y) in zip(inputs, batches, strict=True)]
         self._scale, evaluates = scale, draw is None
         firsts = accumulate((len(inputs) for inputs, _ in batches), initial=draw.first_sample if draw else 0)
         self._draws = [draw and replace(draw, first_sample=first) for first in firsts]
@@ -184,7 +188,7 @@ class Stages:
         inputs, targets = self._batches[op.microbatch]
         dropped = at in self._dropped and not op.recompute
         x = inputs if op.unit == 0 else self._inputs[at]
-        saved.draw = self._draws[op.microbatch]
+        saved.draw, saved.documents = self._draws[op.microbatch], self._documents[op.microbatch]
         self._skips.bring(op, saved)
         y = stage.forward(self._bound.parameters(op.unit), x, self._model.operations, saved)
         called = getattr(stage, "name", "")  # what its user calls it, where it is not of this library

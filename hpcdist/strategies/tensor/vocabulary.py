@@ -12,6 +12,8 @@ import numpy as np
 from hpcdist.arrays.backend import Array, Scalar, is_device, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.ranges import Range
+from hpcdist.models.documents import Documents
+from hpcdist.models.layers.embedding import add_to_positions
 from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES, exp, row_maximum
 from hpcdist.models.stage import Gradients, Parameters, Saved, as_indices, check_tokens
 from hpcdist.strategies.tensor.axis import Borders, SequenceBorders
@@ -66,6 +68,9 @@ class RowPositions:
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
         """Add to each of the own rows of y (rows, hidden) that of its position, in place."""
         assert context == self.borders.context
+        if saved.documents is not None:
+            y += namespace(y).take(parameters[f"{prefix}.weight"], self._places(saved.documents, y), axis=0)
+            return y
         for rows, _, place in self.borders.stretches(y):
             y[rows] += parameters[f"{prefix}.weight"][place : place + rows.stop - rows.start]
         return y
@@ -73,10 +78,18 @@ class RowPositions:
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
         """Add the own rows dy (rows, hidden) to the gradient of the table."""
         into, add = gradients.into(f"{prefix}.weight")
+        if saved.documents is not None:
+            add_to_positions(dy, self._places(saved.documents, dy), into, add)
+            return
         if not add:
             into[...] = 0
         for rows, _, place in self.borders.stretches(dy):
             into[place : place + rows.stop - rows.start] += dy[rows]
+
+    def _places(self, documents: Documents, rows: Array) -> Array:
+        """Return the place of each of the own rows in its document."""
+        first = self.borders.first_token(rows)
+        return documents.places.reshape(-1)[first : first + rows.shape[0]]
 
 
 class VocabularyCrossEntropy:

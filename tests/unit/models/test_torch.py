@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+from harness.documents import drawn_places, sees
 from harness.marks import cases
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
 from hpcdist.models.config import ModelConfig
+from hpcdist.models.documents import PackedTokens
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import IGNORED
 from hpcdist.models.transformer import masked_predictions
@@ -26,13 +28,10 @@ def _linear(x, p, name):
     return torch.nn.functional.linear(x, weight, None if bias is None else bias.flatten())
 
 
-def _turned(x):
+def _turned(x, places):
     """Rotary positions of heads (batch, heads, context, size) by complex numbers, whose parts are the halves."""
-    size, context = x.shape[-1], x.shape[-2]
-    angles = torch.outer(
-        torch.arange(context, dtype=torch.float64),
-        10000.0 ** (-2 * torch.arange(size // 2, dtype=torch.float64) / size),
-    )
+    size = x.shape[-1]
+    angles = places[:, None, :, None] * 10000.0 ** (-2 * torch.arange(size // 2, dtype=torch.float64) / size)
     turns = torch.polar(torch.ones_like(angles), angles)
     numbers = torch.complex(x[..., : size // 2].double(), x[..., size // 2 :].double()) * turns
     return torch.cat([numbers.real, numbers.imag], -1).to(x.dtype)
@@ -42,11 +41,14 @@ def _heads(x, parts, size):
     return x.view(*x.shape[:2], parts, -1, size).permute(2, 0, 3, 1, 4)
 
 
-def _transformer(w, tokens, config):
+def _transformer(w, tokens, config, places=None):
+    """``places`` are those of the tokens in their documents; None: each sample is one."""
     functional = torch.nn.functional
+    seen = None if places is None else torch.tensor(sees(places, config.kind == "gpt"))[:, None]
+    places = torch.arange(tokens.shape[1]).expand(tokens.shape) if places is None else torch.tensor(places)
     x = w["0.tokens.weight"][tokens]
     if config.positions == "learned":
-        x = x + w["0.positions.weight"][: tokens.shape[1]]
+        x = x + w["0.positions.weight"][places]
     size = config.hidden // config.heads
     for layer in range(1, config.layers + 1):
         p = {key.split(".", 1)[1]: value for key, value in w.items() if key.startswith(f"{layer}.")}
@@ -56,9 +58,9 @@ def _transformer(w, tokens, config):
         else:
             (q,), (k, v) = _heads(_linear(h, p, "query"), 1, size), _heads(_linear(h, p, "kv"), 2, size)
         if config.positions == "rotary":
-            q, k = _turned(q), _turned(k)
-        causal = config.kind == "gpt"
-        h = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+            q, k = _turned(q, places), _turned(k, places)
+        causal = config.kind == "gpt" and seen is None
+        h = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal, enable_gqa=True)
         x = x + _linear(h.transpose(1, 2).reshape(x.shape), p, "projection")
         h = _linear(_norm(x, p, "norm2"), p, "up")
         if config.activation == "swiglu":
@@ -110,7 +112,7 @@ def _compare(model, x, targets, reference, rng):
     np.testing.assert_allclose(logits, expected.detach().numpy(), atol=1e-5 * scale)
     loss = model.loss.forward(logits, targets, model.operations, arena.saved(model.stages[-1].layer))
     count = int((targets.astype(np.int64) >= 0).sum())
-    assert count == len(targets) * model.tokens_per_sample
+    assert count == len(targets) * model.tokens_per_sample or isinstance(x, PackedTokens)
     model.backward(parameters, into, 1 / count, arena)
     wide = torch.tensor(targets.astype(np.int64).reshape(-1))
     mean = torch.nn.functional.cross_entropy(expected.reshape(-1, expected.shape[-1]), wide, ignore_index=-1)
@@ -161,6 +163,21 @@ def test_options_of_transformers(kind, options, context, batch, rng):
     wide = torch.tensor(x.astype(np.int64))
     model = models.build(config, "float32", context=context)
     _compare(model, x, targets, lambda w: _transformer(w, wide, config), rng)
+
+
+@cases(
+    "kind, options, context, most",
+    ("gpt", "no bias", 80, 30),
+    ("gpt", "llama", 150, 0),
+    ("encoder", "one for all", 70, 9),
+)
+def test_packed_documents(kind, options, context, most, rng):
+    config = ModelConfig(kind=kind, layers=2, hidden=48, heads=4, vocabulary=50, **OPTIONS[options])
+    tokens, places = rng.integers(0, 50, (2, context)).astype(np.uint16), drawn_places(rng, 2, context, most)
+    targets = np.where(rng.random(tokens.shape) < 0.2, IGNORED, rng.integers(0, 50, tokens.shape))
+    wide = torch.tensor(tokens.astype(np.int64))
+    model, packed = models.build(config, "float32", context=context), PackedTokens.of(tokens, places)
+    _compare(model, packed, targets, lambda w: _transformer(w, wide, config, places), rng)
 
 
 @cases(

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from harness.devices import MODELS, ModelRun, batches_of, placed
+from harness.documents import drawn_places
+from hpcdist.models.documents import PackedTokens
 
 BOUNDS = {"float32": 1e-5, "float64": 1e-12}
 
@@ -46,5 +48,19 @@ def test_a_backward_in_two_passes_is_that_of_the_cpu(gpu, case, rng):
     gpu.LOG.clear()
     device.split_step(there, together=False)
     assert gpu.LOG.events == []
+    got, want = device.gradient.array.get(), host.gradient.array
+    assert np.linalg.norm(got - want) <= 1e-12 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("case", ["gpt tied, dropout", "encoder with the options of Llama"])
+def test_packed_documents_are_those_of_the_cpu(gpu, case, rng):
+    batches, seed = batches_of(case, rng), int(rng.integers(1 << 30))
+    places = [drawn_places(rng, *x.shape, 30) for x, _ in batches]
+    host, device = ModelRun(case, "float64", "cpu", seed), ModelRun(case, "float64", "gpu", seed)
+    expected, losses = (
+        run.step([(PackedTokens.of(x, own), y) for (x, y), own in zip(placed(batches, on), places, strict=True)])
+        for run, on in ((host, "cpu"), (device, "gpu"))
+    )
+    np.testing.assert_allclose([float(loss) for loss in losses], expected, rtol=1e-12)
     got, want = device.gradient.array.get(), host.gradient.array
     assert np.linalg.norm(got - want) <= 1e-12 * np.linalg.norm(want)

@@ -37,7 +37,7 @@ def _forward(advance, x, causal, rows, columns):
         for start in range(0, seen, columns):
             end = min(start + columns, seen)
             tile = x[:, first:last, start:end].copy()
-            advance(tile, (BEFORE, first, start, causal), SCALE, top, total, shrink)
+            advance(tile, (BEFORE, first, start, causal, start == 0), SCALE, top, total, shrink)
             if start:
                 p[:, first:last, :start] *= shrink[..., None]
             p[:, first:last, start:end] = tile
@@ -62,7 +62,7 @@ def test_tiles_against_the_formula(count, rows, columns, causal, dtype, function
         for start in range(0, min(first + rows, count) if causal else count, rows):
             part = np.s_[:, first : first + rows, start : start + rows]
             s, g = x[part].copy(), d[part].copy()
-            gradient(s, g, (BEFORE, first, start, causal), SCALE, top, total, dots)
+            gradient(s, g, (BEFORE, first, start, causal, False), SCALE, top, total, dots)
             assert np.abs(s - want[part]).max() <= 20 * TOLERANCE[dtype]
             assert np.abs(g - wanted[part]).max() <= 20 * TOLERANCE[dtype] * (1 + np.abs(d).max())
 
@@ -75,17 +75,17 @@ def test_what_is_not_finite_stays_visible(column, bad, functions, rng):
     x = rng.standard_normal((1, 4, 100)).astype(np.float32)
     x[0, 2, column] = bad
     top, total = np.zeros((2, 1, 4), np.float32)
-    advance(x, (0, 0, 0, False), 1.0, top, total, np.empty((1, 4), np.float32))
+    advance(x, (0, 0, 0, False, True), 1.0, top, total, np.empty((1, 4), np.float32))
     assert np.isnan(total[0, 2]) and np.isfinite(total[0, [0, 1, 3]]).all() and np.isfinite(x[0, [0, 1, 3]]).all()
     d = np.ones_like(x)
-    gradient(x, d, (0, 0, 0, False), 1.0, top, total, np.ones((1, 4), np.float32))
+    gradient(x, d, (0, 0, 0, False, True), 1.0, top, total, np.ones((1, 4), np.float32))
     assert np.isnan(x[0, 2]).all() and np.isnan(d[0, 2]).all() and np.isfinite(d[0, [0, 1, 3]]).all()
 
 
 def test_huge_scores_do_not_overflow():
     x = np.array([[[3e38, -3e38, 3e38]]], np.float32)
     top, total = np.zeros((2, 1, 1), np.float32)
-    kernels.softmax_advance(x, (0, 0, 0, False), 1.0, top, total, np.empty((1, 1), np.float32))
+    kernels.softmax_advance(x, (0, 0, 0, False, True), 1.0, top, total, np.empty((1, 1), np.float32))
     assert (x == np.float32([1, 0, 1])).all() and total == 2 and top == np.float32(3e38)
 
 
@@ -93,5 +93,5 @@ def test_the_hidden_half_is_no_part_of_anything(rng):
     x = rng.standard_normal((1, 8, 8))
     x[0, 3, 5:] = np.nan
     top, total = np.zeros((2, 1, 8))
-    kernels.softmax_advance(x, (0, 0, 0, True), 1.0, top, total, np.empty((1, 8)))
+    kernels.softmax_advance(x, (0, 0, 0, True, True), 1.0, top, total, np.empty((1, 8)))
     assert np.isfinite(x).all() and (x[0, 3, 4:] == 0).all() and np.isfinite(total).all()

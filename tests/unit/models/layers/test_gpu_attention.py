@@ -5,10 +5,13 @@ import math
 import numpy as np
 import pytest
 
+from harness.documents import drawn_places, sees
+from harness.marks import cases
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.errors import UsageError
 from hpcdist.models.attention.flash import LocalAttention
+from hpcdist.models.documents import PackedTokens, unpacked
 from hpcdist.models.layers.dropout import ATTENTION, mask
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Draw
@@ -28,7 +31,7 @@ SHAPES = (
 )
 
 
-def reference(q, k, v, dy, causal, factors, unit, least):
+def reference(q, k, v, dy, seen, factors, unit, least):
     """Output and gradients of (batch, heads, context, size), keys repeated for their query heads, in float64.
 
     Behind them the most that each may differ. Weights of values, slopes of scores, output and gradients are rounded.
@@ -37,8 +40,7 @@ def reference(q, k, v, dy, causal, factors, unit, least):
     """
     scale = 1 / math.sqrt(q.shape[3])
     s = q @ k.swapaxes(2, 3) * scale
-    if causal:
-        s = np.where(np.tri(q.shape[2], dtype=bool), s, -np.inf)
+    s = np.where(seen, s, -np.inf)
     p = np.exp(s - s.max(axis=3, keepdims=True))
     p /= p.sum(axis=3, keepdims=True)
     weights, dp = p * factors, dy @ v.swapaxes(2, 3) * factors
@@ -73,12 +75,21 @@ def joined(x):
 @pytest.mark.parametrize("dtype", UNIT)
 @pytest.mark.full_except("float16-(1, 1, 1, 1, 16)-causal-0.0")
 def test_against_the_formula(gpu, dtype, shape, causal, dropout, rng):
+    check_formula(dtype, shape, causal, dropout, rng)
+
+
+def check_formula(dtype, shape, causal, dropout, rng, places=None):
+    """Compare a pass with the formula, within the bound of its roundings."""
     batch, context, heads, shared, size = shape
     kind, group = dtype_of(dtype), heads // shared
     q, dy = (rng.standard_normal((batch, context, heads * size)).astype(kind) for _ in range(2))
     k, v = (rng.standard_normal((batch, context, shared * size)).astype(kind) for _ in range(2))
     saved = Arena(on="gpu").saved(3)
     saved.draw = Draw(int(rng.integers(1 << 40)), 5, 2)
+    saved.documents = None if places is None else unpacked(PackedTokens.of(backend.place(places, "gpu"), places))[1]
+    seen = np.tri(context, dtype=bool) if causal else np.ones((context, context), bool)
+    if places is not None:
+        seen = sees(places, causal)[:, None]
     together = heads == shared
     given = backend.place(np.concatenate([q, k, v] if together else [q], axis=2), "gpu")
     kv = None if together else backend.place(np.concatenate([k, v], axis=2), "gpu")
@@ -93,7 +104,7 @@ def test_against_the_formula(gpu, dtype, shape, causal, dropout, rng):
     repeated = [np.repeat(split(x, shared), group, axis=1) for x in (k, v)]
     factors = factors.reshape(batch, heads, context, context)
     roundings = UNIT[dtype], LEAST[dtype]
-    both = reference(split(q, heads), *repeated, split(dy, heads), causal, factors, *roundings)
+    both = reference(split(q, heads), *repeated, split(dy, heads), seen, factors, *roundings)
     of_y, of_gradients = zip(*(outputs(results, shared, group) for results in both), strict=True)
     parts = (found,) if together else found
     got = np.concatenate([backend.to_host(part).astype(np.float64) for part in parts], axis=2)
@@ -107,6 +118,16 @@ def outputs(results, shared, group):
     batch, _, context, size = y.shape
     dk, dv = (x.reshape(batch, shared, group, context, size).sum(axis=2) for x in others)
     return joined(y), np.concatenate([joined(dq), joined(dk), joined(dv)], axis=2)
+
+
+@cases(
+    "shape, causal, dropout, most",
+    ((2, 130, 2, 1, 16), True, 0.0, 40),
+    ((1, 200, 2, 2, 24), False, 0.3, 0),
+    ((2, 70, 1, 1, 80), True, 0.2, 9),
+)
+def test_documents_against_the_formula(gpu, shape, causal, dropout, most, rng):
+    check_formula("float16", shape, causal, dropout, rng, drawn_places(rng, *shape[:2], most))
 
 
 def test_more_pairs_than_a_grid_has_blocks_across(gpu, rng, monkeypatch):

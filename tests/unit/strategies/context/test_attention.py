@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.documents import documents_of, drawn_places
 from harness.marks import cases
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
@@ -46,9 +47,9 @@ def test_causal_work_is_even(ranks):
     assert max(work) <= 1.03 * sum(work) / ranks
 
 
-def attention(inputs, dy, size, options, draw, make, cut=lambda x: x):
+def attention(inputs, dy, size, options, draw, make, cut=lambda x: x, documents=None):
     saved = Arena().saved(3)
-    saved.draw = draw
+    saved.draw, saved.documents = draw, documents
     qkv, kv = (None if x is None else cut(x) for x in inputs)
     y = make().forward(qkv, size, saved, kv=kv, **options).copy()
     found = make().backward(cut(dy), saved)
@@ -99,3 +100,32 @@ def test_attention_is_that_of_whole_samples(method, ranks, context, heads, share
     planned = sum(sent_bytes(AttentionShare(ranks=ranks, **sizes), method))
     assert planned * ranks == pytest.approx(sent * token, rel=1e-12)
     assert sum(own for _, own in together) == context
+
+
+@cases(
+    "method, ranks, context, heads, shared, causal, dropout, most",
+    ("ring", 2, 40, 4, 0, True, 0.0, 12),
+    ("ring", 3, 131, 4, 2, True, 0.3, 0),
+    ("ring", 4, 13, 2, 2, False, 0.1, 5),
+    ("ring", 4, 150, 4, 1, False, 0.0, 40),
+    ("all_to_all", 2, 40, 4, 0, True, 0.2, 9),
+    ("all_to_all", 4, 37, 8, 1, False, 0.3, 0),
+)
+def test_attention_inside_of_documents_is_that_of_whole_samples(
+    method, ranks, context, heads, shared, causal, dropout, most, rng
+):
+    size, batch, width = 4, 3, 4 * heads
+    qkv = 2 * rng.standard_normal((batch, context, width if shared else 3 * width))
+    kv = rng.standard_normal((batch, context, 2 * shared * size)) if shared else None
+    dy, draw = rng.standard_normal((batch, context, width)), Draw(7, 2, 5)
+    options, documents = {"causal": causal, "dropout": dropout}, documents_of(drawn_places(rng, batch, context, most))
+    expected = attention((qkv, kv), dy, size, options, draw, LocalAttention, documents=documents)
+
+    def body(comm):
+        axis = ContextAxis(comm, context, method)
+        make = (lambda: METHODS[method](axis), axis.cut)
+        for one, want in zip(attention((qkv, kv), dy, size, options, draw, *make, documents), expected, strict=True):
+            want = axis.cut(want)
+            assert np.abs(one - want).max() <= 1e-13 * (1 + np.abs(want).max())
+
+    run_threads(ranks, body)

@@ -1,0 +1,68 @@
+"""Attention inside of packed documents: that of each document alone, and of a mask; positions; what is refused."""
+
+import numpy as np
+import pytest
+
+from harness.documents import documents_of, drawn_places, spans
+from harness.marks import cases
+from hpcdist.errors import DataError
+from hpcdist.models.attention import flash, kernels, tiles
+from hpcdist.models.attention.flash import LocalAttention
+from hpcdist.models.attention.tiles import LONG
+from hpcdist.models.documents import PackedTokens, unpacked
+from hpcdist.models.runtime.arena import Arena
+
+
+def attention(qkv, kv, dy, size, places=None, **options):
+    saved = Arena().saved(0)
+    saved.documents = None if places is None else documents_of(places)
+    y = LocalAttention().forward(qkv, size, saved, kv=kv, **options).copy()
+    found = LocalAttention().backward(dy, saved)
+    return [y, *(part.copy() for part in (found if kv is not None else (found,)))]
+
+
+def check(places, heads, shared, causal, rng, dtype="float64"):
+    size, (batch, context) = 4, places.shape
+    qkv = (2 * rng.standard_normal((batch, context, (heads if shared else 3 * heads) * size))).astype(dtype)
+    kv = rng.standard_normal((batch, context, 2 * shared * size)).astype(dtype) if shared else None
+    dy = rng.standard_normal((batch, context, heads * size)).astype(dtype)
+    got = attention(qkv, kv, dy, size, places, causal=causal)
+    for sample, own in spans(places):
+        part = np.s_[sample : sample + 1, own]
+        alone = attention(*(None if x is None else x[part].copy() for x in (qkv, kv, dy)), size, causal=causal)
+        for one, want in zip(got, alone, strict=True):
+            assert np.abs(one[part] - want).max() <= (1e-13 if dtype == "float64" else 1e-5) * (1 + np.abs(want).max())
+
+
+@cases(
+    "heads, shared, causal, context, most",
+    (3, 0, True, 50, 20),
+    (4, 2, False, 33, 0),
+    (2, 1, True, 200, 190),
+    (2, 0, False, 130, 4),
+    (2, 0, True, LONG + 90, 0),
+)
+def test_each_document_is_attended_to_alone(heads, shared, causal, context, most, rng):
+    check(drawn_places(rng, 3, context, most), heads, shared, causal, rng)
+    check(drawn_places(rng, 2, context, most), heads, shared, causal, rng, "float32")
+
+
+@pytest.mark.parametrize("shared", [0, 2])
+def test_array_expressions_of_a_gpu(shared, rng, monkeypatch):
+    places = drawn_places(rng, 3, 90)
+    for module in (flash, kernels, tiles):
+        monkeypatch.setattr(module, "is_device", lambda array: True)
+    check(places, 4, shared, True, rng)
+    check(places, 4, shared, False, rng)
+
+
+def test_a_sample_of_one_document_has_the_bits_of_one_without(rng):
+    qkv, dy = rng.standard_normal((2, 70, 24)), rng.standard_normal((2, 70, 8))
+    whole = np.arange(70) + np.zeros((2, 1), np.int64)
+    for one, want in zip(attention(qkv, None, dy, 4, whole), attention(qkv, None, dy, 4), strict=True):
+        assert (one == want).all()
+
+
+def test_a_sample_that_begins_within_a_document_is_refused():
+    with pytest.raises(DataError, match="begins in the midst of a document: .* count the places"):
+        unpacked(PackedTokens.of(np.zeros((1, 3), np.uint8), np.array([[1, 0, 1]])))
