@@ -226,6 +226,7 @@ RULES: Final = (
     *axis_rules.of_experts(),
     *axis_rules.of_tensor(),
     *axis_rules.of_context(),
+    *axis_rules.of_packed(),
     # Logical shards, whose sums have an order of their own
     rule(f"{MIXING} with run.logical_shards", ORDER),
     rule("parameter_server.consistency!=bsp with run.logical_shards where asynchronous workers", ORDER),

@@ -112,6 +112,20 @@ def of_context() -> Iterator[Rule]:
         yield rule(f"{term} with parallel.context>1", UNBUILT)
 
 
+def of_packed() -> Iterator[Rule]:
+    """Yield the rules for documents that are packed into samples."""
+    yield rule(
+        f"data.packed with model.kind!={'|'.join(TRANSFORMERS)}",
+        UNBUILT,
+        f"set it to false, or train a {' or an '.join(TRANSFORMERS)}",
+    )
+    yield rule("data.packed with model.experts", "routers would balance the padding too")
+    yield rule("data.packed with own steps", "the mean of a step is over the tokens of all replicas", LOCK_STEP)
+    yield rule(
+        "run.noise_scale_every_steps with data.packed", "micro-batches of as many samples have other numbers of tokens"
+    )
+
+
 def of_experts() -> Iterator[Rule]:
     """Yield the rules for mixtures of experts, and for ranks that share them out."""
     yield from each_of("* with model.experts", UNBUILT, "run.device!=cpu", "parallel.context>1")

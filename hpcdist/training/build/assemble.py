@@ -280,6 +280,8 @@ def _source_and_model(comm: Communicator, recipe: Recipe, script_model: Model | 
         device.check_bfloat16()
     source = data.script_source() if script_model else data.open_source(recipe.data, recipe.model, comm)
     whole = script_model or models.build(recipe.model, recipe.precision.stages, **source.inputs)
+    if source.targets is not None:
+        whole = whole.predicting(source.targets)
     return source, with_recomputation(whole) if recipe.parallel.recomputes_layers else whole
 
 

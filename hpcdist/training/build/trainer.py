@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from hpcdist.training import data
 from hpcdist.training.build.selection import AlgorithmSelection
 from hpcdist.training.chaos.injection import FaultPlan
 from hpcdist.training.data import Prefetcher
+from hpcdist.training.data.samples import FilledSamples
 from hpcdist.training.observe.noise_scale import NoiseMeter
 from hpcdist.training.observe.router_meter import RouterMeter
 from hpcdist.training.recipe.recipe import Recipe
@@ -83,9 +86,11 @@ class Trainer:
     def batches(self, steps: int) -> Prefetcher:
         """Return the batches of this rank's replica up to step ``steps``, read ahead; a context manager (local).
 
-        Only the ends of a pipeline look at samples: all other ranks get as many rows without columns.
+        Only the ends of a pipeline look at samples: all other ranks get as many rows without columns. Where documents
+        lie in packed samples, all look.
         """
-        reads = self.context.computes and (self.last_stage or self.context.units[0] == 0)
+        ends = self.last_stage or self.context.units[0] == 0
+        reads = self.context.computes and (ends or self.recipe.data.packed)
         of = self.source, self.recipe, self.data_axis
         return Prefetcher(*of, self.first_step, steps, reads=reads, shares=self.shares, rule=self.sample_order)
 
@@ -103,7 +108,8 @@ class Trainer:
     def step(self, number: int, batches: list[MicroBatch], stop_requests: np.ndarray) -> StepResult:
         """Run step ``number``, counted from 1, on this rank's micro-batches; see `Executor.run`. Collective."""
         samples, first = self.samples(number), self.first_sample(number)
-        return self.executor.run(self.operations, batches, samples, number, stop_requests, first)
+        targets = self.targets(number) if self.recipe.data.packed else None
+        return self.executor.run(self.operations, batches, samples, number, stop_requests, first, targets)
 
     def evaluate(self, rounds: Iterable[Sequence[MicroBatch]], parts: int = 1) -> float:
         """Return the mean loss in nats over the targets of all replicas, NaN for none. Collective; call `flush` before.
@@ -117,8 +123,8 @@ class Trainer:
             losses = [self.executor.evaluate(*batch) for batch in batches]
             for inputs, targets in batches[: parts - len(batches)]:
                 self.executor.evaluate(inputs[:0], targets[:0])  # layers may be gathered: all ranks come equally often
-            samples = sum(len(targets) for _, targets in batches)
-            seen = samples * self.model.tokens_per_sample if speaks else 0
+            each = self.model.tokens_per_sample if speaks else 0
+            seen = sum(self.source.targets_in(targets, each) for _, targets in batches) if speaks else 0
             # Round by round, since the deadline of a communication runs for servers that wait for the others.
             loss, targets_of_all = self.exchange.agree_losses(losses, np.array([float(seen)]))
             total, count = total + loss, count + float(targets_of_all[0])
@@ -127,6 +133,18 @@ class Trainer:
     def samples(self, step: int) -> int:
         """Return how many samples all replicas together take in ``step``, counted from 1 (local)."""
         return self.recipe.run.batches.size(step - 1)
+
+    @cached_property
+    def _order(self) -> data.SampleOrder:
+        return data.SampleOrder(self.recipe.run.seed, self.source.training.count, self.sample_order)
+
+    def targets(self, step: int) -> int:
+        """Return how many targets all replicas together have in ``step``, counted from 1 (local)."""
+        samples = self.samples(step)
+        if not self.recipe.data.packed:
+            return round(samples * self.model.tokens_per_sample)
+        before = self.recipe.run.batches.samples_before(step - 1)
+        return cast(FilledSamples, self.source.training).targets(np.array(self._order.indices(before, samples)))
 
     def first_sample(self, step: int) -> int:
         """Return the place of this replica's first sample in the batch of ``step``, counted from 1 (local)."""

@@ -219,21 +219,24 @@ SNIFFED_BYTES = 8192
 SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__"}
 
 
-def text_of_directory(path: Path) -> tuple[FileArray, str]:
-    """Return the bytes of all text files in and below ``path``, hidden and binary ones left out. Raises DataError."""
+def text_of_directory(path: Path) -> tuple[FileArray, np.ndarray, str]:
+    """Return the bytes of all text files in and below ``path``, where each ends, and a description.
+
+    Hidden and binary ones are left out. Raises DataError.
+    """
     files = [name for name in _walk(path, set()) if not os.path.basename(name).startswith(".")]
     if not files:
         raise DataError(f"data.path = {path}: the directory holds no files; name a text file or a directory of them")
-    return _concatenate(path, files), f"text files in {path}"
+    return *_concatenate(path, files), f"text files in {path}"
 
 
-def text_of_standard_library() -> tuple[FileArray, str]:
-    """Return the source text of the Python standard library on this machine. Raises DataError where it has none."""
+def text_of_standard_library() -> tuple[FileArray, np.ndarray, str]:
+    """Return the source text of the Python standard library on this machine, as `text_of_directory` does."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [name for name in _walk(root, SKIPPED_DIRECTORIES) if name.endswith(".py")]
     if not files:
         raise DataError(f"{root} holds no source text of the Python standard library; set data.path to a text file")
-    return _concatenate(root, files), f"{len(files)} files of the Python {platform.python_version()} standard library"
+    return *_concatenate(root, files), f"{len(files)} files of the Python {platform.python_version()} standard library"
 
 
 def bytes_of_file(path: Path) -> FileArray:
@@ -264,21 +267,22 @@ def _walk(root: Path, left_out: set[str]) -> list[str]:
     return sorted(names, key=lambda name: hashlib.blake2b(os.fsencode(name)).digest())
 
 
-def _concatenate(root: Path, files: list[str]) -> FileArray:
-    """Return the bytes of ``files`` one behind the other, in a file that the processes of a node share."""
+def _concatenate(root: Path, files: list[str]) -> tuple[FileArray, np.ndarray]:
+    """Return ``files`` one behind the other, as a file that the processes of a node share, and where each ends."""
     state = hashlib.blake2b(os.fsencode(root), digest_size=16)
     for name in files:
         status = (root / name).stat()
         state.update(os.fsencode(name) + b"\0" + f"{status.st_size} {status.st_mtime_ns}\0".encode())
     folder = cache_directory()
     target = folder / f"text-{state.hexdigest()}.bytes"
+    ends = target.with_suffix(".ends")  # written first
     try:
-        if not target.exists():
+        if not (target.exists() and ends.exists()):
             with _locked(target.with_suffix(".lock")):
-                if not target.exists():  # another process may have been first
+                if not (target.exists() and ends.exists()):  # another process may have been first
                     atomic.sweep(folder)
                     atomic.sweep(folder, 0.0, of=target.name)  # only who has the lock writes it
-                    _write_concatenation(target, (root / name for name in files))
+                    _write_concatenation(target, ends, (root / name for name in files))
     except OSError as error:
         raise StorageError(
             f"the text of {root} cannot be put together in {folder}: {error.strerror or error}; "
@@ -286,11 +290,12 @@ def _concatenate(root: Path, files: list[str]) -> FileArray:
         ) from error
     if target.stat().st_size == 0:
         raise DataError(f"data.path = {root}: the files of the directory hold no text")
-    return bytes_of_file(target)
+    return bytes_of_file(target), np.fromfile(ends, np.int64)
 
 
-def _write_concatenation(target: Path, files: Iterable[Path]) -> None:
-    """Write the text among ``files`` to ``target``, which gets its name when it is complete."""
+def _write_concatenation(target: Path, ends: Path, files: Iterable[Path]) -> None:
+    """Write the text among ``files`` to ``target``, and to ``ends`` where each ends; they appear when complete."""
+    places = []
     with atomic.replacing(target) as out:
         for path in files:
             with _open_readable(path) as text:
@@ -300,6 +305,9 @@ def _write_concatenation(target: Path, files: Iterable[Path]) -> None:
                 out.write(head)
                 while block := text.read(1 << 20):
                     out.write(block)
+                places.append(out.tell())
+        with atomic.replacing(ends) as beside:
+            beside.write(np.array(places, np.int64).tobytes())
 
 
 @contextmanager

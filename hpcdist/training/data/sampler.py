@@ -12,12 +12,14 @@ begins a few steps later, where no rank has read ahead yet.
 
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from heapq import heapify, heapreplace
 from typing import Any, Final
 
 import numpy as np
 
 from hpcdist.arrays import rng
+from hpcdist.arrays.backend import ArrayGroup
 from hpcdist.arrays.ranges import Range, cut, split
 from hpcdist.comm.communicator import Communicator
 from hpcdist.training.data.samples import Batch, MaskedSamples, Samples
@@ -141,12 +143,20 @@ class Sampler:
             return parts[0]
         if not parts:
             return self._samples.take(np.empty(0, np.int64), 0)
-        return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
+        return joined([x for x, _ in parts]), joined([y for _, y in parts])
 
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
         """Return the samples (count,) from ``start`` on in the order of ``epoch``, and the shift of that epoch."""
         places, word = self._order.places(epoch, start, count)
         return places, word % self._samples.shifts
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Return arrays (samples, ...), or groups of them, as one."""
+    if isinstance(parts[0], ArrayGroup):
+        arrays = zip(*(part.arrays for part in parts), strict=True)
+        return replace(parts[0], arrays=tuple(np.concatenate(members) for members in arrays))
+    return np.concatenate(parts)
 
 
 def in_order(samples: Samples, limit: int, parts: int, part: int, longest: int) -> Iterator[Batch]:

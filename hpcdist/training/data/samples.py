@@ -13,13 +13,14 @@ import math
 import os
 import weakref
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, cast
 
 import numpy as np
 
 from hpcdist.arrays.jit import Primitive, jit
 from hpcdist.arrays.rng import philox_arrays
 from hpcdist.errors import StorageError
+from hpcdist.models.documents import PackedTokens
 from hpcdist.models.stage import IGNORED
 from hpcdist.models.transformer import masked_predictions
 from hpcdist.reporting.regular import open_regular
@@ -193,6 +194,18 @@ class Samples(Protocol):
         ...
 
 
+class FilledSamples(Samples, Protocol):
+    """Samples of which only some places are filled; the others are padding."""
+
+    def filled(self, indices: np.ndarray) -> np.ndarray:
+        """Return how many places of each sample hold documents, those in front."""
+        ...
+
+    def targets(self, indices: np.ndarray) -> int:
+        """Return the number of targets of samples."""
+        ...
+
+
 class TokenWindows:
     """Windows of ``context`` tokens side by side; the target of each token is the next one.
 
@@ -279,7 +292,29 @@ class MaskedSamples:
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
         """Return inputs (n, context), in a type that has room for the mask, and targets (n, context) int64."""
-        tokens, _ = self._windows.take(indices, shift)
+        given, targets = self._windows.take(indices, shift)
+        if not isinstance(given, PackedTokens):
+            return self._hidden(given, indices)
+        tokens, places = given.arrays
+        inputs = tokens.astype(self._input_dtype(tokens))
+        for row, filled in enumerate(self.filled(indices).tolist()):
+            own = slice(row, row + 1)
+            inputs[own, :filled], targets[own, :filled] = self._hidden(tokens[own, :filled], indices[own])
+        return PackedTokens.of(inputs, places), targets  # type: ignore[return-value]
+
+    def filled(self, indices: np.ndarray) -> np.ndarray:
+        """Return how many places of each packed sample hold documents."""
+        return cast(FilledSamples, self._windows).filled(indices)
+
+    def targets(self, indices: np.ndarray) -> int:
+        """Return the number of targets of packed samples."""
+        filled: list[int] = self.filled(indices).tolist()
+        return sum(map(masked_predictions, filled))
+
+    def _input_dtype(self, tokens: np.ndarray) -> np.dtype:
+        return np.result_type(tokens.dtype, np.min_scalar_type(self._vocabulary - 1))
+
+    def _hidden(self, tokens: np.ndarray, indices: np.ndarray) -> Batch:
         count, context = tokens.shape
         chosen = masked_predictions(context)
         words = self._words(indices, context + 2 * chosen)
@@ -293,7 +328,7 @@ class MaskedSamples:
         true_tokens = np.take_along_axis(tokens, places, axis=1).astype(np.int64)
         masked, other = fates < round(MASKED_SHARE * 2**32), fates < round((MASKED_SHARE + OTHER_SHARE) * 2**32)
         read = np.where(masked, self._mask, np.where(other, others, true_tokens))
-        inputs = tokens.astype(np.result_type(tokens.dtype, np.min_scalar_type(self._vocabulary - 1)))
+        inputs = tokens.astype(self._input_dtype(tokens))
         np.put_along_axis(inputs, places, read.astype(inputs.dtype), axis=1)
         targets = np.full((count, context), IGNORED, np.int64)
         np.put_along_axis(targets, places, true_tokens, axis=1)

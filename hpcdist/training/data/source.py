@@ -19,13 +19,16 @@ import numpy as np
 import xxhash
 
 from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Array
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import DataError, HpcdistError
 from hpcdist.models.config import FOREIGN, TRANSFORMERS, ModelConfig
-from hpcdist.models.stage import check_tokens
+from hpcdist.models.documents import PackedTokens
+from hpcdist.models.stage import IGNORED, check_tokens
 from hpcdist.reporting import regular, user_cache
 from hpcdist.training.data import files
 from hpcdist.training.data.files import Hdf5Dataset
+from hpcdist.training.data.packed import document_ends, split_documents
 from hpcdist.training.data.sampler import in_order
 from hpcdist.training.data.samples import (
     Batch,
@@ -189,7 +192,8 @@ class Source:
 
     ``tokens`` is the training split as one text, where the next token is predicted, else None; ``validation`` is None
     without a validation split. ``inputs`` are the arguments of the model that the data decides. ``fingerprint`` is
-    equal for equal data, and made of probes; ``digest`` is made of all data, "" where it was not computed.
+    equal for equal data, and made of probes; ``digest`` is made of all data, "" where it was not computed. Samples are
+    packed where there is a ``padding``.
     """
 
     description: str
@@ -199,6 +203,8 @@ class Source:
     inputs: dict[str, int]
     fingerprint: str
     digest: str = ""
+    padding: float | None = None  # of packed training samples, the share of their places
+    targets: float | None = None  # of those, the targets of a sample in the mean
 
     def made(self, scalars: Mapping[str, Any]) -> bool:
         """Whether a checkpoint with ``scalars`` is of this data, as far as both sides know it."""
@@ -217,15 +223,25 @@ class Source:
         for batch in in_order(self.validation, recipe.run.validation_samples, parts, part or 0, longest):
             yield batch if part is not None else (batch[0][:0], batch[1][:0])
 
+    def targets_in(self, targets: Array, each: float) -> float:
+        """Return how many ``targets`` count in a mean loss: ``each`` of a sample that is not packed (local)."""
+        if self.padding is None:
+            return len(targets) * each
+        return int((targets != IGNORED).sum())
+
     def place(self, batch: Batch, recipe: "Recipe") -> Batch:
         """Return a batch where ``recipe`` computes (local). Raises DataError on tokens that its model does not know."""
         on, vocabulary = recipe.run.device, recipe.model.vocabulary
+        if isinstance(batch[0], PackedTokens):
+            tokens, places = batch[0].arrays
+            tokens, targets = self.place((tokens, batch[1]), recipe)
+            return PackedTokens.of(tokens, places), targets  # type: ignore[return-value]
         if on == "gpu":  # the model asks host memory only: a GPU would have to be waited for at every use
             if recipe.model.kind in FOREIGN:  # a model of the user checks its own inputs
                 return backend.place(batch[0], on), backend.place(batch[1], on)
             if recipe.model.kind in TRANSFORMERS:
                 check_tokens(batch[0], vocabulary, "token")
-            ignored = recipe.model.kind == "encoder"
+            ignored = recipe.model.kind == "encoder" or recipe.data.packed
             check_tokens(batch[1], self.inputs.get("classes", vocabulary), "target", ignored=ignored)
         return backend.place(batch[0], on), backend.place(batch[1], on)
 
@@ -289,17 +305,23 @@ def _open_files(config: DataConfig, model: ModelConfig) -> tuple[Source, tuple[S
     if kind == "hdf5" and model.kind not in (*TRANSFORMERS, "import"):
         return _table_source(path, config.validation_fraction, pictures=model.kind == "convnet")
     tokens: Sliceable
+    ends = None  # of documents, where files tell
     if kind in ("hdf5", "npy"):
         tokens = files.hdf5_tokens(path) if kind == "hdf5" else files.npy_tokens(path)
         description = f"{path}"
     elif kind == "library":
-        tokens, description = files.text_of_standard_library()
+        tokens, ends, description = files.text_of_standard_library()
     elif kind == "directory":
-        tokens, description = files.text_of_directory(path)
+        tokens, ends, description = files.text_of_directory(path)
     else:
         tokens, description = files.bytes_of_file(path), f"{path}"
     unit = "bytes" if tokens.dtype == np.uint8 else f"tokens ({tokens.dtype})"
-    return _token_source(tokens, f"{description}, {len(tokens):,} {unit}", config, model), (tokens,)
+    description = f"{description}, {len(tokens):,} {unit}"
+    if config.packed:
+        return _packed_source(tokens, document_ends(tokens, ends, config, f"{path}"), description, config, model), (
+            tokens,
+        )
+    return _token_source(tokens, description, config, model), (tokens,)
 
 
 def _file_kind(path: Path) -> str:
@@ -345,6 +367,24 @@ def _token_source(tokens: Sliceable, description: str, config: DataConfig, model
     places = NextTokenSamples(rest, context) if rest is not None else None
     inputs = {"features": context, "classes": 256}
     return Source(description, NextTokenSamples(training, context), places, training, inputs, fingerprint)
+
+
+def _packed_source(
+    tokens: Sliceable, ends: np.ndarray, description: str, config: DataConfig, model: ModelConfig
+) -> Source:
+    """Return packed samples of the documents that end at ``ends``."""
+    split = split_documents(tokens, ends, config, model, description)
+    training, state = split.training, hashlib.blake2b(_fingerprint(tokens).encode() + ends.tobytes(), digest_size=16)
+    return Source(
+        f"{description}; {split.described}",
+        training,
+        split.validation,
+        slice_of(tokens, 0, split.stop) if model.kind != "encoder" else None,
+        {"context": config.context},
+        state.hexdigest(),
+        padding=split.padding,
+        targets=training.targets(np.arange(training.count)) / training.count,
+    )
 
 
 def _table_source(

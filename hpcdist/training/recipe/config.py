@@ -31,6 +31,9 @@ DATA_RULES: Final = (
     must("data.validation_fraction", lambda share: 0 <= share <= 0.5, "it must be between 0 and 0.5"),
     one_of("data.digest", DIGESTS),
     one_of("data.shares", SHARES),
+    *at_least(-1, "data.document_end"),
+    no_effect("data.document_end", -1, "data.packed", [True]),
+    no_effect("data.cut_documents", False, "data.packed", [True]),
 )
 RUN_RULES: Final = (
     *at_least(1, "run.steps", "run.global_batch"),
@@ -72,6 +75,11 @@ class DataConfig:
     steps before, so that all are done at the same time. The batch is the same, and so are losses and weights up to
     rounding.
 
+    ``packed`` fills samples with whole documents. Documents are the files of a directory, and end behind each token
+    ``document_end`` (-1: none; 10, a new line, in JSONL). No token sees another document, positions count from the
+    first token of its own, and padding has no loss. With ``cut_documents`` a document that is longer than a sample
+    becomes several, all but the last as long as a sample; without, it is refused.
+
     ``staged`` is where each node has a copy of ``path``, as batch jobs make one: it is read in its place.
 
     ``digest`` says how a resume knows that the data is what it was: "whole", by a digest of all of it, which is read
@@ -82,6 +90,9 @@ class DataConfig:
     staged: str = ""
     context: int = 128
     validation_fraction: float = 0.05
+    packed: bool = False
+    document_end: int = -1
+    cut_documents: bool = False
     shares: str = "even"
     digest: str = "whole"
 

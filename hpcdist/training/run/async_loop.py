@@ -157,7 +157,7 @@ class AsyncTrainingLoop(TrainingLoop):
     def _note(self, step: int, result: StepResult, loss: float, samples: int) -> None:
         """Record a step that was made, with the mean ``loss`` over this worker's ``samples`` (local)."""
         exchange, outcome = self.exchange, self.outcome
-        targets = samples * self.trainer.model.tokens_per_sample if exchange.taken else 0
+        targets = round(samples * self.trainer.model.tokens_per_sample) if exchange.taken else 0
         self._last = loss, targets
         moved = self.traffic.moved()
         sent, shared = moved.messages - self._counted, moved.shared - self._shared

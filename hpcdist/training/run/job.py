@@ -145,6 +145,7 @@ class TrainingJob:
         summary = summarise(comm, trainer, outcome, self.run.path, val_loss, entropies)
         summary |= loop.energy.figures(outcome.done, trainer.model.tokens_per_sample)
         summary |= {"chaos": self.recipe.chaos.described() or None, "lives": self.lives}
+        summary["padding_share"] = trainer.source.padding  # None where samples are not packed
         if comm.rank == 0:
             known = {name: summary[name] for name in (*OVERLAP_FIGURES, LOADED_FIGURE) if summary[name] is not None}
             more = noise_scale.noise_figures(trainer.noise, trainer.recipe.run.global_batch)
@@ -198,6 +199,8 @@ def _metrics_attributes(
     made = trainer.recipe.chaos.described()
     chaos = {"chaos": made} if made else {}
     about: dict[str, float | str] = {"lock_step": int(trainer.exchange.lock_step), "speed_unit": trainer.speed_unit}
+    if trainer.source.padding is not None:
+        about["padding_share"] = trainer.source.padding
     return {**provenance(mpi_library=session.library), **known, **about, **chaos}
 
 

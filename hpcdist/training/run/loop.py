@@ -219,7 +219,7 @@ class TrainingLoop:
         self.stop_requests.begun()
         if step == trainer.first_step + 1:
             trainer.comm.barrier()  # a step that is shown is saved by whoever ends the job from then on
-        targets = trainer.samples(step) * trainer.model.tokens_per_sample
+        targets = trainer.targets(step)
         # From the end of one step to the end of the next: waiting for data, and what came after the last step (metrics,
         # comparison of replicas, checkpoint), are part of a step, so that the steps of a run add up to its time.
         now = time.perf_counter()

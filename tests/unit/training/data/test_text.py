@@ -36,20 +36,21 @@ def test_a_file_is_read_as_it_is(tmp_path):
 
 
 def test_a_directory_is_its_text_files_by_the_hash_of_their_names(folder):
-    tokens, _ = data_files.text_of_directory(folder)
+    tokens, ends, _ = data_files.text_of_directory(folder)
     names = sorted(["a.txt", "b/c.txt", "b/d/e.md"], key=lambda name: hashlib.blake2b(name.encode()).digest())
     assert bytes(tokens[:]) == b"".join((folder / name).read_bytes() for name in names)
+    assert ends.tolist() == np.cumsum([(folder / name).stat().st_size for name in names]).tolist()
 
 
 def test_a_directory_is_put_together_once_and_again_when_it_changes(folder, cache):
-    first, _ = data_files.text_of_directory(folder)
+    first, *_ = data_files.text_of_directory(folder)
     files = {path: path.stat().st_mtime_ns for path in cache.glob("*.bytes")}
     assert len(files) == 1
     data_files.text_of_directory(folder)
     assert {path: path.stat().st_mtime_ns for path in cache.glob("*.bytes")} == files
     (folder / "a.txt").write_text("changed")
     os.utime(folder / "a.txt", ns=(1, 1))
-    second, _ = data_files.text_of_directory(folder)
+    second, *_ = data_files.text_of_directory(folder)
     assert b"changed" in bytes(second)
     assert bytes(first) != bytes(second)
     assert not list(cache.glob("*.unfinished"))
@@ -74,9 +75,9 @@ def test_what_a_killed_process_left_of_a_directory_is_removed(folder, cache):
 def test_processes_of_a_node_put_a_directory_together_once(folder, monkeypatch):
     written, write = [], data_files._write_concatenation
 
-    def counted(target, files):
+    def counted(target, ends, files):
         written.append(target)
-        write(target, files)
+        write(target, ends, files)
 
     monkeypatch.setattr(data_files, "_write_concatenation", counted)
     found = []
@@ -93,11 +94,11 @@ def test_processes_of_a_node_put_a_directory_together_once(folder, monkeypatch):
 
 
 def test_the_standard_library_is_the_same_source_text_each_time():
-    tokens, description = data_files.text_of_standard_library()
+    tokens, _, description = data_files.text_of_standard_library()
     assert len(tokens) > 1_000_000
     assert b"class OrderedDict" in bytes(tokens[:])
     assert "standard library" in description
-    again, _ = data_files.text_of_standard_library()
+    again, *_ = data_files.text_of_standard_library()
     assert np.array_equal(tokens[:], again[:])
 
 
@@ -122,7 +123,7 @@ def test_a_cache_that_cannot_be_written(folder, tmp_path, monkeypatch):
     with pytest.raises(StorageError, match="set HPCDIST_CACHE"):
         data_files.text_of_directory(folder)
 
-    def full(target, files):
+    def full(target, ends, files):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setenv("HPCDIST_CACHE", str(tmp_path / "cache"))

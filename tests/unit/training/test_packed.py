@@ -1,0 +1,127 @@
+"""Training on packed documents: that of each document alone; on any ranks that of one; resumed; what is refused."""
+
+import numpy as np
+import pytest
+
+from harness.documents import spans
+from harness.trainings import TOLERANCE, alone, difference, losses, recipe_keys, refused, trainer_of
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.threads.communicator import run_threads, solo
+from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.stage import IGNORED
+from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
+
+STEPS = 20
+KEYS = recipe_keys(
+    f"layers=1 hidden=16 heads=4 vocabulary=257 data.context=26 steps={STEPS} global_batch=5 validation_samples=11 "
+    "optimizer.warmup_steps=3 optimizer.clip_norm=0.7 precision.mode=float64 document_end=10 data.packed=true"
+)
+CASES = {  # ranks, keys
+    "data of 3": (3, "microbatches=2"),
+    "ring of 2, rotary": (2, "parallel.context=2 context_method=ring positions=rotary kv_heads=2 dropout=0.2"),
+    "heads for tokens, encoder": (2, "parallel.context=2 context_method=all_to_all kind=encoder"),
+    "tensor by rows x zero3": (4, "tensor=2 sequence_parallel=true strategy=zero3"),
+    "pipeline of 3, recomputing": (3, "pipeline=3 microbatches=5 recompute=true layers=2 tied=true"),
+    "in float32": (2, "strategy=zero3 precision.mode=float32"),
+    # of the full tier
+    "ring of 4": (4, "parallel.context=4"),
+    "heads for tokens x tensor": (4, "parallel.context=2 tensor=2 context_method=all_to_all dropout=0.1"),
+    "ring x tensor by rows": (4, "parallel.context=2 tensor=2 sequence_parallel=true"),
+    "ring x pipeline": (4, "parallel.context=2 pipeline=2 microbatches=5 positions=rotary"),
+    "zb-h1": (2, "pipeline=2 schedule=zb-h1 microbatches=5"),
+    "zero2 of 4, encoder": (4, "strategy=zero2 microbatches=2 kind=encoder positions=rotary"),
+    "a server": (2, "strategy=parameter_server"),
+    "measured shares": (2, "shares=measured"),
+    "logical shards": (2, "logical_shards=5"),
+    "bfloat16": (2, "strategy=zero1 precision.mode=bfloat16"),
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.jsonl"
+    path.write_bytes(b"".join(b"%d plus %d is %d\n" % (i % 7, i**3 % 1001, i % 7 + i**3 % 1001) for i in range(300)))
+    return path
+
+
+@pytest.mark.full_except(*list(CASES)[:6])
+@pytest.mark.parametrize("case", CASES)
+def test_the_steps_are_those_of_one_rank(case, text):
+    ranks, changed = CASES[case]
+    keys = {**KEYS, "data.path": text, **recipe_keys(changed)}
+    expected, wide = alone(keys, STEPS), TOLERANCE.get(str(keys["precision.mode"]), 0.02)
+
+    def body(comm):
+        together = trainer_of(comm, keys)
+        np.testing.assert_allclose(losses(together, STEPS), expected.losses, rtol=wide)
+        np.testing.assert_allclose(mean_validation_loss(together), expected.validation, rtol=wide)
+        assert difference(together, expected.state) <= 10 * wide
+        together.close()
+
+    run_threads(ranks, body)
+
+
+@pytest.mark.parametrize("changed", ["", "kind=encoder positions=rotary kv_heads=2"])
+def test_a_step_is_that_of_each_document_alone(changed, text):
+    trainer = trainer_of(solo(), {**KEYS, "data.path": text, **recipe_keys(changed)})
+    model, layout = trainer.model, trainer.model.layout
+    with trainer.batches(1) as batches:
+        (tokens, targets) = next(iter(batches))
+    given, places = tokens.arrays
+    store = FlatStore(layout, model.dtype)
+    model.initialise(store, 3)
+
+    def gradient(parts, count):
+        """Return the summed loss of batches, and the gradient of its mean over ``count`` targets."""
+        into, arena, total = FlatStore(layout, model.dtype), Arena(), 0.0
+        bound = model.bind_gradients(into)
+        for stage in bound:
+            stage.begin_step()
+        for x, y in parts:
+            logits = model.forward(model.bind(store), x, arena)
+            total += model.loss.forward(logits, y, model.operations, arena.saved(model.stages[-1].layer))
+            model.backward(model.bind(store), bound, 1 / count, arena)
+        for stage in bound:
+            stage.finish()
+        return total, into.array
+
+    count = int((targets != IGNORED).sum())
+    assert count == trainer.targets(1)
+    loss, whole = gradient([(tokens, targets)], count)
+    parts = [(given[n : n + 1, own], targets[n : n + 1, own]) for n, own in spans(places)]
+    expected, apart = gradient([(x, y) for x, y in parts if (y != IGNORED).any()], count)
+    assert len(parts) > len(given)
+    np.testing.assert_allclose(loss, expected, rtol=1e-12)
+    assert np.linalg.norm(whole - apart) <= 1e-12 * np.linalg.norm(apart)
+
+
+def test_a_run_goes_on_where_it_was_on_other_ranks(text, tmp_path):
+    keys = {**KEYS, "data.path": text, "parallel.strategy": "zero1"}
+    expected = alone(keys, STEPS)
+
+    def first(comm):
+        trainer = trainer_of(comm, keys)
+        losses(trainer, 7)
+        saver = CheckpointSaver(trainer, tmp_path / "checkpoints")
+        saver.save(7)
+        trainer.close()
+
+    run_threads(3, first)
+
+    def second(comm):
+        trainer = trainer_of(comm, keys, next((tmp_path / "checkpoints").glob("step*")))
+        np.testing.assert_allclose(losses(trainer, STEPS), expected.losses[7:], rtol=1e-12)
+        assert difference(trainer, expected.state) <= 1e-11
+        trainer.close()
+
+    run_threads(2, second)
+
+
+def test_what_does_not_go_with_packed_documents_is_refused():
+    refused(["data.packed=true", "model.kind=mlp"], "data.packed = true .*train a gpt or an encoder")
+    refused(["data.packed=true", "model.experts=4"], "routers would balance the padding too")
+    refused(["data.packed=true", "parallel.strategy=gossip"], "the mean of a step is over the tokens of all replicas")
+    refused(["data.packed=true", "run.noise_scale_every_steps=5", "parallel.microbatches=2"], "other numbers of tokens")
+    refused(["data.document_end=10"], "data.document_end = 10 has no effect")
+    refused(["data.cut_documents=true"], "data.cut_documents = true has no effect")
