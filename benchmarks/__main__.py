@@ -36,6 +36,7 @@ STUDIES: Final = {
     "overhead": "collectives.overhead",
     "overlap": "training.overlap",
     "own_runs": "own_runs.study",
+    "packing": "training.packing",
     "planner": "planner.validation",
     "planner.search": "planner.search",
     "planner.simulator": "planner.simulator",

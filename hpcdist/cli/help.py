@@ -28,6 +28,7 @@ TOPICS: Final = {
     "architectures": "Allreduce, ZeRO, parameter server, gossip: memory, bytes, when to use which.",
     "pipelines": "Pipelines, tensor parallelism and their products.",
     "experts": "Mixtures of experts: router, balance, experts on several ranks.",
+    "packing": "Whole documents in a sample, without padding and without a view of each other.",
     "collectives": "Algorithms of allreduce and its like, and how one is chosen.",
     "compression": "Gradients in fewer bytes, and what that costs.",
     "cluster": "Slurm and other launchers: submit, sites, modules, GPUs.",
