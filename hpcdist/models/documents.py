@@ -42,7 +42,7 @@ class Documents:
         context = self.whole.shape[1]
         return [[*np.flatnonzero(row == 0).tolist(), context] for row in self.whole]
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """The number of places in the longest document."""
         return int(self.whole.max(initial=0)) + 1
