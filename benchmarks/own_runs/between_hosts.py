@@ -78,7 +78,7 @@ def _trainings(options: argparse.Namespace, path: Path, run: Any, folder: Path, 
     if not rows:
         return []
     measured = folder / "hosts.json"
-    run(1, ["-m", "benchmarks.own_runs.worker", str(measured), str(options.turns), "hosts", *options.only])
+    run(1, ["-m", "benchmarks.own_runs.worker", str(measured), str(options.turns), "cpu", "hosts", *options.only])
     told = json.loads(measured.read_text(encoding="utf-8"))
     cluster = _narrowed(path, 1)
     # The devices are those of the calibration on one host: here, ranks of other processes share the cores.

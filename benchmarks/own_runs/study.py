@@ -15,7 +15,8 @@ are told by their median, as a training lives with what disturbs it now and then
 
 Goals: memory within 5 % and step time within 15 % in every row, or this ends with 1 when all is printed and written.
 How many sizes that no fit has seen are within 20 %, and whether bytes of messages are exact but for the few numbers
-that ranks agree on, is told. Where ranks share memory, bytes are not messages, and none are compared. With --hosts,
+that ranks agree on, is told. Where ranks share memory, bytes are not messages, and none are compared. With --device gpu
+all of it is of the GPUs that the ranks have. With --hosts,
 trainings between hosts with slow links follow (`between_hosts`, root only). -o is what .h5 and
 -cluster.toml begin with.
 """
@@ -46,7 +47,8 @@ SMALL, WORSE = {"only": ["one rank", "zero3, ring"], "turns": 1, "seconds": 3.0}
 WRITES_ITSELF = True
 
 WORLDS: Final = (1, 2)
-OPTIONS: Final = {"seconds": 20.0, "turns": 6, "hosts": False}  # seconds: of each half of the calibration
+OPTIONS: Final = {"seconds": 20.0, "turns": 6, "hosts": False, "device": {"cpu": 0, "gpu": 0}}
+# seconds: of each half of the calibration
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,16 @@ def calibrated(chosen: argparse.Namespace, folder: Path) -> tuple[Path, list[fit
         return Path(chosen.cluster).resolve(), []
     path, points = folder / "here.toml", folder / "here.h5"
     program = ["-P", "-m", "hpcdist", "plan", "calibrate", "-o", str(path), "--points", str(points)]
-    launched(max(WORLDS), [*program, "--seconds", str(chosen.seconds)])
+    launched(max(WORLDS), [*program, "--seconds", str(chosen.seconds), "--device", chosen.device])
     return path, fits.unseen(points, "one host")
 
 
 def measured(chosen: argparse.Namespace, ranks: int, folder: Path) -> dict[str, Any]:
     """Return what the trainings on so many ranks told."""
     path = folder / f"ranks-{ranks}.json"
-    launched(ranks, ["-m", "benchmarks.own_runs.worker", str(path), str(chosen.turns), "one", *chosen.only])
+    launched(
+        ranks, ["-m", "benchmarks.own_runs.worker", str(path), str(chosen.turns), chosen.device, "one", *chosen.only]
+    )
     told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return told
 

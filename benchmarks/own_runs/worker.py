@@ -1,6 +1,6 @@
 """Ranks of the study of own runs: trainings take turns, and tell their times, bytes, memory and bubble.
 
-python -m benchmarks.own_runs.worker FILE.json TURNS one|hosts [NAME ...]"""
+python -m benchmarks.own_runs.worker FILE.json TURNS cpu|gpu one|hosts [NAME ...]"""
 
 import gc
 import json
@@ -15,6 +15,7 @@ import numpy as np
 from benchmarks.own_runs.trainings import Row, chosen_rows
 from benchmarks.training.turns import texts
 from hpcdist import collectives
+from hpcdist.arrays.gpu import device
 from hpcdist.arrays.memory import CATEGORIES
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
@@ -34,10 +35,10 @@ BATCHES: Final = 3
 class Run:
     """A training, with its clock. Building one is collective over the world."""
 
-    def __init__(self, session: Session, row: Row) -> None:
-        self.row, self._comm, self._number = row, session.comm, 0
+    def __init__(self, session: Session, row: Row, on: str) -> None:
+        self.row, self._comm, self._number, self._on = row, session.comm, 0, on
         collectives.release(session.comm)  # so that what this one takes is in its own ledger
-        self.trainer: Trainer = assemble(session, recipes.load(None, texts(row.keys), {}).recipe)
+        self.trainer: Trainer = assemble(session, recipes.load(None, [*texts(row.keys), f"run.device={on}"], {}).recipe)
         with self.trainer.batches(BATCHES) as batches:
             self._batches = [self.trainer.cut(self.trainer.place(batch)) for batch in batches]
         self._timed: list[tuple[float, float]] = []
@@ -69,6 +70,8 @@ class Run:
         self._comm.barrier()
         begin_s = time.perf_counter()
         self.trainer.step(self._number, batches, np.zeros(2))
+        if self._on == "gpu":
+            device.synchronise()  # the update is behind the loss
         return time.perf_counter() - begin_s, self._bubble()
 
     def _bubble(self) -> float:
@@ -81,14 +84,14 @@ class Run:
         return float((end_s - begin_s)[waits].sum() / (last_s - first_s))
 
 
-def work(session: Session, rows: Sequence[Row], turns: int, path: Path) -> None:
+def work(session: Session, rows: Sequence[Row], turns: int, path: Path, on: str) -> None:
     """Let the trainings take turns; rank 0 writes what was found to ``path``. Collective over the world."""
     comm = session.comm
     runs = []
     for row in rows:
         if comm.rank == 0:
             print(f"  {row.name}", flush=True)
-        runs.append(Run(session, row))
+        runs.append(Run(session, row, on))
     order = np.random.default_rng(0)
     taken: list[list[tuple[float, float]]] = [[] for _ in runs]
     gc.collect()
@@ -122,10 +125,10 @@ def _of_all(comm: Communicator, run: Run, taken: Sequence[tuple[float, float]]) 
     }
 
 
-def main(path: str, turns: str, place: str, *names: str) -> None:
+def main(path: str, turns: str, on: str, place: str, *names: str) -> None:
     """Be one of the ranks."""
-    session = start.start()
-    work(session, chosen_rows(session.comm.size, names, hosts=place == "hosts"), int(turns), Path(path))
+    session = start.start(on)
+    work(session, chosen_rows(session.comm.size, names, hosts=place == "hosts"), int(turns), Path(path), on)
     session.leave(0)
 
 

@@ -89,7 +89,7 @@ def made(line, hosts, ranks):
     if "calibrate" in line:
         calibrate.written(points(hosts, ranks), after("-o"), after("--points"), "workstation", "here", {})
         return
-    path, _, place, *names = line[list(line).index("benchmarks.own_runs.worker") + 1 :]
+    path, _, _, place, *names = line[list(line).index("benchmarks.own_runs.worker") + 1 :]
     rows = trainings.chosen_rows(hosts * ranks, names, hosts=place == "hosts")
     Path(path).write_text(json.dumps({"library": "a library", "rows": told(rows, 0.0)}))
 
