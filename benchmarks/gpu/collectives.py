@@ -110,6 +110,13 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     return Results(arrays, dict.fromkeys(arrays, "ways, repetitions; s"), about)
 
 
+def ratios(results: Results) -> harness.Ratios:
+    """Return the times of every way over those of pageable memory in the same turn, by size."""
+    sizes = {name.removeprefix("bytes_"): times for name, times in results.arrays.items()}
+    over = {size: harness.over_base(times, results.names()) for size, times in sizes.items()}
+    return {f"{way}, {size} bytes": own for size, ways in over.items() for way, own in ways.items()}
+
+
 def lines(results: Results) -> Sequence[str]:
     shown = []
     for name, times in results.arrays.items():

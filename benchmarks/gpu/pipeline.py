@@ -114,6 +114,12 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     return Results(dict(zip(runs, times, strict=True)), dict.fromkeys(runs, dims), about)
 
 
+def ratios(results: Results) -> harness.Ratios:
+    """Return the times of every contender over those of one rank in the same turn."""
+    times = np.array(list(results.arrays.values()))[..., 0].max(axis=1)
+    return harness.over_base(times, list(results.arrays))
+
+
 def lines(results: Results) -> Sequence[str]:
     times = np.array(list(results.arrays.values()))  # (contenders, ranks, steps, step and phases)
     phases = np.median(times[..., 1:], axis=2)

@@ -50,14 +50,17 @@ class Training:
         self.number, self._reader = 0, self.trainer.batches(steps)
         self._batches = iter(self._reader.__enter__())
 
-    def next_step(self) -> Callable[[], StepResult]:
-        """Read the next batch and return what makes the step: placement of the batch, passes, exchange, update."""
-        batch = next(self._batches)
+    def next_step(self, numbers: np.ndarray | None = None) -> Callable[[], StepResult]:
+        """Read the next batch and return what makes the step: placement of the batch, passes, exchange, update.
+
+        The ranks sum ``numbers`` in it, which a save in the background asks for.
+        """
+        batch, own = next(self._batches), np.zeros(2) if numbers is None else numbers
         self.number += 1
 
         def step() -> StepResult:
             parts = self.trainer.cut(self.trainer.place(batch))
-            return self.trainer.step(self.number, parts, np.zeros(2))
+            return self.trainer.step(self.number, parts, own)
 
         return step
 

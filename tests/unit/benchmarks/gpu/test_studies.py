@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import __main__ as studies
 from benchmarks import harness
-from benchmarks.gpu import collectives, eager, kernels, pipeline, step
+from benchmarks.gpu import attention, collectives, eager, energy, kernels, pipeline, step, strategies
 from hpcdist.arrays.gpu import device
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
@@ -145,8 +145,57 @@ def test_a_16_bit_step_has_the_losses_of_pytorch(gpu):
     shape = eager.StepShape(layers=1, hidden=32, heads=2, context=16, samples=2, vocabulary=17)
     results = eager.timed(shape, "bfloat16", steps=4, where="cpu")
     assert results.arrays["ours_s"].shape == (4,)
-    np.testing.assert_allclose(results.arrays["ours_loss"], results.arrays["torch_loss"], rtol=2e-2)
-    assert len(eager.lines(results)) == 3
+    np.testing.assert_allclose(results.arrays["ours_loss"], results.arrays["eager_loss"], rtol=2e-2)
+    assert len(eager.lines(results)) == 4 and "MFU" in eager.lines(results)[1]
+
+
+def test_strategies_that_are_apart_or_refused_are_told(gpu, monkeypatch, capsys):
+    monkeypatch.setattr(strategies, "MODEL", (*SMALL, "run.global_batch=4"))
+    right = strategies.losses
+
+    def wrong(session, keys, steps):
+        values = right(session, keys, steps)
+        return (
+            [value * 1.001 for value in values]
+            if "run.device=gpu" in keys and "parallel.strategy=zero1" in keys
+            else values
+        )
+
+    monkeypatch.setattr(strategies, "losses", wrong)
+    results = on_threads(strategies, Namespace(only=["ring", "zero1", "experts"], steps=2, set=[]), 2)
+    assert results.arrays["loss"].shape == (2, 2, 2) and list(strategies.ratios(results)) == ["ring", "zero1"]
+    assert strategies.failures(results) == ["zero1 is 1.0e-03 apart, more than 0.0001"]
+    assert "model.experts = 4 is not built" in results.attributes["refused: experts"]
+    assert "experts: refused, " in capsys.readouterr().out
+
+
+def test_attention_that_differs_from_that_of_pytorch_is_refused(gpu, monkeypatch):
+    pytest.importorskip("torch")
+    chosen = Namespace(context=[16], tokens=32, heads=2, head_size=16, rounds=2, dtype="float16", where="cpu")
+    results = on_threads(attention, chosen, 1)
+    assert results.arrays["time_s"].shape == (1, 2, 2, 2) and len(attention.lines(results)) == 2
+    right = attention.theirs
+
+    def wrong(qkv, dy, size, where):
+        forward, backward = right(qkv, dy, size, where)
+        return forward, lambda: backward() * 1.1
+
+    monkeypatch.setattr(attention, "theirs", wrong)
+    with pytest.raises(SystemExit, match="context 16: the gradient differs by .* of its norm from PyTorch's"):
+        on_threads(attention, chosen, 1)
+
+
+def test_power_that_is_not_that_of_the_counter_misses_the_goal():
+    measured = np.array([[10.0, 2e6, 1.92e6], [10.0, 1e6, 5e5], [10.0, 8e5, 8e5]])
+    sampler = np.array([[100.0, 0.0], [99.0, 0.001]])
+    about = {"loads": "products,bursts,idle", "power_field": "instant", "model": "one"}
+    arrays = {"energy": measured, "sampler": sampler, "interval_s": np.array([0.0, 0.1])}
+    found = energy.ratios(harness.Results(arrays, {}, about))
+    assert found["products"] == [0.96] and found["sampled every 0.1 s"][0] == pytest.approx(1.0101, rel=1e-4)
+    assert energy.failures(harness.Results(arrays, {}, about)) == []
+    measured[0, 2] = 1.8e6
+    assert energy.failures(harness.Results(arrays, {}, about)) == ["power and counter are 10.0% apart under products"]
+    assert any("180.0" in line for line in energy.lines(harness.Results(arrays, {}, about)))
 
 
 @pytest.mark.parametrize("name", [name for name in studies.STUDIES if name.startswith("gpu.")])
