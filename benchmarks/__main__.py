@@ -20,6 +20,7 @@ STUDIES: Final = {
     "energy_sensor": "operations.energy_sensor",
     "exchanges": "training.exchanges",
     "gpu.attention": "gpu.attention",
+    "gpu.campaign": "gpu.campaign.study",
     "gpu.checkpoint": "gpu.checkpoint",
     "gpu.collectives": "gpu.collectives",
     "gpu.eager": "gpu.eager",

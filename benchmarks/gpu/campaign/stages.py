@@ -1,0 +1,204 @@
+"""Stages of the campaign: what each runs, for how long at most, and the figures of its line.
+
+The order is that of worth: what would make everything else worthless comes first. ``small`` sizes are those of a
+processor that plays a GPU.
+"""
+
+import importlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.__main__ import STUDIES
+from benchmarks.harness import Results
+
+OUTPUT: Final = "RESULT"  # stands for the file that a command writes; FOLDER for one that its stage has
+
+
+@dataclass(frozen=True)
+class Command:
+    """A process of Python: its words, those of a small run instead, and the ending of the file that it writes.
+
+    ``after`` is the command whose files in the stage's folder it takes: that is repeated where this one has to be.
+    """
+
+    name: str
+    line: Sequence[str]
+    less: Sequence[str] = ()
+    suffix: str = ".h5"
+    study: str = ""  # of which the file is
+    after: str = ""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Commands one behind the other, and the seconds that they have together."""
+
+    limit_s: float
+    full: Sequence[Command] = field(default_factory=tuple)
+
+    def commands(self, small: bool) -> list[Command]:
+        """Return the commands, in the sizes of a small run where that is wanted."""
+        if not small:
+            return list(self.full)
+        return [replace(own, line=own.less) for own in self.full if own.less]
+
+
+def study(name: str, module: str, more: str = "", less: str = "") -> Command:
+    """Return the command of a study with options, and with those of a small run ("": none)."""
+    first, last = ("-m", "benchmarks", module), ("-o", OUTPUT, "--anonymous")
+    small = (*first, *less.split(), *last) if less else ()
+    return Command(name, (*first, *more.split(), *last), small, study=module)
+
+
+def suite(name: str, more: str, less: str) -> Command:
+    """Return the command of tests, and of those of a small run ("": none)."""
+    first = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml", OUTPUT)
+    small = (*first, *less.split()) if less else ()
+    return Command(name, (*first, *more.split()), small, suffix=".xml")
+
+
+def tool(name: str, more: str, less: str = "", suffix: str = ".txt", after: str = "") -> Command:
+    """Return a command of hpcdist, with other options in a small run ("": none)."""
+    small = ("-m", "hpcdist", *less.split()) if less else ()
+    return Command(name, ("-m", "hpcdist", *more.split()), small, suffix=suffix, after=after)
+
+
+def headline(command: Command, result: Path, results: Results | None) -> str:
+    """Return the ratios of a study, and of tests how many passed; "" says: the last line that was printed."""
+    if results is None:
+        totals = dict(re.findall(r'(tests|failures|errors|skipped)="(\d+)"', result.read_text(errors="replace")[:2000]))
+        return ", ".join(f"{number} {kind}" for kind, number in totals.items())
+    if not command.study:
+        return ""
+    ratios = harness.Study.of(importlib.import_module(f"benchmarks.{STUDIES[command.study]}")).ratios(results)
+    return ", ".join(f"{name} {np.median(samples):.3g}" for name, samples in ratios.items())
+
+
+FAST: Final = "kernels maths sparse double"
+SLOW: Final = "training collectives job energy"
+GPT: Final = {"124M": "--layers 12 --hidden 768 --heads 12", "350M": "--layers 24 --hidden 1024 --heads 16"}
+TINY: Final = "--layers 1 --hidden 32 --heads 2 --context 16 --samples 2 --vocabulary 17 --steps 2"
+TINY_KEYS: Final = "model.layers=1 model.hidden=16 model.heads=2 data.context=8"
+GROUPS: Final = {  # of strategies: an error ends one job of them
+    "data": "allreduce zero1 zero2 zero3 node_shared ring",
+    "others": "servers gossip local_sgd delayed int8 topk powersgd",
+    "cut": "gpipe 1f1b zb-h1 tensor tensor-by-rows context experts",
+}
+
+
+def _files(names: str) -> str:
+    return " ".join(f"tests/gpu/test_real_{name}.py" for name in names.split())
+
+
+def _steps() -> tuple[Command, ...]:
+    """Return the comparisons with PyTorch: the largest claim first."""
+    sizes = "--context 1024 --vocabulary 50304"
+    return tuple(
+        study(
+            f"gpt-{name}-{dtype}",
+            "gpu.eager",
+            f"{GPT[name]} {sizes} --samples {samples} --dtype {dtype} --steps {steps}",
+            f"{TINY} --dtype {dtype} --sides eager --where cpu" if (name, dtype) == ("124M", "bfloat16") else "",
+        )
+        for name, dtype, samples, steps in (
+            ("124M", "bfloat16", 16, 15),
+            ("350M", "bfloat16", 8, 10),
+            ("124M", "float32", 8, 8),
+            ("350M", "float32", 4, 6),
+        )
+    )
+
+
+def _strategies() -> tuple[Command, ...]:
+    """Return the jobs of strategies; the small run has two layouts of the first one."""
+    return tuple(
+        study(
+            f"{group}-on-{ranks}",
+            "gpu.strategies",
+            f"--ranks {ranks} --only {names}",
+            f"--only zero3 --steps 2 --set {TINY_KEYS} run.global_batch=4" if (group, ranks) == ("data", 2) else "",
+        )
+        for ranks in (2, 4)
+        for group, names in GROUPS.items()
+    )
+
+
+def _energy() -> tuple[Command, ...]:
+    """Return counter, power and sampler, and the joules of a training by phase."""
+    sizes = "--set model.layers=12 --set model.hidden=768 --set model.heads=12 --set data.context=512"
+    tiny = "--set model.layers=1 --set model.hidden=16 --set model.heads=2 --set data.context=8"
+    length = "--set run.steps={} --set run.global_batch={} --set run.device=gpu --set energy.sources={}"
+    return (
+        study("counter", "gpu.energy", "--side 8192", "--seconds 0.4 --warm 0.1 --side 16"),
+        tool(
+            "train",
+            f"train --json --out FOLDER/run {sizes} {length.format(150, 16, 'nvml')} --set energy.shift=true",
+            f"train --json --out FOLDER/run {tiny} {length.format(3, 2, 'auto')} --set run.validation_samples=2",
+        ),
+        tool("report", "energy report FOLDER/run", "energy report FOLDER/run", after="train"),
+    )
+
+
+def _rest() -> tuple[Command, ...]:
+    """Return what waits longest: own trainings beside plans, attention, pipelines, the long tests."""
+    tiny = f"--set {TINY_KEYS} run.global_batch=2 parallel.microbatches=2 --steps 1"
+    calibrate = "plan calibrate --device gpu --dtype float32 --seconds 20 -o FOLDER/gpu.toml"
+    plans = "own_runs --device gpu --turns 2 --cluster FOLDER/gpu.toml --ranks 1 --anonymous -o FOLDER/own-runs"
+    return (
+        study(
+            "attention", "gpu.attention", "", "--context 16 --tokens 16 --heads 2 --head-size 16 --rounds 2 --where cpu"
+        ),
+        study("pipeline", "gpu.pipeline", "--steps 10", tiny),
+        tool("calibrate", f"{calibrate} --points RESULT", suffix=".h5"),
+        Command("own-runs", ("-m", "benchmarks", *plans.split()), after="calibrate"),
+        suite("slow", _files(SLOW), ""),
+    )
+
+
+STAGES: Final[dict[str, Stage]] = {
+    "device": Stage(
+        120,
+        (
+            tool("doctor", "doctor --launch", "doctor"),
+            study(
+                "kernels", "gpu.kernels", "--tokens 4096 --rounds 20", "--tokens 3 --hidden 64 --rounds 2 --copied 4096"
+            ),
+            study(
+                "step",
+                "gpu.step",
+                "--steps 5 --set model.layers=4 model.hidden=256 model.heads=4 data.context=128 run.global_batch=8",
+                f"--steps 1 --set {TINY_KEYS} run.global_batch=2",
+            ),
+        ),
+    ),
+    "tests": Stage(240, (suite("fast", _files(FAST), f"{_files('sparse')} -k one_bit_adam"),)),
+    "step": Stage(300, _steps()),
+    "collectives": Stage(
+        240,
+        (
+            study("on-2", "gpu.collectives", "--ranks 2 --bytes 64M 1M 64K", "--ranks 2 --bytes 4096 --repetitions 2"),
+            study("on-4", "gpu.collectives", "--ranks 4 --bytes 64M 1M 64K"),
+        ),
+    ),
+    "strategies": Stage(180, _strategies()),
+    "energy": Stage(180, _energy()),
+    "checkpoint": Stage(
+        180,
+        (
+            study(
+                "one-rank",
+                "gpu.checkpoint",
+                "",
+                "--layers 1 --hidden 64 --context 8 --samples 2 --rounds 1 --plain 2",
+            ),
+            study("two-ranks", "gpu.checkpoint", "--ranks 2 --rounds 2"),
+        ),
+    ),
+    "rest": Stage(600, _rest()),
+}

@@ -1,0 +1,242 @@
+"""Half an hour on one GPU: all that waits for one, in stages of their own time, in the order of their worth.
+
+    python -m benchmarks gpu.campaign
+    python -m benchmarks gpu.campaign --stages device step --minutes 9
+    python3 benchmarks/gpu/campaign/environment.py run wheels .gpu --minutes 28      # on a machine without a network
+
+A stage is a few commands, each a process of its own with what is left of the stage's limit: `stages.py` has them. What
+a stage found goes to --results as DATE-GPU-STAGE.h5, with the file of each study in it and what every command printed,
+and as one line of text beside it. Both are written anew behind each command, so that a campaign that is cut off, or
+runs out of --minutes, leaves what was done. Started again on the same --date it leaves out stages that are complete,
+and goes on with the others: first those that never began, then those that failed or were cut off, without the commands
+that ended well. --again repeats all. A failing stage is recorded with its error, and the next one starts.
+
+--small takes sizes that a processor has in seconds, to try the campaign itself. Without a GPU it leaves with 69; exit
+code 1 where a stage is not complete.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.gpu.campaign.stages import OUTPUT, STAGES, Command, Stage, headline
+from benchmarks.gpu.card import card
+from benchmarks.harness import Results
+from hpcdist.collectives.gpu import nccl
+from hpcdist.comm.start import Session
+from hpcdist.hdf5 import files
+from hpcdist.reporting import atomic
+from hpcdist.telemetry.provenance import provenance
+
+SCHEMA, ON, WRITES_ITSELF = "hpcdist.benchmark.gpu_campaign", "gpu", True
+NO_CHECK = "its stages are studies of their own"
+
+GRACE_S: Final = 10.0  # to end by itself, for a command whose time is over
+COMPLETE: Final = "complete"
+KEPT_BYTES: Final = 1 << 20  # of what a command printed, the end
+OPTIONS: Final = {"stages": tuple(STAGES), "minutes": 30.0, "date": "", "again": False, "small": False}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--results", type=Path, default=harness.RESULTS / "gpu", help="folder (default %(default)s)")
+
+
+def begun(line: Sequence[str], limit_s: float, log: Path) -> tuple[str, float]:
+    """Run Python with the words ``line``, print into ``log``, and return how it ended ("" well) and the seconds."""
+    environment = os.environ | {"PYTHONPATH": harness.search_path(), "PYTHONUNBUFFERED": "1"}
+    environment |= {nccl.SEVERAL_RANKS_VARIABLE: "1"}  # ranks share the GPU, where this NCCL can
+    with log.open("wb") as stream:
+        start = time.monotonic()
+        child = subprocess.Popen(
+            [sys.executable, *line],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            cwd=harness.ROOT,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            code = child.wait(limit_s)
+            ended = "" if not code else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            ended = f"cut off after {limit_s:.0f} s"
+        finally:  # also where this process is told to end
+            _end(child)
+    return ended, time.monotonic() - start
+
+
+def _end(child: "subprocess.Popen[bytes]") -> None:
+    """End ``child`` and its processes: its session, which ranks of an mpirun leave when it ends them."""
+    for number, limit_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
+        if child.poll() is not None and number == signal.SIGTERM:
+            return
+        try:
+            os.killpg(child.pid, number)
+        except ProcessLookupError:
+            return
+        try:
+            child.wait(limit_s)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+class Record:
+    """What a stage has done so far: its HDF5 file and its line, of which both are replaced as a whole."""
+
+    def __init__(self, place: Path, name: str, origin: Mapping[str, Any]) -> None:
+        self.place, self.name, self._origin = place, name, origin
+        self.arrays: dict[str, np.ndarray] = {}
+        self.about: dict[str, dict[str, Any]] = {}
+        self.commands: dict[str, dict[str, Any]] = {}  # status, seconds, headline, in their order
+
+    @property
+    def file(self) -> Path:
+        """The HDF5 file."""
+        return self.place.with_name(self.place.name + ".h5")
+
+    def load(self) -> str:
+        """Take back what the file has, and return the status of the stage; "" without a file."""
+        if not self.file.exists():
+            return ""
+        with files.open_read(self.file, SCHEMA, 1) as file:
+            self.commands = json.loads(str(file.attrs["commands"]))
+            status = str(file.attrs["status"])
+            for command in self.commands:
+                for name in file.get(command, ()):
+                    if files.is_dataset(file[command][name]):
+                        self.arrays[f"{command}/{name}"] = file[command][name][...]
+                        self.about[f"{command}/{name}"] = dict(file[command][name].attrs)
+        return status
+
+    def add(self, command: Command, ended: str, seconds: float, log: bytes, result: Path) -> None:
+        """Keep what a command printed and, in ``result``, wrote."""
+        self.arrays = {name: own for name, own in self.arrays.items() if not name.startswith(f"{command.name}/")}
+        # Control characters of progress lines, and what is no text, would make the file unreadable to some.
+        printed = log[-KEPT_BYTES:].replace(b"\0", b"") or b"\n"
+        self.arrays[f"{command.name}/printed"] = np.frombuffer(printed, np.uint8)
+        told = ""
+        if result.exists():
+            told = self._take(command, result)
+        last = [line for line in printed.decode(errors="replace").splitlines() if line.strip()]
+        told = told or (last[-1].strip() if last else "printed nothing")
+        self.commands[command.name] = {"status": ended or COMPLETE, "seconds": seconds, "headline": told[:300]}
+
+    def _take(self, command: Command, result: Path) -> str:
+        """Keep the file that a study wrote, and return its headline; that of the log where it is another file."""
+        if result.suffix != ".h5":
+            self.arrays[f"{command.name}/file"] = np.frombuffer(result.read_bytes() or b"\n", np.uint8)
+            return headline(command, result, None)
+        with files.open_read(result) as file:
+            attributes = files.attributes_of(file)
+            arrays = {name: own[...] for name, own in file.items() if files.is_dataset(own)}
+            for name, array in arrays.items():
+                self.arrays[f"{command.name}/{name}"] = array
+                self.about[f"{command.name}/{name}"] = {"dims": str(file[name].attrs.get("dims", ""))}
+            lists = {name: file.attrs[name].tolist() for name in file.attrs if isinstance(file.attrs[name], np.ndarray)}
+        text = json.dumps(attributes | lists).encode()
+        self.arrays[f"{command.name}/attributes"] = np.frombuffer(text, np.uint8)
+        return headline(command, result, Results(arrays, {}, attributes | lists))
+
+    def write(self, status: str) -> str:
+        """Replace the file and the line, which is returned."""
+        parts = [
+            f"{name}: {own['headline'] if own['status'] == COMPLETE else own['status'] + ', ' + own['headline']}"
+            for name, own in self.commands.items()
+        ]
+        seconds = sum(own["seconds"] for own in self.commands.values())
+        line = f"{self.name}: {status}, {seconds:.0f} s; {'; '.join(parts) or 'nothing was begun'}"
+        attributes = {**self._origin, "stage": self.name, "status": status, "line": line}
+        attributes["commands"] = json.dumps(self.commands)
+        about = {name: {key: value for key, value in own.items() if key == "dims"} for name, own in self.about.items()}
+        about = {name: own for name, own in about.items() if name in self.arrays}
+        new = self.file.with_name(self.file.name + ".new")
+        new.unlink(missing_ok=True)
+        files.write_contiguous(new, self.arrays, attributes, about, schema=SCHEMA, version=1)
+        os.replace(new, self.file)
+        atomic.save(self.place.with_name(self.place.name + ".txt"), line + "\n")
+        return line
+
+
+def carry_out(stage: Stage, record: Record, small: bool, limit_s: float) -> str:
+    """Run the commands of a stage that are not in ``record`` yet, and return its line."""
+    until = time.monotonic() + limit_s
+    status = COMPLETE
+    with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
+        done = {name for name, own in record.commands.items() if own["status"] == COMPLETE}
+        done -= {command.after for command in stage.commands(small) if command.name not in done}
+        for command in stage.commands(small):
+            if command.name in done:
+                continue
+            left_s = until - time.monotonic()
+            result, log = Path(folder) / f"{command.name}{command.suffix}", Path(folder) / f"{command.name}.log"
+            if left_s <= 0:
+                ended = "not begun: the time of the stage is over"
+                record.commands.setdefault(command.name, {"status": ended, "seconds": 0.0, "headline": ""})
+                status = f"{command.name} {ended}"
+                continue
+            line = [word.replace(OUTPUT, str(result)).replace("FOLDER", folder) for word in command.line]
+            ended, seconds = begun(line, left_s, log)
+            if ended:
+                status = f"failed in {command.name}, {ended}"
+            try:
+                record.add(command, ended, seconds, log.read_bytes(), result)
+            except Exception as error:  # noqa: BLE001 - a result that cannot be read is one more way to fail
+                status = f"failed in {command.name}, {type(error).__name__}: {error}"
+                record.commands[command.name] = {"status": status, "seconds": seconds, "headline": ""}
+            record.write(f"under way: {command.name} is done")
+    return record.write(status)
+
+
+def in_order(records: Mapping[str, Record], again: bool) -> Iterator[str]:
+    """Yield the stages to run: those that never began, then those that are not complete."""
+    states = {name: "" if again else record.load() for name, record in records.items()}
+    for name, status in states.items():
+        if status == COMPLETE:
+            print(f"{name}: there already, {records[name].file.name}", flush=True)
+    yield from (name for name, status in states.items() if not status)
+    yield from (name for name, status in states.items() if status not in ("", COMPLETE))
+
+
+def measure(chosen: argparse.Namespace, session: Session) -> Results:
+    """Run the stages and return their seconds."""
+    harness.at_least(chosen, minutes=0)
+    chosen.results.mkdir(parents=True, exist_ok=True)
+    about = card()
+    slug = re.sub(r"[^a-z0-9]+", "-", about["gpu"].lower()).strip("-")
+    date = chosen.date or datetime.now(UTC).date().isoformat()
+    origin = provenance(mpi_library="none", hosts=[], anonymous=True) | about | {"small": chosen.small}
+    records = {name: Record(chosen.results / f"{date}-{slug}-{name}", name, origin) for name in chosen.stages}
+    until, lines = time.monotonic() + 60 * chosen.minutes, []
+    for name in in_order(records, chosen.again):
+        limit_s = min(STAGES[name].limit_s, until - time.monotonic())
+        if limit_s <= 0:
+            lines.append(f"{name}: not begun, the {chosen.minutes:g} minutes are over")
+        else:
+            lines.append(carry_out(STAGES[name], records[name], chosen.small, limit_s))
+        print(lines[-1], flush=True)
+    states = [next(iter(record.commands.values()), {}).get("seconds", 0.0) for record in records.values()]
+    missed = [line.partition(";")[0] for line in lines if not re.match(rf"\S+: {COMPLETE},", line)]
+    return Results({"seconds": np.array(states)}, {}, {"stages": ";".join(records), "missed": json.dumps(missed)})
+
+
+def lines(results: Results) -> Sequence[str]:
+    return [f"{len(results.arrays['seconds'])} stages"]
+
+
+def failures(results: Results) -> Sequence[str]:
+    return list(json.loads(str(results.attributes["missed"])))

