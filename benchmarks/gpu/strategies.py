@@ -34,7 +34,6 @@ LAYOUTS: Final[dict[str, tuple[str, ...]]] = {
     "allreduce": (),
     "ring": ("communication.algorithm=ring",),
     "node_shared": ("communication.algorithm=node_shared",),
-    "delayed": ("communication.delayed=true", "communication.overlap=thread"),
     "zero1": ("parallel.strategy=zero1",),
     "zero2": ("parallel.strategy=zero2",),
     "zero3": ("parallel.strategy=zero3",),

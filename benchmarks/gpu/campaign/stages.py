@@ -87,7 +87,7 @@ TINY: Final = "--layers 1 --hidden 32 --heads 2 --context 16 --samples 2 --vocab
 TINY_KEYS: Final = "model.layers=1 model.hidden=16 model.heads=2 data.context=8"
 GROUPS: Final = {  # of strategies: an error ends one job of them
     "data": "allreduce zero1 zero2 zero3 node_shared ring",
-    "others": "servers gossip local_sgd delayed int8 topk powersgd",
+    "others": "servers gossip local_sgd int8 topk powersgd",
     "cut": "gpipe 1f1b zb-h1 tensor tensor-by-rows context experts",
 }
 
