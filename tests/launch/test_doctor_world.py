@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 
 from harness import jobs
+from hpcdist.comm.launch import mpirun
 
 EXPECTED = {"world", "thread level", "placement", "MPI library", "launcher match"}
 
@@ -61,9 +62,10 @@ def test_into_a_pipe_the_report_has_no_colours():
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("mpi")
 @pytest.mark.parametrize(("no_colour", "coloured"), [("", True), ("1", False)])
-def test_colours_on_a_terminal(no_colour, coloured):
+def test_colours_on_a_terminal(mpi, no_colour, coloured):
+    """Open MPI shows its ranks a terminal, others a pipe."""
+    coloured = coloured and mpi.vendor == mpirun.OPEN_MPI
     ours, theirs = pty.openpty()
     environment = jobs.clean_environment() | {"NO_COLOR": no_colour}
     with subprocess.Popen(RUN, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environment) as process:
