@@ -250,6 +250,13 @@ def difference(mine: Trainer | State, theirs: State) -> float:
     return float(np.linalg.norm(differences) / np.linalg.norm([np.linalg.norm(theirs[key]) for key in weights]))
 
 
+def check_training(trainer: Trainer, expected: Reference, steps: int, bound: float) -> None:
+    """Train, and compare the losses, the validation and, at ten times the ``bound``, the model. Collective."""
+    np.testing.assert_allclose(losses(trainer, steps), expected.losses, rtol=bound)
+    np.testing.assert_allclose(mean_validation_loss(trainer), expected.validation, rtol=bound)
+    assert difference(trainer, expected.state) <= 10 * bound
+
+
 # Trainings that are made on the CPU and on a GPU, real or double.
 STEPS = 4
 SETTINGS: Keys = recipe_keys(

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.trainings import alone, difference, losses, recipe_keys, trainer_of
-from hpcdist.training.run.loop import mean_validation_loss
+from harness.trainings import alone, check_training, recipe_keys, trainer_of
 
 STEPS = 8
 KEYS = recipe_keys(
@@ -29,7 +28,5 @@ def test_rank_context_training_is_that_of_one_process(comm, folder, degrees, cha
     keys = KEYS | {"data.path": folder / "text.txt"} | {f"parallel.{axis}": n for axis, n in axes.items()}
     keys |= recipe_keys(changed)
     expected, together = alone(keys, STEPS), trainer_of(comm, keys)
-    np.testing.assert_allclose(losses(together, STEPS), expected.losses, rtol=1e-12)
-    assert difference(together, expected.state) <= 1e-11
-    np.testing.assert_allclose(mean_validation_loss(together), expected.validation, rtol=1e-12)
+    check_training(together, expected, STEPS, 1e-12)
     together.close()

@@ -1,11 +1,9 @@
 """Every kind of model over real messages, on 1 to 4 ranks, is the run of one process."""
 
-import numpy as np
 import pytest
 
 from harness.inputs import KINDS, STEPS, keys_of, write_data
-from harness.trainings import alone, difference, losses, trainer_of
-from hpcdist.training.run.loop import mean_validation_loss
+from harness.trainings import alone, check_training, trainer_of
 
 WAYS = {
     "replicas": {},
@@ -29,7 +27,5 @@ def test_rank_training_of_every_kind(comm, folder, kind, way):
     ways = {key: comm.size if value == 0 else value for key, value in WAYS[way].items()}
     keys = keys_of(kind, folder) | ways
     expected, together = alone(keys, STEPS), trainer_of(comm, keys)
-    np.testing.assert_allclose(losses(together, STEPS), expected.losses, rtol=1e-11)
-    assert difference(together, expected.state) <= 1e-10
-    np.testing.assert_allclose(mean_validation_loss(together), expected.validation, rtol=1e-11)
+    check_training(together, expected, STEPS, 1e-11)
     together.close()

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.trainings import TOLERANCE, alone, difference, losses, recipe_keys, trainer_of
-from hpcdist.training.run.loop import mean_validation_loss
+from harness.trainings import TOLERANCE, alone, check_training, recipe_keys, trainer_of
 
 STEPS = 20
 KEYS = recipe_keys(
@@ -36,7 +35,5 @@ def test_rank_packed_training_is_that_of_one_process(comm, folder, case):
     keys = KEYS | {"data.path": folder / "text.txt"} | {f"parallel.{axis}": n for axis, n in axes.items()}
     keys |= recipe_keys(changed)
     expected, together, wide = alone(keys, STEPS), trainer_of(comm, keys), TOLERANCE[str(keys["precision.mode"])]
-    np.testing.assert_allclose(losses(together, STEPS), expected.losses, rtol=wide)
-    assert difference(together, expected.state) <= 10 * wide
-    np.testing.assert_allclose(mean_validation_loss(together), expected.validation, rtol=wide)
+    check_training(together, expected, STEPS, wide)
     together.close()

@@ -1,10 +1,8 @@
 """A gpt over tensor ranks is the run of one process, over real messages and a node's shared memory."""
 
-import numpy as np
 import pytest
 
-from harness.trainings import alone, difference, losses, recipe_keys, trainer_of
-from hpcdist.training.run.loop import mean_validation_loss
+from harness.trainings import alone, check_training, recipe_keys, trainer_of
 
 STEPS = 8
 KEYS = {"optimizer.groups": "['*bias*: weight_decay=0.3 rate_factor=0.5', '2.*: rate_factor=2.0']"} | recipe_keys(
@@ -29,7 +27,5 @@ def test_rank_tensor_training_is_that_of_one_process(comm, folder, degrees, chan
         pytest.skip(f"{data} x {pipeline} x {tensor} is for {data * pipeline * tensor} ranks")
     keys = KEYS | {"data.path": folder / "text.txt", "parallel.pipeline": pipeline, "parallel.tensor": tensor} | changed
     expected, together = alone(keys, STEPS), trainer_of(comm, keys)
-    np.testing.assert_allclose(losses(together, STEPS), expected.losses, rtol=1e-12)
-    assert difference(together, expected.state) <= 1e-11
-    np.testing.assert_allclose(mean_validation_loss(together), expected.validation, rtol=1e-12)
+    check_training(together, expected, STEPS, 1e-12)
     together.close()

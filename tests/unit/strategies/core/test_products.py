@@ -1,14 +1,12 @@
 """Any layout that a recipe may ask for is the run of one process: drawn at random, on at most four ranks."""
 
-import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from harness.trainings import alone, difference, losses, trainer_of
+from harness.trainings import alone, check_training, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.core.replica_check import check_tensor_axis
-from hpcdist.training.run.loop import mean_validation_loss
 
 STEPS = 3
 GRIDS = ((2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 1, 3), (1, 1, 4), (3, 1, 1), (1, 3, 1))  # data, pipeline, tensor
@@ -80,9 +78,7 @@ def test_any_product_is_the_run_of_one_process(text, layout):
 
     def body(comm):
         together = trainer_of(comm, keys)
-        np.testing.assert_allclose(losses(together, STEPS), expected.losses, rtol=1e-12)
-        assert difference(together, expected.state) <= 1e-11
-        np.testing.assert_allclose(mean_validation_loss(together), expected.validation, rtol=1e-12)
+        check_training(together, expected, STEPS, 1e-12)
         check_tensor_axis(together.context.tensor, together.exchange.parameters, STEPS)
         assert not any(together.executor.arena._uses), "what activations lay in is given back"
         together.close()

@@ -7,14 +7,13 @@ import pytest
 
 from harness import trainings
 from harness.marks import cases, on_threads
-from harness.trainings import alone, difference, losses, recipe_keys, refused, trainer_of
+from harness.trainings import alone, check_training, losses, recipe_keys, refused, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DivergenceError, ScheduleError
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.replica_check import check_tensor_axis
 from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
 from hpcdist.strategies.schedule.verify.proof import verify
-from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 20
@@ -90,9 +89,7 @@ def test_training_is_that_of_one_process(case, text):
     def body(comm):
         together = trainer_of(comm, keys)
         assert together.proof is not None and together.model.layout.parameters > 12000
-        np.testing.assert_allclose(losses(together, STEPS), expected.losses, rtol=tolerance)
-        assert difference(together, expected.state) <= 10 * tolerance
-        np.testing.assert_allclose(mean_validation_loss(together), expected.validation, rtol=tolerance)
+        check_training(together, expected, STEPS, tolerance)
         check_tensor_axis(together.context.tensor, together.exchange.parameters, STEPS)
         together.close()
 

@@ -7,7 +7,7 @@ import pytest
 from harness.inputs import KINDS, STEPS, keys_of, write_data
 from harness.marks import cases
 from harness.steady import steady
-from harness.trainings import alone, difference, losses, recipe_keys, refused, trainer_of
+from harness.trainings import alone, check_training, losses, recipe_keys, refused, trainer_of
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.models.transformer import masked_predictions
 from hpcdist.training.run.loop import mean_validation_loss
@@ -51,9 +51,7 @@ def compare(kind, ranks, changed, folder):
 
     def body(comm):
         together = trainer_of(comm, keys)
-        np.testing.assert_allclose(losses(together, STEPS), expected.losses, rtol=1e-11)
-        assert difference(together, expected.state) <= 1e-10
-        np.testing.assert_allclose(mean_validation_loss(together), expected.validation, rtol=1e-11)
+        check_training(together, expected, STEPS, 1e-11)
         together.close()
 
     run_threads(ranks, body)
