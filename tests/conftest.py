@@ -1,5 +1,6 @@
 """Shared by all tests: fresh random inputs from a seed that every failure shows."""
 
+import bisect
 import fcntl
 import gc
 import os
@@ -19,7 +20,7 @@ import pytest
 
 from harness.inputs import write_text
 
-SECOND_HALF = "tests/unit/n"  # of the unit tests: planner, strategies, training, ...
+UNIT_CUTS = ("tests/unit/n", "tests/unit/t")  # adapters to models; optim to strategies; telemetry and training
 LONGEST = ("test_rank_suites.py", "test_training_job.py", "test_slurm.py")  # begun first, so that none is the last
 LOCKS = pytest.StashKey[str]()  # directory of the locks of the processes of `pytest -n`
 SEED_VARIABLE = "HPCDIST_TEST_SEED"
@@ -121,9 +122,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let the processes of `pytest -n` take the unit tests as two halves, jobs file by file, the longest files first.
+    """Let the processes of `pytest -n` take the unit tests as three parts, jobs file by file, the longest files first.
 
-    Unit tests of a half stay in one process and in order: which follows which does not depend on how fast they are.
+    Unit tests of a part stay in one process and in order: which follows which does not depend on how fast they are.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -132,7 +133,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             path = nodeid.partition("::")[0]
             if path.startswith("tests/launch/"):
                 return path
-            return "first half" if path.startswith("tests/unit/") and path < SECOND_HALF else "second half"
+            return f"part {bisect.bisect(UNIT_CUTS, path)}"
 
     config.option.loadscopereorder = False  # in the order of the collection, not by the number of tests
     return ByFile(config, log)
