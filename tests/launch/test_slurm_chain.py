@@ -61,19 +61,22 @@ def test_a_chain_of_three_that_loses_a_node_trains_the_same_bits(jobs):
 
 def test_the_same_command_goes_on_with_what_was_cancelled(jobs):
     """And it makes no second job beside one that waits or runs."""
-    command = ("--chain=2", "--set=run.seed=5", "--no-check")
+    command = ("--chain=2", "--set=run.seed=5", "--set=chaos.step_s=0.1", "--no-check")
     first, second = jobs.chain(*command, nodes=1, steps=ENDLESS)
     (run_dir,) = (jobs.folder / "runs").iterdir()
     jobs.checkpoint(run_dir)
     again = jobs.submit(*command, "--nodes=1", "--ranks-per-node=2", steps=ENDLESS)
     assert (again.returncode, again.stdout.split()) == (0, [first, second]), again.stderr
     assert f"{first} (RUNNING), {second} (PENDING)" in again.stderr
+    saved = (run_dir / "checkpoints" / "latest").read_text().strip()
     assert jobs.cluster.run("scancel", second, first).returncode == 0
     jobs.until(first, JobState="CANCELLED")
-    saved = (run_dir / "checkpoints" / "latest").read_text().strip()
 
     third, fourth = jobs.chain(*command, nodes=1, steps=ENDLESS)
-    jobs.told(third, f"/{saved} after {saved.removeprefix('step-')} steps")
+    resumed = re.compile(r"resumed from \S+/step-(\d+) after \1 steps")
+    jobs.cluster.wait(lambda: resumed.search(jobs.log(third)), f"resumption of {saved} in the log of job {third}")
+    # Slurm calls a job cancelled while its ranks, told to end, save once more.
+    assert int(resumed.search(jobs.log(third))[1]) >= int(saved.removeprefix("step-")) > 0
     assert jobs.cluster.run("scancel", fourth, third).returncode == 0
     assert list((jobs.folder / "runs").iterdir()) == [run_dir]
     assert third not in (first, second)
