@@ -24,9 +24,8 @@ from hpcdist.batch.sites import search
 from hpcdist.comm.launch import mpirun
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.telemetry import report
-from stubs.slurm_cluster import STEPS, Jobs
+from stubs.slurm_cluster import ENDLESS, STEPS, Jobs
 
-ENDLESS = 10**6
 EVIL = "$(touch x) `touch y` \"two\" 'one' \\ # ; & | é"
 EVIL_FOLDER = EVIL.replace("\\", "")  # see test_a_directory_whose_name_slurm_would_read_as_a_pattern
 
