@@ -26,13 +26,17 @@ class ProductShape(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """Scores of ``heads`` heads of ``size`` over ``context`` tokens; ``pairs`` of a head and sample are looked at."""
+    """Scores of ``heads`` heads of ``size`` over ``context`` tokens; ``pairs`` of a head and sample are looked at.
+
+    A token sees the last ``window`` ones; 0: all before it, or all.
+    """
 
     heads: int
     kv_heads: int
     size: int
     context: int
     pairs: int
+    window: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,7 @@ class TransformerShape:
     vocabulary: int
     context: int
     kv_heads: int = 0
+    window: int = 0
     feed_forward: int = 0
     gated: bool = False
     experts: int = 1
