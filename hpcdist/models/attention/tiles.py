@@ -171,12 +171,13 @@ def blocks(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (start, end, place of the start) of blocks of ``long`` rows in [first, last), none over a border.
 
-    Of each piece rows in front of ``places`` are left out in steps of QUERY_BLOCK, and all rows behind.
+    Of each piece rows in front of and behind ``places`` are left out in steps of QUERY_BLOCK.
     """
     for begin, end, place in pieces:
-        stop = min(end if last is None else min(end, last), begin + places[1] - place)
-        low = max(begin, first)
-        low += max(0, places[0] - (place + low - begin)) // QUERY_BLOCK * QUERY_BLOCK
+        low, stop = max(begin, first), end if last is None else min(end, last)
+        here = place + low - begin
+        stop = min(stop, low - (here - places[1]) // QUERY_BLOCK * QUERY_BLOCK)
+        low += max(0, places[0] - here) // QUERY_BLOCK * QUERY_BLOCK
         for start in range(low, stop, long):
             yield start, min(start + long, stop), place + start - begin
 

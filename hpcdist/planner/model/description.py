@@ -28,7 +28,7 @@ class ProductShape(NamedTuple):
 class AttentionShape(NamedTuple):
     """Scores of ``heads`` heads of ``size`` over ``context`` tokens; ``pairs`` of a head and sample are looked at.
 
-    A token sees the last ``window`` ones; 0: all before it, or all.
+    With a ``window`` a token sees so many of those before it at most, 0: all.
     """
 
     heads: int
@@ -37,6 +37,11 @@ class AttentionShape(NamedTuple):
     context: int
     pairs: int
     window: int = 0
+
+    @property
+    def every_pair(self) -> int:
+        """All pairs, as published formulas count them, causal or not: with a window, so many for each token."""
+        return self.context * min(self.window or self.context, self.context)
 
 
 @dataclass(frozen=True, kw_only=True)
