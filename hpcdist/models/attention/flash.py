@@ -126,7 +126,8 @@ def _fused_numbers(
     # A flag, place, counters and factor of the mask, in the order of the kernels' parameters; without one zeros.
     mask = (0,) * 12 + (1.0,) if dropped is None else (1, *dropped.place, *dropped.counters, dropped.scale)
     address = 0 if documents is None else int(documents.ranges.data.ptr)  # type: ignore[attr-defined]
-    return (*place, first, first + shared, int(causal), window or heads.context, address, heads.scale, *mask)
+    seen = int(causal), min(window or heads.context, heads.context), address
+    return (*place, first, first + shared, *seen, heads.scale, *mask)
 
 
 class LocalAttention:
@@ -311,13 +312,14 @@ class TiledForward:
         shrink = self._shrink.tile(count, last - first)
         # Tiles of keys in their order. The output of the tiles so far is relative to their maximum: a larger one
         # shrinks it. The division by the sum comes once, at the end. A causal block sees no key behind its last query.
-        stop, places = min(last, span[1]) if causal else span[1], self._places(place)
+        stop, window = min(last, span[1]) if causal else span[1], self._window
+        places = (place + 1 - window, EVERYTHING[1]) if window else EVERYTHING
         for number, (start, end, column) in enumerate(blocks(keys.pieces, LONG, span[0], stop, places)):
             s = self._scores.tile(*chunk.outer, last - first, end - start)
             flat = s.reshape(count, last - first, end - start)
             multiply(q, k[..., start:end, :].swapaxes(-1, -2), out=s)
             new = begins and number == 0
-            where = chunk.pair, first, *band(place - column, self._window, causal=causal), new
+            where = chunk.pair, first, *band(place - column, window, causal=causal), new
             # Dropped after the sum of the row is taken: dropout acts on the probabilities, which are divided by it.
             kernels.softmax_advance(flat, where, self._heads.scale, self._top, self._total, shrink)
             chunk.drop(flat, dropped, place, column)
@@ -327,10 +329,6 @@ class TiledForward:
                 part = self._part.tile(*chunk.outer, last - first, size)
                 multiply(s, v[..., start:end, :], out=part)
                 kernels.rescale_add(part.reshape(count, -1, size), self._y, queries, chunk.pair, first, shrink)
-
-    def _places(self, place: int) -> Span:
-        """Return the places of the keys that queries from ``place`` on see."""
-        return (place + 1 - self._window, EVERYTHING[1]) if self._window else EVERYTHING
 
     def finish(self, chunk: HeadChunk, rows: Block) -> None:
         """Divide the output of the queries in ``rows`` by their sums, once they have seen all keys."""

@@ -188,4 +188,4 @@ def band(distance: int, window: int, *, causal: bool) -> Span:
     The place of the query is ``distance`` behind that of the first key. ``causal``: it sees no key behind itself. With
     a ``window`` it sees no more than so many keys up to its own place.
     """
-    return distance + 1 - (window or BEYOND), distance + 1 if causal else BEYOND
+    return distance + 1 - min(window or BEYOND, BEYOND), distance + 1 if causal else BEYOND

@@ -168,10 +168,10 @@ struct Documents {
 // y (batch, context, heads size) and sums (batch heads, context); grid (batch heads, blocks of queries)
 extern "C" __global__ void __launch_bounds__(THREADS) attention(const REAL* queries, const REAL* keys, REAL* y,
     float* sums, long long context, long long size, long long heads, long long shared, long long q_stride,
-    long long kv_stride, long long k_first, long long v_first, long long causal, long long window, long long documents, float scale, long long on,
-    long long groups, long long pitch, long long rows_per_sample, long long first_row, long long blocks,
-    long long first_sample, long long site, long long step, long long key0, long long key1, long long limit,
-    float kept) {
+    long long kv_stride, long long k_first, long long v_first, long long causal, long long window, long long documents,
+    float scale, long long on, long long groups, long long pitch, long long rows_per_sample, long long first_row,
+    long long blocks, long long first_sample, long long site, long long step, long long key0, long long key1,
+    long long limit, float kept) {
   __shared__ Plain<64> k_tile;
   __shared__ Turned<64> v_tile;
   const Dropped dropped = {on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1,
@@ -264,8 +264,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const RE
     const REAL* dy, const float* sums, const float* dots, REAL* dq, long long context, long long size,
     long long heads, long long shared, long long q_stride, long long kv_stride, long long k_first, long long v_first,
     long long causal, long long window, long long documents, float scale, long long on, long long groups,
-    long long pitch, long long rows_per_sample, long long first_row, long long blocks, long long first_sample, long long site, long long step, long long key0,
-    long long key1, long long limit, float kept) {
+    long long pitch, long long rows_per_sample, long long first_row, long long blocks, long long first_sample,
+    long long site, long long step, long long key0, long long key1, long long limit, float kept) {
   __shared__ Plain<SHORT> k_tile, v_tile;
   __shared__ Turned<SHORT> k_turned;
   const Dropped dropped = {on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1,
@@ -330,8 +330,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_keys(const REAL*
     const REAL* dy, const float* sums, const float* dots, REAL* dkv, long long context, long long size,
     long long heads, long long shared, long long q_stride, long long kv_stride, long long k_first, long long v_first,
     long long causal, long long window, long long documents, float scale, long long on, long long groups,
-    long long pitch, long long rows_per_sample, long long first_row, long long blocks, long long first_sample, long long site, long long step, long long key0,
-    long long key1, long long limit, float kept) {
+    long long pitch, long long rows_per_sample, long long first_row, long long blocks, long long first_sample,
+    long long site, long long step, long long key0, long long key1, long long limit, float kept) {
   __shared__ Plain<SHORT> q_tile, g_tile;
   __shared__ Turned<SHORT> q_turned, g_turned;
   const Dropped dropped = {on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1,
