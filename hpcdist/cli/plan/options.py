@@ -113,6 +113,7 @@ _SHAPE: Final = (
     PlanOption("--hidden", COUNT, "Their width."),
     PlanOption("--heads", COUNT, "Heads of a block."),
     PlanOption("--kv-heads", COUNT, "Heads of keys and values.  [default: as many]"),
+    PlanOption("--window", COUNT, "Tokens that a token sees, up to itself.  [default: all before it]"),
     PlanOption("--vocabulary", COUNT, "Tokens that there are."),
     PlanOption("--context", COUNT, "Tokens of a sample; also beside --model."),
     PlanOption("--feed-forward", COUNT, "Inner width of a feed-forward."),

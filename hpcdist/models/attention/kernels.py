@@ -2,8 +2,8 @@
 
 Softmax over rows of which only a tile is in memory at a time (Milakov, Gimelshein, arXiv:1805.02867). Score tiles are
 contiguous (pairs, rows, columns): so many pairs of a sample and a head from ``pair`` on, rows (queries) from ``first``
-on, columns (keys) from ``start`` on. Row i of the whole sees its columns up to i where ``causal``, else all. What is
-known of a row lies in ``top``, the maximum of its scores, and ``total``, the sum of their exponentials, both
+on, and columns (keys). Row i of a tile sees its columns [low + i, high + i), of which it may have none. What is known
+of a row lies in ``top``, the maximum of its scores, and ``total``, the sum of their exponentials, both
 (all pairs, all rows).
 
 A tile of head rows is contiguous (pairs, rows, head size). It belongs to a target (batch, context, columns) that has
@@ -18,16 +18,17 @@ from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES, exp, row_maximum
 
-# Pair, query and key at its corner; whether keys behind are hidden; whether it is the first tile of its rows.
-Tile: TypeAlias = tuple[int, int, int, bool, bool]
+# Pair and query at its corner; the columns that the first row sees, and the next ones one further on; whether it is the
+# first tile of its rows.
+Tile: TypeAlias = tuple[int, int, int, int, bool]
 
 
 def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
     """Overwrite scores s with ``exp(scale (s - maximum))``, hidden ones with 0, and update top and total by them.
 
     The maximum is that of the columns up to here. Tiles come in the order of their columns; after the first of its
-    rows ``shrink`` (pairs, rows) is what sums over the earlier columns have to be multiplied by. ``scale`` is positive,
-    and every row sees a column of every tile.
+    rows ``shrink`` (pairs, rows) is what sums over the earlier columns have to be multiplied by. ``scale`` is positive.
+    Of a row that has seen nothing yet the maximum is -infinity and the sum 0.
     """
     if is_device(s):
         _softmax_advance_device(s, tile, scale, top, total, shrink)
@@ -52,26 +53,28 @@ def _rows(array: Array, s: Array, pair: int, first: int) -> Array:
 
 
 def _hide(s: Array, tile: Tile) -> None:
-    """Write -infinity to the scores of a tile that are hidden: keys behind their query."""
-    xp, (_, first, start, causal, _) = namespace(s), tile
-    if causal and first + 1 < start + s.shape[2]:
-        rows, columns = xp.arange(first, first + s.shape[1]), xp.arange(start, start + s.shape[2])
-        s[...] = xp.where(columns[None, :] > rows[:, None], -xp.inf, s)
+    """Write -infinity to the scores of a tile that are hidden."""
+    xp, (_, _, low, high, _) = namespace(s), tile
+    if high < s.shape[2] or low + s.shape[1] > 1:
+        place = xp.arange(s.shape[2])[None, :] - xp.arange(s.shape[1])[:, None]
+        s[...] = xp.where((place < low) | (place >= high), -xp.inf, s)
 
 
 def _softmax_advance_device(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
     xp, (pair, first, _, _, new) = namespace(s), tile
     _hide(s, tile)
     highest, sums = _rows(top, s, pair, first), _rows(total, s, pair, first)
+    higher = s.max(axis=2)
     if not new:
-        higher = xp.maximum(highest, s.max(axis=2))
-        shrink[...] = xp.exp((highest - higher) * scale)
-        highest[...] = higher
+        higher = xp.maximum(highest, higher)
+    base = xp.where(higher == -xp.inf, 0, higher)  # of rows that have seen nothing
+    if not new:
+        shrink[...] = xp.exp((highest - base) * scale)
         sums *= shrink
     else:
-        highest[...] = s.max(axis=2)
         sums[...] = 0
-    s -= highest[:, :, None]
+    highest[...] = higher
+    s -= base[:, :, None]
     s *= scale
     xp.exp(s, out=s)
     sums += s.sum(axis=2)
@@ -96,22 +99,22 @@ def _softmax_gradient_device(
 
 @jit(fastmath=REORDER)
 def _softmax_advance(
-    s: Any, pair: Any, first: Any, start: Any, causal: Any, new: Any, scale: Any, top: Any, total: Any, shrink: Any
+    s: Any, pair: Any, first: Any, low: Any, high: Any, new: Any, scale: Any, top: Any, total: Any, shrink: Any
 ) -> None:
     for h in range(s.shape[0]):
         for i in range(s.shape[1]):
             row = s[h, i]
-            if causal:
-                # key start + j is hidden from query first + i where it is larger
-                row[first + i + 1 - start :] = -np.inf
+            row[: max(low + i, 0)] = -np.inf
+            row[max(high + i, 0) :] = -np.inf
             highest, sums = row_maximum(row), scale - scale  # a zero of the dtype
+            if not new:
+                highest = max(highest, top[pair + h, first + i])
+            base = sums if highest == -np.inf else highest  # of a row that has seen nothing 0
             if not new:  # sums over earlier tiles were relative to a maximum that may be exceeded now
-                before = top[pair + h, first + i]
-                highest = max(highest, before)
-                shrink[h, i] = exp((before - highest) * scale)
+                shrink[h, i] = exp((top[pair + h, first + i] - base) * scale)
                 sums = total[pair + h, first + i] * shrink[h, i]
             for j in range(row.size):
-                e = exp((row[j] - highest) * scale)
+                e = exp((row[j] - base) * scale)
                 row[j] = e
                 sums += e
             top[pair + h, first + i] = highest
@@ -120,14 +123,14 @@ def _softmax_advance(
 
 @jit(fastmath=REORDER)
 def _softmax_gradient(
-    s: Any, d: Any, pair: Any, first: Any, start: Any, causal: Any, scale: Any, top: Any, total: Any, dots: Any
+    s: Any, d: Any, pair: Any, first: Any, low: Any, high: Any, scale: Any, top: Any, total: Any, dots: Any
 ) -> None:
     for h in range(s.shape[0]):
         for i in range(s.shape[1]):
             p, g = s[h, i], d[h, i]
-            if causal:
-                p[first + i + 1 - start :] = -np.inf
-                g[first + i + 1 - start :] = 0
+            begin, end = max(low + i, 0), max(high + i, 0)
+            p[:begin], p[end:] = -np.inf, -np.inf
+            g[:begin], g[end:] = 0, 0
             highest, dot = top[pair + h, first + i], dots[pair + h, first + i]
             # One division for the row. The Jacobian of softmax: dscore_j = p_j (g_j - sum_k p_k g_k), times the scale.
             share = s.dtype.type(1.0 / total[pair + h, first + i])
@@ -148,7 +151,7 @@ for _softmax_dtype in SAMPLE_DTYPES:
             0,
             0,
             0,
-            True,
+            1,
             True,
             s,
             q.copy(),
@@ -157,7 +160,7 @@ for _softmax_dtype in SAMPLE_DTYPES:
         )
     )
     _softmax_gradient.sample(
-        lambda x=_softmax_cube, q=_softmax_square, s=_one: (x.copy(), x.copy(), 0, 0, 0, True, s, q, q, q)
+        lambda x=_softmax_cube, q=_softmax_square, s=_one: (x.copy(), x.copy(), 0, 0, 0, 1, s, q, q, q)
     )
 
 

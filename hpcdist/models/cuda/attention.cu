@@ -142,16 +142,25 @@ struct Dropped {
 };
 
 // Documents of the sample of a block of threads: of row r, keys [range[2 r], range[2 r + 1]); all of them without any.
+// Of those, row r sees keys from r - window + 1 on.
 struct Documents {
   const long long* range;
-  long long context;
-  __device__ __forceinline__ Documents(long long address, long long sample, long long context)
-      : range(address ? (const long long*)address + 2 * sample * context : (const long long*)0), context(context) {}
-  __device__ __forceinline__ long long first(long long row) const { return range ? range[2 * row] : 0; }
-  __device__ __forceinline__ long long stop(long long row) const {
+  long long context, window;
+  __device__ __forceinline__ Documents(long long address, long long sample, long long context, long long window)
+      : range(address ? (const long long*)address + 2 * sample * context : (const long long*)0), context(context),
+        window(window) {}
+  __device__ __forceinline__ long long first(long long row) const {  // key of this query
+    long long begin = range ? range[2 * row] : 0;
+    return row - window + 1 > begin ? row - window + 1 : begin;
+  }
+  __device__ __forceinline__ long long end(long long row) const {  // behind the document of this row
     return range ? range[2 * (row < context ? row : context - 1) + 1] : context;
   }
+  __device__ __forceinline__ long long stop(long long key) const {  // behind the last query of this key
+    return key + window < end(key) ? key + window : end(key);
+  }
   __device__ __forceinline__ bool joins(long long row, long long key) const {
+    if (key <= row - window) return false;
     return !range || (row < context && key >= range[2 * row] && key < range[2 * row + 1]);
   }
 };
@@ -159,10 +168,10 @@ struct Documents {
 // y (batch, context, heads size) and sums (batch heads, context); grid (batch heads, blocks of queries)
 extern "C" __global__ void __launch_bounds__(THREADS) attention(const REAL* queries, const REAL* keys, REAL* y,
     float* sums, long long context, long long size, long long heads, long long shared, long long q_stride,
-    long long kv_stride, long long k_first, long long v_first, long long causal, long long documents, float scale, long long on,
-    long long groups, long long pitch, long long rows_per_sample, long long first_row, long long blocks,
-    long long first_sample, long long site, long long step, long long key0, long long key1, long long limit,
-    float kept) {
+    long long kv_stride, long long k_first, long long v_first, long long causal, long long window, long long documents,
+    float scale, long long on, long long groups, long long pitch, long long rows_per_sample, long long first_row,
+    long long blocks, long long first_sample, long long site, long long step, long long key0, long long key1,
+    long long limit, float kept) {
   __shared__ Plain<64> k_tile;
   __shared__ Turned<64> v_tile;
   const Dropped dropped = {on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1,
@@ -172,12 +181,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const REAL* quer
   Head q(queries + sample * context * q_stride + head * size, q_stride, context, size);
   Head k(keys + k_first + sample * context * kv_stride + other, kv_stride, context, size);
   Head v(keys + v_first + sample * context * kv_stride + other, kv_stride, context, size);
-  Documents of(documents, sample, context);
+  Documents of(documents, sample, context, window);
   unsigned a[STEPS][4], p[4][4];
   float out[HEAD / 8][4], s[8][4], top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0};
   rows_of(q, own, a);
   zero<HEAD / 8>(out);
-  long long end = causal && begin + ROWS < context ? begin + ROWS : of.stop(begin + ROWS - 1);
+  long long end = causal && begin + ROWS < context ? begin + ROWS : of.end(begin + ROWS - 1);
   for (long long start = of.first(begin) / 64 * 64; start < end; start += 64) {
     __syncthreads();
     fetch<64>(k, start, &k_tile, (Turned<64>*)0);
@@ -254,9 +263,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_dots(const REAL*
 extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const REAL* queries, const REAL* keys,
     const REAL* dy, const float* sums, const float* dots, REAL* dq, long long context, long long size,
     long long heads, long long shared, long long q_stride, long long kv_stride, long long k_first, long long v_first,
-    long long causal, long long documents, float scale, long long on, long long groups, long long pitch, long long rows_per_sample,
-    long long first_row, long long blocks, long long first_sample, long long site, long long step, long long key0,
-    long long key1, long long limit, float kept) {
+    long long causal, long long window, long long documents, float scale, long long on, long long groups,
+    long long pitch, long long rows_per_sample, long long first_row, long long blocks, long long first_sample,
+    long long site, long long step, long long key0, long long key1, long long limit, float kept) {
   __shared__ Plain<SHORT> k_tile, v_tile;
   __shared__ Turned<SHORT> k_turned;
   const Dropped dropped = {on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1,
@@ -267,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const RE
   Head k(keys + k_first + sample * context * kv_stride + other, kv_stride, context, size);
   Head v(keys + v_first + sample * context * kv_stride + other, kv_stride, context, size);
   Head g(dy + sample * context * heads * size + head * size, heads * size, context, size);
-  Documents of(documents, sample, context);
+  Documents of(documents, sample, context, window);
   unsigned a[STEPS][4], b[STEPS][4], ds[SHORT / 16][4];
   float out[HEAD / 8][4], s[SHORT / 8][4], d[SHORT / 8][4], sum[2], dot[2];
   rows_of(q, own, a);
@@ -279,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const RE
     sum[half] = row < context ? sums[pair * context + row] : 0.0f;
     dot[half] = row < context ? dots[pair * context + row] : 0.0f;
   }
-  long long end = causal && begin + ROWS < context ? begin + ROWS : of.stop(begin + ROWS - 1);
+  long long end = causal && begin + ROWS < context ? begin + ROWS : of.end(begin + ROWS - 1);
   for (long long start = of.first(begin) / SHORT * SHORT; start < end; start += SHORT) {
     __syncthreads();
     fetch<SHORT>(k, start, &k_tile, &k_turned);
@@ -320,9 +329,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const RE
 extern "C" __global__ void __launch_bounds__(THREADS) attention_keys(const REAL* queries, const REAL* keys,
     const REAL* dy, const float* sums, const float* dots, REAL* dkv, long long context, long long size,
     long long heads, long long shared, long long q_stride, long long kv_stride, long long k_first, long long v_first,
-    long long causal, long long documents, float scale, long long on, long long groups, long long pitch, long long rows_per_sample,
-    long long first_row, long long blocks, long long first_sample, long long site, long long step, long long key0,
-    long long key1, long long limit, float kept) {
+    long long causal, long long window, long long documents, float scale, long long on, long long groups,
+    long long pitch, long long rows_per_sample, long long first_row, long long blocks, long long first_sample,
+    long long site, long long step, long long key0, long long key1, long long limit, float kept) {
   __shared__ Plain<SHORT> q_tile, g_tile;
   __shared__ Turned<SHORT> q_turned, g_turned;
   const Dropped dropped = {on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1,
@@ -331,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_keys(const REAL*
   long long begin = (long long)blockIdx.y * ROWS, own = begin + threadIdx.x / 32 * 16;
   Head k(keys + k_first + sample * context * kv_stride + other * size, kv_stride, context, size);
   Head v(keys + v_first + sample * context * kv_stride + other * size, kv_stride, context, size);
-  Documents of(documents, sample, context);
+  Documents of(documents, sample, context, window);
   unsigned a[STEPS][4], b[STEPS][4], left[SHORT / 16][4];
   float dk[HEAD / 8][4], dv[HEAD / 8][4], s[SHORT / 8][4], d[SHORT / 8][4];
   rows_of(k, own, a);

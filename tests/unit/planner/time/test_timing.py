@@ -9,6 +9,7 @@ from harness.made_plans import cluster_of
 from harness.marks import cases
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
+from hpcdist.models.counts import attention_pairs
 from hpcdist.planner.cluster.hardware import Device, EfficiencyCurve, LinkLevel
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model import stage_split
@@ -21,6 +22,7 @@ from hpcdist.planner.time.network import collective, message, span
 from hpcdist.planner.time.pipeline import border, ranks_of
 from hpcdist.planner.time.stage_load import chunk_loads, loads
 from hpcdist.planner.time.step import bytes_each, owned, tied_sum, timing, update_s
+from hpcdist.strategies.context.passes import pairs, pieces
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 CURVE = EfficiencyCurve(sizes=(16.0, 4096.0), shares=(0.1, 0.7))
@@ -131,6 +133,25 @@ def test_the_algorithm_that_is_told_is_that_of_most_bytes():
     blocks, loss = (collective("allreduce", nbytes, group, CLUSTER).algorithm for nbytes in (2 * BSH, 2 * 2 * 128 * 4))
     assert blocks != loss
     assert timing(MODEL, layout, CLUSTER, 8).algorithms["tensor"] == blocks
+
+
+@pytest.mark.parametrize("context", [1, 4])
+def test_attention_takes_the_time_of_its_window(context):
+    """On a ring, which 6 heads over 4 ranks need, that of the rank with the most pairs."""
+    placed = pieces(4096, context)
+
+    def forward_s(window):
+        block = describe(replace(SHAPE, hidden=384, heads=6, kv_heads=0, context=4096, window=window), "gpt").units[1]
+        return unit_seconds(block, replace(LAYOUT, context=context), CLUSTER).forward_s
+
+    def most(window):
+        return max(pairs(placed, rank, causal=True, window=window) for rank in range(context))
+
+    assert forward_s(4096) == forward_s(0)
+    flops = 4 * 2 * 384 * (most(0) - most(512))
+    saved_s = flops / (1e12 * CLUSTER.device.attention_share)
+    assert forward_s(0) - forward_s(512) == pytest.approx(saved_s)
+    assert context == 1 or most(512) > 1.02 * attention_pairs(4096, causal=True, window=512) / context
 
 
 def test_the_context_axis_gathers_keys_and_values():
