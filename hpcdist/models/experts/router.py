@@ -17,10 +17,11 @@ no document fills of a packed sample is not routed, and not of the T tokens:
     z loss             z mean of (log sum exp l)^2 over the tokens (ST-MoE, arXiv:2202.08906)
 
 Both losses are means over the samples of the whole batch, each with the weight of its targets, and sums over the
-layers, beside the mean loss of the targets, which alone is reported as the loss. Without a loss, a bias for each expert is added to its score where experts are
-chosen, and not in the gates; after a step it goes up by ``balance_rate`` where the expert had less than the mean load
-of the whole batch, and down where it had more (Wang et al., arXiv:2408.15664). Loads are whole numbers, summed over the
-ranks with the loss: the biases are the same bits everywhere. They are state of the run, and no parameters.
+layers, beside the mean loss of the targets, which alone is reported as the loss. Without a loss, a bias for each expert
+is added to its score where experts are chosen, and not in the gates; after a step it goes up by ``balance_rate`` where
+the expert had less than the mean load of the whole batch, and down where it had more (Wang et al., arXiv:2408.15664).
+Loads are whole numbers, summed over the ranks with the loss: the biases are the same bits everywhere. They are state of
+the run, and no parameters.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The model of one rank of the context axis: whole layers, for its own tokens of each sample.
 
-`cut_context` replaces what depends on places in a sample: learned and rotary positions, dropout, attention, and how many
-tokens of a sample chose an expert. All else acts on each token by itself and stays as it is.
+`cut_context` replaces what depends on places in a sample: learned and rotary positions, dropout, attention, and how
+often a sample chose each expert. All else acts on each token by itself and stays as it is.
 """
 
 import copy

@@ -61,8 +61,8 @@ class ProcessGrid:
             divisors = [d for d in range(1, grid.replicas + 1) if grid.replicas % d == 0]
             raise ConfigurationError(
                 f"parallel.expert = {expert} does not divide parallel.data {data} x parallel.context {context} (of "
-                f"{world} ranks = data {data} x pipeline {pipeline} x tensor {tensor} x context {context}), whose ranks "
-                f"share out the experts; choose one of {divisors}"
+                f"{world} ranks = data {data} x pipeline {pipeline} x tensor {tensor} x context {context}), whose "
+                f"ranks share out the experts; choose one of {divisors}"
             )
         return grid
 

@@ -175,7 +175,10 @@ def test_drops_follow_the_order_of_the_tokens():
     np.testing.assert_array_equal(starts, [0, 2, 4, 5])
     two = np.array([[[0, 2]], [[2, 4]]])
     assert router.place(chosen, two, np.repeat(none, 2, 0), np.array([2, 2]), starts, places) == 8  # of each sample
-    head_and_tail, before = np.array([[[0, 1], [2, 4]]]), np.array([[[0, 0, 0], [1, 2, 0]]])  # of the four tokens the second is padding
+    head_and_tail, before = (
+        np.array([[[0, 1], [2, 4]]]),
+        np.array([[[0, 0, 0], [1, 2, 0]]]),
+    )  # of the four tokens the second is padding
     assert router.place(chosen, head_and_tail, before, np.array([2]), starts, places) == 4
     np.testing.assert_array_equal(places, [[0, 2], [-1, -1], [1, -1], [-1, 3]])
 

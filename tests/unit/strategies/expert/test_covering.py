@@ -33,7 +33,7 @@ PARAMETERS = {
         "parallel.context=3",
         "parallel.context=4",
     ),
-    "data": ("packed=false", "packed=true document_end=46"),
+    "data": ("packed=false", "packed=true document_end=32"),
     "strategy": (
         "strategy=allreduce",
         "strategy=zero1",
