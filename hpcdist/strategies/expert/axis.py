@@ -2,9 +2,9 @@
 
 On p replicas (data x context ranks, those of a sample side by side), e consecutive ones are a group and have all
 experts together, E / e each; ranks e apart have the same ones and are their replicas. A rank sends each layer's rows
-(k N of width h for N tokens with k experts each) to the ranks that have their experts and gets the results back: forward
-two all-to-alls and backward two, each of (e-1)/e of these rows where loads are even. When one rank calls a method here,
-all of its group do, in the same order.
+(k N of width h for N tokens with k experts each) to the ranks that have their experts and gets the results back:
+forward two all-to-alls and backward two, each of (e-1)/e of these rows where loads are even. When one rank calls a
+method here, all of its group do, in the same order.
 """
 
 import time

@@ -1,14 +1,19 @@
 """Mixtures of experts on ranks: every layout is the run of one process, losses of the router and biases included."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from harness.marks import cases
 from harness.trainings import SMALL, difference, losses_and_norms, recipe_keys, recipe_of, refused, state, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.errors import ConfigurationError, DivergenceError, StorageError
+from hpcdist.errors import ConfigurationError, DivergenceError, ScheduleError, StorageError
 from hpcdist.models.config import EXPERT_KEYS
+from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.replica_check import check_parameters, check_replicas
+from hpcdist.strategies.schedule.verify.deadlock import OVER_CONTEXT
+from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.recipe.requirements import grid_of_recipe
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
@@ -53,7 +58,12 @@ LAYOUTS = {
     ),
     "interleaved": (2, "pipeline=2 schedule=interleaved chunks=2 microbatches=2", "softmax", "layers=3"),
     "context": (3, "parallel.context=3", "dropping", "data.context=26 data.packed=true document_end=46"),
-    "context x expert": (4, "parallel.context=2 expert=4 strategy=zero3", "biased", "data.context=26"),
+    "context x expert": (  # two of the ranks have no samples in the last micro-batch
+        4,
+        "parallel.context=2 expert=4 strategy=zero3 microbatches=3",
+        "biased",
+        "data.context=26 global_batch=5",
+    ),
     "context of 4, in parts of 2 x expert": (
         4,
         "parallel.context=4 expert=2 context_method=ring strategy=zero1 microbatches=3",
@@ -152,6 +162,32 @@ def test_a_checkpoint_goes_from_any_number_of_expert_ranks_to_any_other(text, tm
 
         for resumed in run_threads(ranks, more):
             np.testing.assert_allclose(steps + resumed, single, rtol=1e-12, err_msg=f"{degree} of {ranks}")
+
+
+def test_ranks_that_share_experts_out_compute_in_the_same_order(text):
+    """Ranks 2 and 3 have other samples than ranks 0 and 1, and experts that these need."""
+    keys = {**MIXTURE, "data.path": text} | recipe_keys("data.context=26 parallel.context=2 expert=4 microbatches=2")
+
+    def body(comm):
+        trainer = trainer_of(comm, keys)
+        return trainer.operations, trainer.model.layout
+
+    steps, (layout, *_) = zip(*run_threads(4, body), strict=True)
+    swapped = [
+        [replace(op, microbatch=1 - op.microbatch) if rank > 1 and op.kind in OVER_CONTEXT else op for op in own]
+        for rank, own in enumerate(steps)
+    ]
+    experts = {unit: layout.part_of(unit, "expert") for unit in (1, 2)}
+
+    def prove(lists, expert, experts):
+        grid = ProcessGrid(data=2, context=2, expert=expert)
+        verify(lists, grid=grid, units=dict(enumerate(layout.units.values())), microbatches=2, experts=experts)
+
+    prove(steps, 4, experts)
+    prove(swapped, 1, {})
+    prove(swapped, 2, experts)
+    with pytest.raises(ScheduleError, match="same order"):
+        prove(swapped, 4, experts)
 
 
 def test_all_tokens_to_one_expert_on_ranks_that_share_experts_out(text):
