@@ -143,7 +143,7 @@ _LAYOUT: Final = (
     PlanOption("--pipeline", COUNT, "Stages.  [default: 1]", "pipelines"),
     PlanOption("--tensor", COUNT, "Devices that compute each layer together.  [default: 1]", "tensors"),
     PlanOption("--context-ranks", COUNT, "Devices that share the tokens of a sample.  [default: 1]", "contexts"),
-    PlanOption("--expert-ranks", COUNT, "Data devices that share the experts.  [default: 1]", "experts"),
+    PlanOption("--expert-ranks", COUNT, "Devices of data x context that share the experts.  [default: 1]", "experts"),
     PlanOption("--strategy", STRATEGIES, "How replicas meet.  [default: allreduce]"),
     PlanOption("--zero", click.IntRange(0, 3), "Its stage: --strategy zeroN, or allreduce for 0."),
     PlanOption("--servers", COUNT, "Dedicated parameter servers beside the other devices."),

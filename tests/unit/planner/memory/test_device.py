@@ -81,6 +81,8 @@ RUNS = {
     "expert": (2, f"expert=2 {MIXTURE}", dict(PAIR, expert=2)),
     "expert x zero1": (4, f"expert=2 strategy=zero1 {MIXTURE}", dict(data=4, microbatch=2, expert=2, strategy="zero1")),
     "expert x tensor": (4, f"expert=2 tensor=2 {MIXTURE}", dict(PAIR, expert=2, tensor=2)),
+    "experts x context": (2, f"parallel.context=2 {MIXTURE}", dict(context=2, microbatch=8)),
+    "expert x context": (4, f"parallel.context=2 expert=4 {MIXTURE}", dict(PAIR, context=2, expert=4)),
     "sequence": (2, "tensor=2 sequence_parallel=true", dict(tensor=2, microbatch=8, sequence_parallel=True)),
     "context by exchange": (2, "parallel.context=2", dict(context=2, microbatch=8)),
     "context by a ring": (3, "parallel.context=3", dict(context=3, microbatch=8)),  # does not divide the heads

@@ -3,10 +3,13 @@
 import gc
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from harness.made_plans import cluster_of
 from harness.marks import cases
+from harness.trainings import losses, recipe_keys, trainer_of
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.counts import attention_pairs
@@ -421,3 +424,29 @@ def test_rows_of_experts_travel_out_and_back_forward_and_backward():
     assert timing(model, layout, CLUSTER, 8).bytes["expert"] == 6 * 4 * rows * 64 * 4 / 2
     whole = timing(model, replace(layout, tensor=2, sequence_parallel=True), CLUSTER, 8).bytes["expert"]
     assert whole == 6 * 4 * rows * 64 * 4 / 2, "each tensor rank routes all tokens"
+
+
+@pytest.mark.full
+def test_rows_and_counts_of_a_run_on_context_ranks_are_those_of_the_plan():
+    """Of all ranks together, whatever the loads are: each sends its rows, and gathers how often experts were chosen."""
+    sizes = "layers=2 hidden=16 heads=2 experts=4 expert_hidden=8 data.context=24 global_batch=8 precision.mode=float32"
+    keys = recipe_keys(f"{sizes} parallel.context=2 expert=4 microbatches=2 recompute=true algorithm=ring")
+
+    def body(comm):
+        trainer = trainer_of(comm, keys)
+        rows, counts = [], []
+        travel, axis = trainer.model.operations.experts.travel.axis, trainer.context.context
+        exchange, gather = travel.exchange, axis.all_gather
+        travel.exchange = lambda *args: (rows.append(args[0].nbytes), exchange(*args))
+        axis.all_gather = lambda own: counts.append((found := gather(own)).nbytes) or found
+        losses(trainer, 1)
+        return sum(rows), sum(counts)
+
+    found = np.array(run_threads(4, body))
+    layout = replace(LAYOUT, data=2, context=2, recompute="full")
+    mixed, dense = (
+        timing(of_config(ModelConfig(layers=2, hidden=16, heads=2, **keys), context=24), layout, CLUSTER, 8).bytes
+        for keys, layout in (({"experts": 4, "expert_hidden": 8}, replace(layout, expert=4)), ({}, layout))
+    )
+    assert mixed["expert"] * 4 / 3 == found[:, 0].mean(), "of which one in four stays, where loads are even"
+    assert set(found[:, 1] / 2) == {mixed["context"] - dense["context"]}
