@@ -231,6 +231,7 @@ def test_each_gpu_is_told_by_the_ranks_that_compute_on_it(packages, monkeypatch)
     assert run_threads(3, body) == [{"GPU-a": (0, 2), "GPU-b": (1,)}] * 3
 
 
+@pytest.mark.alone
 @pytest.mark.full
 def test_ranks_of_two_nodes_tell_what_training_consists_of(packages, tmp_path, rng):
     seed = int(rng.integers(2**32))
