@@ -40,6 +40,7 @@ from hpcdist.models.stage import Saved
 FUSED_KERNELS: Final = KernelSource(Path(__file__).parents[1] / "cuda" / "attention.cu", ("float16", "bfloat16"))
 MAX_FUSED_HEAD: Final = 128  # head
 FUSED_ROWS: Final = 64  # of a block of threads
+MAX_FUSED_CONTEXT: Final = 65535 * FUSED_ROWS  # a grid has at most 65535 blocks in its second dim
 FUSED_THREADS: Final = 128
 
 
@@ -59,7 +60,7 @@ def fused_forward(
     documents: Documents | None = None,
 ) -> None:
     """Write y (batch, context, heads size), and sums (pairs, context), float32, which `fused_backward` takes."""
-    grid = heads.batch * heads.queries, -(-heads.context // FUSED_ROWS)  # of the second, CUDA has at most 65535
+    grid = heads.batch * heads.queries, -(-heads.context // FUSED_ROWS)
     numbers = _fused_numbers(heads, qkv, kv, causal, dropped, documents)
     FUSED_KERNELS.launch(
         "attention", grid, FUSED_THREADS, qkv, _fused_keys(qkv, kv), y, sums, *numbers, **_fused_types(heads, y)
@@ -103,6 +104,11 @@ def _fused_types(heads: Heads, like: Array) -> dict[str, Any]:
         raise UsageError(
             f"attention in {like.dtype} got heads of {heads.size}; its kernels have heads of at most {MAX_FUSED_HEAD}: "
             "choose model.heads of at least model.hidden / 128, or compute in float32"
+        )
+    if heads.context > MAX_FUSED_CONTEXT:
+        raise UsageError(
+            f"attention in {like.dtype} got {heads.context} tokens of context; its kernels have at most "
+            f"{MAX_FUSED_CONTEXT}: choose a shorter data.context, or compute in float32"
         )
     return {"REAL": like.dtype, "HEAD": -(-heads.size // 16) * 16}
 

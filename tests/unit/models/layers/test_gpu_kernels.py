@@ -163,6 +163,14 @@ def test_column_sums(gpu, dtype, shape, rng):
         check(into, total + add * wide(before), dtype, 8 + np.sqrt(shape[0]), size)
 
 
+def test_column_sums_of_more_columns_than_a_grid_has_threads(gpu, rng, monkeypatch):
+    monkeypatch.setattr(cuda_kernels, "elementwise", lambda n, width=1, threads=256: (2, 32))
+    rows = drawn(rng, (40, 150), "float32")
+    into = empty(150, np.float32)
+    cuda_kernels.column_sums(there(rows), into, add=False)
+    check(into, wide(rows).sum(axis=0), "float32", 8 + np.sqrt(40), np.abs(wide(rows)).sum(axis=0))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ROWS)
 @pytest.mark.full_except("shape2-float32")

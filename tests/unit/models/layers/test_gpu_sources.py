@@ -23,6 +23,7 @@ SOURCES = {
     "embedding": (cuda_kernels.EMBEDDING, {}),
     "updates": (updates.CUDA_SOURCE, UPDATES),
     "attention": (flash.FUSED_KERNELS, {"HEAD": 64}),
+    "attention of large heads": (flash.FUSED_KERNELS, {"HEAD": 128}),
 }
 OF_CUPY = ("--device-as-default-execution-space", "-ftz=true")  # options that cupy adds to all
 SPILLED_BYTES = 64  # a thread, at most
