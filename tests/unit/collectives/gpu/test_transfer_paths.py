@@ -1,5 +1,6 @@
 """The ways of a buffer on a GPU, on the double: segments in pinned memory, memory of the other ranks, and NCCL."""
 
+import gc
 import threading
 
 import numpy as np
@@ -98,6 +99,19 @@ def test_sixteen_bits_are_summed_in_float32_and_rounded_once(gpu, rng):
     want = wide.astype(np.float16) + np.float16(1)
     for values in reduced(4, inputs, peer_memory.device_shared_allreduce):
         assert values.tobytes() == want.tobytes()
+
+
+def test_memory_of_a_communicator_that_is_dropped_is_unmapped(gpu, rng):
+    def body(comm, buffer):
+        part = comm.split(0, comm.rank)
+        peer_memory.device_shared_allreduce(part, buffer)
+        assert len(cuda_double.LOCAL.opened) == 2
+        comm.barrier()  # nobody frees what another one still reads
+        del part
+        gc.collect()
+        assert not cuda_double.LOCAL.opened
+
+    reduced(3, integers(rng, 3), body)
 
 
 def test_memory_that_cannot_be_mapped_is_refused_on_every_rank_and_staged(gpu, rng, monkeypatch):
