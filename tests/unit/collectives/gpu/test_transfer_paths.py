@@ -175,9 +175,7 @@ def test_nccl_sums_16_bits_in_float32_and_sends_them_as_they_are(gpu, size, dtyp
     wide = np.sum([(2 * part).astype(np.float32) for part in inputs], axis=0, dtype=np.float32)
     sent = []
     send = nccl_double.NcclCommunicator.send
-    monkeypatch.setattr(
-        nccl_double.NcclCommunicator, "send", lambda self, *of: sent.append(of[1]) or send(self, *of)
-    )
+    monkeypatch.setattr(nccl_double.NcclCommunicator, "send", lambda self, *of: sent.append(of[1]) or send(self, *of))
 
     def halves(comm, buffer):
         sharding = collectives.SHARDED_ON_GPUS["nccl"]
