@@ -5,6 +5,7 @@ the elements in general. Nothing here waits for the GPU, and nothing sums in an 
 Arrays are contiguous.
 """
 
+import math
 from pathlib import Path
 from typing import Any, Final
 
@@ -139,11 +140,12 @@ def _threads(columns: int, like: Array) -> int:
     return threads_for(-(-columns // width_of(like.dtype)))
 
 
-def gather(table: Array, tokens: Array, y: Array) -> None:
-    """Write the rows of ``table`` by token (int64) to y (n, hidden), NaN for a token that it does not have."""
+def gather(table: Array, tokens: Array, y: Array, missing: float = math.nan) -> None:
+    """Write the rows of ``table`` by token (int64) to y (n, hidden), ``missing`` for a token that it does not have."""
     vocabulary, hidden = table.shape
     grid = elementwise(y.size, width_of(y.dtype))
-    EMBEDDING.launch("gather", *grid, table, tokens, y, tokens.size, hidden, vocabulary, REAL=table.dtype)
+    EMBEDDING.launch("gather", *grid, table, tokens, y, tokens.size, hidden, vocabulary, missing,
+                     REAL=table.dtype)  # fmt: skip
 
 
 def scatter(rows: Array, tokens: Array, table: Array) -> None:
