@@ -52,7 +52,7 @@ class IpcHandle:
 
 
 class _Opened:
-    """What arrays of a mapping refer to: with the last of them the mapping is closed, if `IpcMapping.close` has not."""
+    """Owner of the arrays of a mapping: with the last of them the mapping is closed, if it was not before."""
 
 
 class IpcMapping:

@@ -9,7 +9,8 @@ heads. Errors are at most 3e-6 (1 + the largest element) in float32 and 1e-13 in
 deviation of 4 or so, and four times that in gradients.
 
 On a GPU, 16-bit floats take one fused kernel forward and three backward (``models/cuda/attention.cu``); float32 and
-float64 take the tiles, with the products of the array library between kernels.
+float64 take the tiles, with the products of the array library between kernels (``models/cuda/softmax.cu``): without
+tensor cores those products are most of the time, and a library makes them.
 """
 
 import math
@@ -82,9 +83,7 @@ def fused_backward(
     """Write the ``gradients`` of the inputs for contiguous dy. ``dots`` (pairs, context) is scratch."""
     (qkv, kv), (dq, dkv) = inputs, gradients
     types, numbers = _fused_types(heads, y), _fused_numbers(heads, qkv, kv, causal, dropped, documents)
-    rows = heads.batch * heads.context * heads.queries
-    FUSED_KERNELS.launch("attention_dots", -(-rows // 4), FUSED_THREADS, dy, y, dots, rows, heads.context, heads.size,
-                  heads.queries, **types)  # fmt: skip
+    kernels.row_dots(dy, y, heads.queries, dots)
     arrays, blocks = (qkv, _fused_keys(qkv, kv), dy, sums, dots), -(-heads.context // FUSED_ROWS)
     FUSED_KERNELS.launch(
         "attention_queries", (heads.batch * heads.queries, blocks), FUSED_THREADS, *arrays, dq, *numbers, **types

@@ -258,18 +258,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const REAL* quer
   }
 }
 
-// dots (batch heads, context): products of the rows of dy and y. A warp a row: grid (rows / 4,), of all heads.
-extern "C" __global__ void __launch_bounds__(THREADS) attention_dots(const REAL* dy, const REAL* y, float* dots,
-    long long rows, long long context, long long size, long long heads) {
-  long long i = (long long)blockIdx.x * 4 + threadIdx.x / 32;  // (sample, position, head)
-  if (i >= rows) return;
-  float sum = 0;
-  for (long long j = threadIdx.x % 32; j < size; j += 32) sum += widen(dy[i * size + j]) * widen(y[i * size + j]);
-  sum = over_warp(sum, Add());
-  long long place = i / heads;
-  if (threadIdx.x % 32 == 0) dots[(place / context * heads + i % heads) * context + place % context] = sum;
-}
-
 // dq, of the shape and the stride of the queries; grid (batch heads, blocks of queries)
 extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const REAL* queries, const REAL* keys,
     const REAL* dy, const float* sums, const float* dots, REAL* dq, long long context, long long size,
