@@ -304,7 +304,11 @@ def announce_pid(name: object) -> None:
 
 
 def import_mpi() -> Any:
-    """Import mpi4py.MPI, which initialises MPI: THREAD_MULTIPLE is requested, a lower level is accepted."""
+    """Import mpi4py.MPI, which initialises MPI: THREAD_MULTIPLE is requested, a lower level is accepted.
+
+    A job that is to outlive ranks requests THREAD_SERIALIZED: with locks, a thread of Open MPI 5 that meets a dead
+    rank while it sends over TCP revokes communicators, which sends over the connection that it holds the lock of.
+    """
     environment.provide_home()
     try:
         import mpi4py
@@ -312,7 +316,7 @@ def import_mpi() -> Any:
         raise ConfigurationError(
             f"mpi4py cannot be imported ({error}); install hpcdist[workstation], or build mpi4py against the site's MPI"
         ) from error
-    mpi4py.rc.thread_level = "multiple"
+    mpi4py.rc.thread_level = "serialized" if os.environ.get(exit_file.SURVIVE) else "multiple"
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

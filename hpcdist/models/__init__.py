@@ -47,9 +47,9 @@ def build(
     if config.kind in TRANSFORMERS:
         causal = config.kind == "gpt"
         stages = transformer.transformer_stages(config, context, causal=causal)
-        predictions = context if causal else transformer.masked_predictions(context)
+        predictions = int if causal else transformer.masked_predictions
         operations = with_experts(LOCAL, config, predictions)
-        return Model(stages, dtype, tokens_per_sample=predictions, operations=operations)
+        return Model(stages, dtype, tokens_per_sample=predictions(context), operations=operations)
     if config.kind == "convnet":
         return Model(classifiers.convnet_stages(config, height, width, channels, classes), dtype, tokens_per_sample=1)
     return Model(classifiers.mlp_stages(config, features, classes), dtype, tokens_per_sample=1)

@@ -32,6 +32,7 @@ _ONLY: Final = {
     "positions": TRANSFORMERS,
     "norm": (*TRANSFORMERS, "convnet"),
     "kv_heads": TRANSFORMERS,
+    "window": ("gpt",),
     "feed_forward": TRANSFORMERS,
     "bias": TRANSFORMERS,
     "mask_token": ("encoder",),
@@ -60,6 +61,7 @@ class ModelConfig:
     masked. ``tied`` uses the token embedding as the output matrix. ``positions`` are "learned", or "rotary" (Su et al.,
     arXiv:2104.09864); ``norm`` is "layer" or "rms" (Zhang, Sennrich, arXiv:1910.07467). ``kv_heads`` heads of keys and
     values, a divisor of ``heads``, are shared by the queries (Ainslie et al., arXiv:2305.13245); 0: one for each.
+    In a gpt a token sees the last ``window`` tokens, itself among them (Jiang et al., arXiv:2310.06825); 0: all.
     ``feed_forward`` is the inner width of a block's second half; 0: 4 ``hidden``, and with the activation "swiglu"
     (Shazeer, arXiv:2002.05202), which has three matrices there, 8/3 ``hidden`` rounded up to a multiple of 32. Without
     ``bias`` the linears of a block have none. ``mask_token`` is what an encoder reads in the place of a masked token;
@@ -96,6 +98,7 @@ class ModelConfig:
     positions: str = "learned"
     norm: str = "layer"
     kv_heads: int = 0
+    window: int = 0
     feed_forward: int = 0
     bias: bool = True
     mask_token: int = -1
@@ -144,7 +147,7 @@ RULES: Final = (
     one_of("model.norm", NORMS),
     *at_least(1, "model.layers", "model.hidden", "model.heads", "model.vocabulary"),
     one_of("model.router", ROUTERS),
-    *at_least(0, *(f"model.{name}" for name in ("kv_heads", "feed_forward", "experts"))),
+    *at_least(0, *(f"model.{name}" for name in ("kv_heads", "window", "feed_forward", "experts"))),
     *at_least(0, "model.shared_experts", "model.expert_hidden"),
     *(
         must(f"model.{name}", lambda value: 0.0 <= value < float("inf"), "it must be finite and at least 0")

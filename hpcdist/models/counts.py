@@ -5,7 +5,8 @@ sample of s tokens. Norms, activations, embeddings and the loss are not counted,
 computes twice (recomputation) or needlessly (scores of tokens that a causal attention does not look at):
 
     linear (i to o)     2 i o a token forward, as much for the gradient of its input and for that of its weight
-    attention           4 h P forward, 8 h P back, with P = s (s + 1) / 2 pairs of tokens where it is causal, else s^2
+    attention           4 h P forward, 8 h P back, with P = s (s + 1) / 2 pairs of tokens where it is causal, less
+                        (s - w) (s - w + 1) / 2 with a window of w < s, else s^2
     block of width h    linears h -> h + 2 k (query, key and value; k columns of keys), h -> h, and a feed-forward of
                         width f: h -> f, twice for "swiglu", and f -> h
     experts             those of the m that see a token, of the shared ones, and of the router, h -> E
@@ -94,9 +95,10 @@ class UnitCounts:
         return (1 if self.first else 2) * self.linear + 2 * self.attention
 
 
-def attention_pairs(context: int, *, causal: bool) -> int:
-    """Return how many pairs of tokens an attention over ``context`` tokens looks at."""
-    return context * (context + 1) // 2 if causal else context * context
+def attention_pairs(context: int, *, causal: bool, window: int = 0) -> int:
+    """Return how many pairs of tokens an attention over ``context`` tokens looks at; ``window`` 0: there is none."""
+    hidden = max(0, context - window) if window else 0
+    return (context * (context + 1) - hidden * (hidden + 1)) // 2 if causal else context * context
 
 
 def embedding_counts(config: ModelConfig, context: int) -> UnitCounts:
@@ -141,7 +143,7 @@ def block_counts(config: ModelConfig, context: int) -> UnitCounts:
     return UnitCounts(
         parameters=matrices + biases + 2 * norm_statistics(config) * hidden + half.parameters,
         linear=2 * context * matrices + half.linear,
-        attention=4 * hidden * attention_pairs(context, causal=config.kind == "gpt"),
+        attention=4 * hidden * attention_pairs(context, causal=config.kind == "gpt", window=config.window),
         kept=(
             *(*normal, *heads, sums, like),
             *(*normal, *half.kept),

@@ -16,13 +16,19 @@ from hpcdist.errors import DataError
 
 
 class PackedTokens(ArrayGroup):
-    """Tokens (samples, context), where they are computed with, and on the host their places in their documents."""
+    """Tokens (samples, context), where they are computed with, and on the host their places in their documents.
+
+    The third array (samples,) says how many of the places documents fill: those in front.
+    """
 
     @classmethod
-    def of(cls, tokens: Array, places: np.ndarray) -> "PackedTokens":
-        """Return the group of both. A document begins where the place is 0; the last one may be padding."""
+    def of(cls, tokens: Array, places: np.ndarray, filled: np.ndarray | None = None) -> "PackedTokens":
+        """Return the group of these; None: documents fill all places. A document begins where the place is 0.
+
+        So does the padding behind the last one.
+        """
         assert tokens.shape == places.shape
-        return cls((tokens, places))
+        return cls((tokens, places, np.full(len(places), places.shape[1]) if filled is None else filled))
 
 
 @dataclass(frozen=True)
@@ -30,11 +36,13 @@ class Documents:
     """Documents of the samples of a micro-batch. Local.
 
     ``whole`` (samples, context), on the host, has the places of all tokens of the samples in their documents, and
-    ``places`` (samples, own tokens) those of the tokens that are computed here, where they are.
+    ``places`` (samples, own tokens) those of the tokens that are computed here, where they are. ``filled`` (samples,)
+    are the tokens of a sample that are no padding.
     """
 
     whole: np.ndarray
     places: Array = field(repr=False)
+    filled: np.ndarray
 
     @cached_property
     def borders(self) -> list[list[int]]:
@@ -78,11 +86,11 @@ def unpacked(x: Array, cut: Callable[[Array], Array] = lambda samples: samples) 
     """
     if not isinstance(x, PackedTokens):
         return cut(x), None
-    tokens, places = x.arrays
+    tokens, places, filled = x.arrays
     if places.shape[1] and places[:, 0].any():
         raise DataError(
             "a packed sample begins in the midst of a document: the place of its first token is not 0; count the "
             "places of each document from 0"
         )
     on = "gpu" if backend.is_device(tokens) else "cpu"
-    return cut(tokens), Documents(places, backend.place(cut(places), on))
+    return cut(tokens), Documents(places, backend.place(cut(places), on), filled)

@@ -173,6 +173,7 @@ class AttentionOptions(TypedDict, total=False):
     dropout: float  # share of the probabilities that is dropped
     part: tuple[int, int] | None  # the first of these heads among those of the mask, and how many those are
     causal: bool  # whether rows see their past and themselves alone: so unless said otherwise
+    window: int  # the most rows that a causal one sees, itself among them; 0: all of its past
 
 
 class AttentionOperation(Protocol):

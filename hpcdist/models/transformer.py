@@ -3,7 +3,7 @@
 GPT: learned positions, pre-norm blocks, tanh GELU, causal attention. Layers: 0 embeds, 1..L are blocks, L + 1 is the
 last norm and the head. Activations are (batch, context, hidden). As options, those of Llama (Touvron et al.,
 arXiv:2302.13971): rotary positions, RMS norms, SwiGLU, heads of keys and values that queries share, linears without
-bias.
+bias; and the window of Mistral (Jiang et al., arXiv:2310.06825): a token sees the last ``model.window`` tokens alone.
 With ``model.experts`` the feed-forward of a block is a mixture of experts (`hpcdist.models.experts`), beside one that
 all tokens share where there is one.
 Encoder: the same stages and options, but every token sees all others, and the training predicts masked tokens. A sample
@@ -203,7 +203,7 @@ class TransformerBlock(DeclaredStage):
     def _attention(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         """Return what the heads see (batch, context, width), from their linears on."""
         linear, rotary, size = operations.linear_column, operations.rotary, self.head_size
-        options: AttentionOptions = {"dropout": self.dropout, "causal": self.causal}
+        options: AttentionOptions = {"dropout": self.dropout, "causal": self.causal, "window": self.config.window}
         if not self.grouped:
             qkv = linear.forward(parameters, "qkv", x, saved)
             if self.rotary:

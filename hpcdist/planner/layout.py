@@ -23,11 +23,11 @@ class ParallelLayout:
     """One way to train on ``data x pipeline x tensor x context`` devices, and ``servers`` more.
 
     Ranks count as in `hpcdist.strategies.core.grid`: tensor fastest, then context, then data, then pipeline; ``expert``
-    parallelism cuts experts over ranks of the data axis. A micro-batch has ``microbatch`` samples; ``schedule`` and
-    ``chunks`` are those of `hpcdist.strategies.schedule`. ``recompute`` "selective" computes attention again
-    (arXiv:2205.05198), "full" whole blocks. ``main_gradients``, of "megatron" alone: "float32", or the "working" type;
-    ``activations`` are kept and sent in the "working" type, or in "float32" as this toolkit does on processors. The
-    optimizer keeps ``optimizer_slots`` numbers a parameter: 2 for Adam and LAMB, 1 for momentum.
+    parallelism cuts experts over consecutive ranks of data x context. A micro-batch has ``microbatch`` samples;
+    ``schedule`` and ``chunks`` are those of `hpcdist.strategies.schedule`. ``recompute`` "selective" computes attention
+    again (arXiv:2205.05198), "full" whole blocks. ``main_gradients``, of "megatron" alone: "float32", or the "working"
+    type; ``activations`` are kept and sent in the "working" type, or in "float32" as this toolkit does on processors.
+    The optimizer keeps ``optimizer_slots`` numbers a parameter: 2 for Adam and LAMB, 1 for momentum.
 
     ``implementation`` says whose memory and kernels: "hpcdist" (`hpcdist.models.counts`: attention in tiles) or
     "megatron" (the published formulas of arXiv:2205.05198, with scores in memory); ``library`` whose collectives: "mpi"

@@ -110,7 +110,7 @@ class ParallelConfig:
     ``context`` ranks share the tokens of each sample; ``context_method`` says how their attention meets those of the
     others: keys and values travel round a "ring", or heads are exchanged for tokens, "all_to_all"; "auto" takes the one
     that sends less, of those that the heads allow.
-    ``expert`` consecutive data ranks share out the experts of each block, and send each other the tokens for them.
+    ``expert`` consecutive replicas share out the experts of each block, and send each other the tokens for them.
 
     A pipeline is cut by ``partition``: so that the slowest rank has as few parameters, operations or measured seconds
     as can be, or into ``stage_units`` units (layers, and what is before and behind them) a chunk. ``stage_speeds`` are

@@ -325,6 +325,11 @@ RULES: Final = (
         rule(f"{term} with --survive?", why, f"{cure}, or use --restarts")
         for term, why, cure in (
             (
+                "communication.overlap=thread",
+                "an MPI that several threads call can wait for itself when a rank dies",
+                "set it to 'poll' or 'none'",
+            ),
+            (
                 MIXING,
                 "each replica has parameters of its own, and those of a dead rank are gone",
                 "choose another strategy",

@@ -6,6 +6,7 @@ from unit.models.layers.test_gpu_attention import (
     test_documents_against_the_formula,
     test_heads_that_no_kernel_has_are_refused,
     test_what_is_not_finite_shows_in_its_row_and_in_no_earlier_one,
+    test_windows_against_the_formula,
 )
 from unit.models.layers.test_gpu_kernels import (
     test_activations,
@@ -35,6 +36,7 @@ __all__ = [
     "test_swiglu",
     "test_what_is_not_finite_shows_in_its_row_and_in_no_earlier_one",
     "test_what_is_wrong_with_logits_and_targets_shows",
+    "test_windows_against_the_formula",
 ]
 
 

@@ -38,6 +38,7 @@ MODELS = {
     "gpt": model_case(**GPT, context=7),
     "gpt tied": model_case(**GPT, tied=True, context=7),
     "gpt, more than one block of queries": model_case(**GPT, context=70),
+    "gpt with a window": model_case(**GPT, window=20, context=150),
     "gpt tied, dropout": model_case(**GPT, tied=True, dropout=0.2, context=70),
     "gpt with the options of Llama": model_case(**LLAMA, layers=2, hidden=16, heads=4, vocabulary=11, context=70),
     "encoder": model_case(kind="encoder", **GPT, context=9),

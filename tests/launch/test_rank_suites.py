@@ -24,8 +24,7 @@ def test_rank_suite(mpiexec, size, tier):
 
 @pytest.mark.full
 def test_products_of_two_axes_on_four_ranks(mpiexec):
-    suites = [TESTS / "ranks" / f"test_rank_{name}.py" for name in ("layouts", "tensor")]
-    run_suite(mpiexec, 4, "not full and not matrix", *suites)
+    run_suite(mpiexec, 4, "not full and not matrix", TESTS / "ranks" / "test_rank_layouts.py")
 
 
 def run_suite(mpiexec, size, tier, *files):

@@ -9,7 +9,7 @@ import pytest
 
 from harness.jobs import LIMIT_S
 from hpcdist.comm.launch import mpirun
-from stubs.slurm_cluster import Jobs
+from stubs.slurm_cluster import ENDLESS, Jobs
 
 SITES = {mpirun.OPEN_MPI: "slurm-openmpi", mpirun.MPICH: "slurm-mpich"}
 
@@ -27,8 +27,8 @@ def test_what_a_killed_job_left_is_removed_and_the_node_stays_in_use(cleaned, mp
     )
     keys = ("--set=telemetry.prometheus=textfile", f"--set=telemetry.textfile_directory={textfile}")
     begun = ("--site=site.toml", "--stage-data", "--no-check", *keys)
-    killed = jobs.begin("--out=killed", *begun, nodes=1, ranks=1, steps=10**6)
-    other = jobs.begin("--out=other", *begun, nodes=1, ranks=1, steps=10**6)
+    killed = jobs.begin("--out=killed", *begun, nodes=1, ranks=1, steps=ENDLESS)
+    other = jobs.begin("--out=other", *begun, nodes=1, ranks=1, steps=ENDLESS)
     for name in ("killed", "other"):
         jobs.checkpoint(tmp_path / name)
     marks = {path.read_text().strip(): path.parent for path in local.glob("hpcdist-*/job")}

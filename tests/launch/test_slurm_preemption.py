@@ -10,11 +10,10 @@ import pytest
 
 from harness.jobs import SITES, begun, newest, same_bits
 from hpcdist.comm.launch import mpirun
-from stubs.slurm_cluster import Jobs
+from stubs.slurm_cluster import SLOW, Jobs
 
 STEPS = 100
 HYDRA = "based_on = 'slurm-mpich'\n[launcher]\nkind = 'mpirun'\npmi = ''\n"
-SLOW = "--set=chaos.step_s=0.1"
 
 pytestmark = pytest.mark.full
 
@@ -59,12 +58,13 @@ def test_a_preempted_job_saves_and_goes_on(jobs, mpi, launcher, nodes):
 
 def test_a_job_that_is_preempted_before_it_trains_is_requeued(jobs, mpi):
     launcher = "mpirun" if (jobs.folder / "mpirun.toml").exists() else "srun"
-    local = jobs.folder / "local"
+    local, waits = jobs.folder / "local", jobs.folder / "waits"
     site = (jobs.folder / f"{launcher}.toml").read_text() + f"[storage]\nnode_local = '{local}'\n"
+    site += f"[blocks]\ncheck = 'touch {waits}; sleep 3'\n"
     (jobs.folder / "staging.toml").write_text(site)
-    options = ("--site=staging.toml", "--stage-data", "--warmup", "--no-check", "--out=early")
-    number = jobs.begin(*options, nodes=1, ranks=2, steps=20)
-    jobs.cluster.wait(lambda: any("kernels/" in str(path) for path in local.rglob("*")), "kernels")
+    number = jobs.begin("--site=staging.toml", "--stage-data", "--out=early", nodes=1, ranks=2, steps=20)
+    jobs.cluster.wait(waits.exists, "a job that is about to train")
+    assert list(local.iterdir())
     jobs.cluster.preempt()
     jobs.until(number, Restarts="1", JobState="PENDING")
     assert "this start made no new checkpoint in the run directory; the job goes on from the beginning" in jobs.log(

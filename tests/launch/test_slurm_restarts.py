@@ -11,9 +11,8 @@ import pytest
 from harness.jobs import LIMIT_S
 from hpcdist.comm.launch import mpirun
 from hpcdist.telemetry import report
-from stubs.slurm_cluster import Jobs
+from stubs.slurm_cluster import ENDLESS, Jobs
 
-ENDLESS = 10**6
 SRUN = 'based_on = "slurm-openmpi"\n[launcher]\nkind = "srun"\npmi = "pmix"\n'
 
 pytestmark = pytest.mark.full
@@ -28,14 +27,18 @@ def jobs(spared, tmp_path_factory):
     return Jobs(spared, tmp_path_factory.mktemp("jobs"))
 
 
-def sites(jobs, mpi):
-    """The profiles that start the MPI of this environment, by mpirun and by srun as far as Slurm can, with a name."""
+def site_of(jobs, mpi, launcher):
+    """The profile by which this launcher starts the ranks of this MPI; skips where it cannot."""
     if mpi.vendor == mpirun.MPICH:
-        return {"slurm-mpich": "by-srun"}
+        if launcher == "mpirun":
+            pytest.skip("jobs of MPICH are started by srun")
+        return "slurm-mpich"
+    if launcher == "mpirun":
+        return "slurm-openmpi"
     if "can not load PMIx library" in jobs.cluster.run("srun", "--mpi=pmix", "--ntasks=1", "true").stderr:
-        return {"slurm-openmpi": "by-mpirun"}
+        pytest.skip("this Slurm has no PMIx")
     (jobs.folder / "srun.toml").write_text(SRUN)
-    return {"slurm-openmpi": "by-mpirun", "srun.toml": "by-srun"}
+    return "srun.toml"
 
 
 def saved(jobs, out):
@@ -44,24 +47,23 @@ def saved(jobs, out):
     return int(latest.read_text().strip().removeprefix("step-")) if latest.exists() else 0
 
 
-def crash(jobs, node, submitted):
-    """Crash a ``node`` on which all jobs train, and wait until each has gone on without it, and saved."""
-    starts = {out: jobs.log(number).count("resumed from") for out, number in submitted.items()}
+def crash(jobs, node, out, number):
+    """Crash a ``node`` on which the job trains, and wait until it has gone on without it, and saved."""
+    starts = jobs.log(number).count("resumed from")
     jobs.cluster.crash(node)
 
-    def gone_on(out, number):
+    def gone_on():
         assert jobs.cluster.job(number)["JobState"] == "RUNNING"
         *_, last = jobs.log(number).split("resumed from")
-        return jobs.log(number).count("resumed from") > starts[out] and f"step-{saved(jobs, out)} " not in last
+        return jobs.log(number).count("resumed from") > starts and f"step-{saved(jobs, out)} " not in last
 
-    for out, number in submitted.items():
-        jobs.cluster.wait(lambda out=out, number=number: gone_on(out, number), f"training in {out} without {node}")
+    jobs.cluster.wait(gone_on, f"training in {out} without {node}")
 
 
-def saves(jobs, *outs):
-    """Wait until one of the runs writes a checkpoint, which lasts for milliseconds."""
+def saves(jobs, out):
+    """Wait until the run writes a checkpoint, which lasts for milliseconds."""
     until = time.monotonic() + LIMIT_S
-    while not any(path for out in outs for path in (jobs.folder / out / "checkpoints").glob("step-*.tmp")):
+    while not any((jobs.folder / out / "checkpoints").glob("step-*.tmp")):
         assert time.monotonic() < until, "no checkpoint was written"
         time.sleep(0.0005)
 
@@ -73,34 +75,33 @@ def revive(cluster):
             cluster.revive(f"n{number}")
 
 
-def test_a_middle_and_the_last_node_crash(jobs, mpi):
-    options = ("--restarts=3", "--spare-nodes=2", "--no-check", "--set=chaos.step_s=0.1")
-    submitted = {
-        out: jobs.begin(*options, f"--site={site}", f"--out={out}", nodes=3, ranks=1, steps=ENDLESS)
-        for site, out in sites(jobs, mpi).items()
-    }
-    try:
-        for out in submitted:
-            jobs.checkpoint(jobs.folder / out)
-        crash(jobs, "n2", submitted)  # of n1, n2, n3
-        saves(jobs, *submitted)
-        crash(jobs, "n4", submitted)  # of n1, n3, n4
-    finally:
-        print(*map(jobs.log, submitted.values()), sep="\n---\n")
-        jobs.cluster.run("scancel", *submitted.values())
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+@pytest.mark.matrix_except("mpirun")
+def test_a_middle_and_the_last_node_crash(jobs, mpi, launcher):
     revive(jobs.cluster)
-    steps = {out: saved(jobs, out) for out in submitted}
-    whole = jobs.begin("--out=whole", "--no-check", nodes=3, ranks=1, steps=ENDLESS)
-    jobs.cluster.wait(lambda: saved(jobs, "whole") >= max(steps.values()), "a run that nobody hurt")
+    site, out, whole_out = site_of(jobs, mpi, launcher), f"by-{launcher}", f"whole-{launcher}"
+    options = ("--restarts=3", "--spare-nodes=2", "--no-check", f"--site={site}", f"--out={out}")
+    number = jobs.begin(*options, nodes=3, ranks=1, steps=ENDLESS)
+    try:
+        jobs.checkpoint(jobs.folder / out)
+        crash(jobs, "n2", out, number)  # of n1, n2, n3
+        saves(jobs, out)
+        crash(jobs, "n4", out, number)  # of n1, n3, n4
+    finally:
+        print(jobs.log(number))
+        jobs.cluster.run("scancel", number)
+    revive(jobs.cluster)
+    steps = saved(jobs, out)
+    options = (f"--out={whole_out}", "--no-check", f"--site={site}", "--set=chaos.step_s=0")
+    whole = jobs.begin(*options, nodes=3, ranks=1, steps=ENDLESS)
+    jobs.cluster.wait(lambda: saved(jobs, whole_out) >= steps, "a run that nobody hurt")
     jobs.cluster.run("scancel", whole)
-    for number in (whole, *submitted.values()):
-        jobs.until(number, JobState="CANCELLED")
-    expected = losses(jobs, "whole")
-    for out, number in submitted.items():
-        said = jobs.log(number)
-        assert "having lost n2; start 2 follows at once" in said and "having lost n4; start 3 follows at once" in said
-        assert said.count("3 ranks on 3 nodes") == 3 and "without n2, n4, which the job has lost" in said
-        assert np.array_equal(losses(jobs, out)[: steps[out]], expected[: steps[out]])
+    for each in (whole, number):
+        jobs.until(each, JobState="CANCELLED")
+    said = jobs.log(number)
+    assert "having lost n2; start 2 follows at once" in said and "having lost n4; start 3 follows at once" in said
+    assert said.count("3 ranks on 3 nodes") == 3 and "without n2, n4, which the job has lost" in said
+    assert np.array_equal(losses(jobs, out)[:steps], losses(jobs, whole_out)[:steps])
 
 
 def losses(jobs, out):
@@ -112,7 +113,7 @@ def losses(jobs, out):
 
 def test_a_job_of_which_too_few_nodes_are_left_is_requeued(jobs):
     revive(jobs.cluster)
-    options = ("--restarts=3", "--spare-nodes=1", "--no-check", "--set=chaos.step_s=0.1", "--out=few")
+    options = ("--restarts=3", "--spare-nodes=1", "--no-check", "--out=few")
     number = jobs.begin(*options, nodes=3, ranks=1, steps=ENDLESS)
     jobs.checkpoint(jobs.folder / "few")
     for node in ("n2", "n3"):

@@ -12,8 +12,8 @@ import pytest
 
 import hpcdist
 from hpcdist.comm.launch import mpirun
+from stubs.slurm_cluster import ENDLESS
 
-ENDLESS = 10**6
 PMI = {mpirun.OPEN_MPI: "pmix", mpirun.MPICH: "pmi2"}
 
 pytestmark = pytest.mark.full
@@ -76,6 +76,7 @@ class Job:
         (folder / "recipe.toml").write_text(
             "[data]\npath = 'text.txt'\ncontext = 16\n[model]\nlayers = 1\nhidden = 32\nheads = 2\n"
             "[communication]\nalgorithm = 'hierarchical'\n[run]\nglobal_batch = 4\n[checkpoint]\nevery_steps = 20\n"
+            "[chaos]\nstep_s = 0.1\n"
         )
 
     def submit(self, starts, *options, steps=ENDLESS):

@@ -6,11 +6,11 @@ Needs Debian's slurm-wlm and munge, root, and namespaces (`unshare`).
 import pytest
 
 from hpcdist.batch.sites import search
-from stubs.slurm_cluster import Jobs
+from stubs.slurm_cluster import ENDLESS, Jobs
 
 LOCAL = "dev/shm/copies"  # each node has its own
 NODES = ("n1", "n2")
-OPTIONS = ("--site=site.toml", "--stage-data", "--no-check", "--out=run", "--set=chaos.step_s=0.1")
+OPTIONS = ("--site=site.toml", "--stage-data", "--no-check", "--out=run")
 
 pytestmark = pytest.mark.full
 
@@ -29,7 +29,7 @@ def copies(cluster, node):
 
 @pytest.mark.parametrize("moment", ["warm-up", "training"])
 def test_a_cancelled_job_leaves_no_copies_on_any_node(fragile, jobs, moment):
-    number = jobs.begin(*OPTIONS, *(["--warmup"] if moment == "warm-up" else []), nodes=2, ranks=1, steps=10**6)
+    number = jobs.begin(*OPTIONS, *(["--warmup"] if moment == "warm-up" else []), nodes=2, ranks=1, steps=ENDLESS)
 
     def warming_up():
         return all(any("kernels/" in str(path) for path in copies(fragile, node)) for node in NODES)
@@ -47,7 +47,7 @@ def test_a_cancelled_job_leaves_no_copies_on_any_node(fragile, jobs, moment):
 
 
 def test_a_requeued_job_leaves_no_copies_on_any_node(fragile, jobs):
-    number = jobs.begin(*OPTIONS, nodes=2, ranks=1, steps=10**6)
+    number = jobs.begin(*OPTIONS, nodes=2, ranks=1, steps=ENDLESS)
     jobs.told(number, "\nstep 1/")
     assert all(copies(fragile, node) for node in NODES)
     jobs.stop(number)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from stubs.slurm_cluster import NODES, Jobs
+from stubs.slurm_cluster import ENDLESS, NODES, Jobs
 
 pytestmark = pytest.mark.full
 
@@ -52,7 +52,7 @@ def test_a_job_knows_nothing_of_the_allocation_it_was_submitted_from(jobs):
 
 
 def test_a_job_that_is_asked_to_save_and_end_has_not_failed(jobs):
-    number = jobs.begin("--no-check", "--out=cancelled", nodes=1, ranks=1, steps=10**6)
+    number = jobs.begin("--no-check", "--out=cancelled", nodes=1, ranks=1, steps=ENDLESS)
     saved = jobs.checkpoint(jobs.folder / "cancelled")
     hpcdist = [sys.executable, "-P", "-m", "hpcdist", "jobs"]
     done = jobs.cluster.run(*hpcdist, "cancel", number, cwd=jobs.folder)

@@ -82,6 +82,7 @@ def _recorded(folder):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 75)], ids=["SIGKILL", "SIGTERM"])
+@pytest.mark.matrix_except("SIGTERM")
 @pytest.mark.full
 def test_the_next_call_goes_on_where_a_sweep_was_ended(folder, number, code):
     (folder / "sweep.toml").write_text(SWEEP + "[axes]\nrun.seed = [1, 2]\n")

@@ -28,6 +28,7 @@ newcomer = "new" in sys.argv
 session = start.start_joined() if newcomer else start.start()
 everyone = session.comm
 assert everyone.supports("ulfm") and session.outlives
+assert not everyone.supports("thread_multiple"), "a lock held by a thread that meets a dead rank blocks it"
 if newcomer:
     life, size, places = everyone.broadcast_object(None)
     place = places[everyone.rank]

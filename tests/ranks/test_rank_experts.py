@@ -24,6 +24,10 @@ LAYOUTS = {
     "tensor": ("tensor=2 sequence_parallel=true", (2, 4)),
     "tensor x expert": ("tensor=2 expert=2 strategy=zero1", (4,)),
     "pipeline x expert": ("pipeline=2 microbatches=2 expert=2 strategy=zero1", (4,)),
+    "context, dropping": ("parallel.context=2 data.context=26 capacity_factor=1.0", (2, 4)),
+    "context of all, packed": ("parallel.context=0 data.context=42 data.packed=true document_end=32", (2, 3, 4)),
+    "context x expert, zero3": ("parallel.context=2 expert=2 strategy=zero3 data.context=26", (2, 4)),
+    "context x expert of all": ("parallel.context=2 expert=4 data.context=26 capacity_factor=1.0", (4,)),
 }
 
 
@@ -31,13 +35,14 @@ def keys_of(comm, name):
     keys, sizes = LAYOUTS[name]
     if comm.size not in sizes:
         pytest.skip(f"{name} is for {sizes} ranks")
-    return recipe_keys(keys)
+    return recipe_keys(keys.replace("parallel.context=0", f"parallel.context={comm.size}"))
 
 
 @pytest.mark.parametrize("mode", ["float64", "float32"])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.full_except(
-    "data-float32", "expert-float64", "expert beside shared memory-float64", "expert, zero3, shared-float64"
+    *("data-float32", "expert-float64", "expert beside shared memory-float64", "expert, zero3, shared-float64"),
+    "context x expert, zero3-float64",
 )
 def test_rank_mixtures_equal_one_process(comm, folder, name, mode):
     keys = {**KEYS, **keys_of(comm, name), "precision.mode": mode}

@@ -16,7 +16,7 @@ LAYOUTS = ((1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1,
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 STRATEGIES = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")
 ALL = os.environ.get("HPCDIST_TEST_LAYOUTS") == "all"
-STEPS = 20 if ALL else 8
+STEPS = 20 if ALL else 5
 KEYS = recipe_keys(
     f"layers=6 hidden=24 heads=4 dropout=0.1 data.context=12 steps={STEPS} global_batch=8 "
     "validation_samples=20 optimizer.warmup_steps=3 optimizer.clip_norm=0.7 microbatches=4"

@@ -29,6 +29,8 @@ DAEMONS = ("munged", "slurmctld", "slurmd")
 ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 STEPS = 200
+ENDLESS = 10**6  # steps of a job that others end
+SLOW = "--set=chaos.step_s=0.1"
 RECIPE = """
 [data]
 path = "text.txt"
@@ -247,7 +249,7 @@ class Cluster:
             if time.monotonic() > limit or any(process.poll() is not None for process in self.processes):
                 logs = [f"{path}:\n{path.read_text(errors='replace')[-2000:]}" for path in self.folder.glob("*.out")]
                 pytest.fail(f"no {what} in time, or a daemon died\n" + "\n".join(logs))
-            time.sleep(0.1)
+            time.sleep(0.25)
 
     def job(self, number: str) -> dict[str, str]:
         """What Slurm says of a job; values with blanks are cut."""
@@ -302,7 +304,8 @@ class Jobs:
         self, *arguments: str, steps: int = STEPS, recipe: str = "recipe.toml"
     ) -> "subprocess.CompletedProcess[str]":
         line = [sys.executable, "-P", "-m", "hpcdist", "submit", recipe, "--set", f"run.steps={steps}"]
-        return self.cluster.run(*line, *arguments, cwd=self.folder)
+        slow = [SLOW] * (steps == ENDLESS)  # such a job leaves the cores to others
+        return self.cluster.run(*line, *slow, *arguments, cwd=self.folder)
 
     def begin(
         self, *arguments: str, nodes: int = 2, ranks: int = 2, steps: int = STEPS, recipe: str = "recipe.toml"

@@ -3,10 +3,10 @@
 Forward takes blocks of queries over the keys that they see, in tiles whose scores stay in a cache, and keeps the
 maximum and the sum of every row's softmax. Backward takes blocks of keys over the queries that see them, and computes
 the probabilities of a tile again: five products where one that stored them does four. Memory is linear in the context;
-scores beyond the block on the diagonal are never computed. Sums over keys are made of tiles of LONG, in their order,
-whatever the number of samples and heads: a sample has the same bits in every batch, and a head in every part of the
-heads. Errors are at most 3e-6 (1 + the largest element) in float32 and 1e-13 in float64, for scores of a standard
-deviation of 4 or so, and four times that in gradients.
+scores beyond the block on the diagonal are never computed, nor blocks outside of a window. Sums over keys are made of
+tiles of LONG, in their order, whatever the number of samples and heads: a sample has the same bits in every batch, and
+a head in every part of the heads. Errors are at most 3e-6 (1 + the largest element) in float32 and 1e-13 in float64,
+for scores of a standard deviation of 4 or so, and four times that in gradients.
 
 On a GPU, 16-bit floats take one fused kernel forward and three backward (``models/cuda/attention.cu``); float32 and
 float64 take the tiles, with the products of the array library between kernels (``models/cuda/softmax.cu``): without
@@ -30,6 +30,7 @@ from hpcdist.models.attention.tiles import (
     Heads,
     Pieces,
     Span,
+    band,
     blocks,
     heads_of,
     one_piece,
@@ -57,12 +58,13 @@ def fused_forward(
     y: Array,
     sums: Array,
     causal: bool,
+    window: int,
     dropped: Mask | None,
     documents: Documents | None = None,
 ) -> None:
     """Write y (batch, context, heads size), and sums (pairs, context), float32, which `fused_backward` takes."""
     grid = heads.batch * heads.queries, -(-heads.context // FUSED_ROWS)
-    numbers = _fused_numbers(heads, qkv, kv, causal, dropped, documents)
+    numbers = _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
     FUSED_KERNELS.launch(
         "attention", grid, FUSED_THREADS, qkv, _fused_keys(qkv, kv), y, sums, *numbers, **_fused_types(heads, y)
     )
@@ -77,12 +79,13 @@ def fused_backward(
     sums: Array,
     dots: Array,
     causal: bool,
+    window: int,
     dropped: Mask | None,
     documents: Documents | None = None,
 ) -> None:
     """Write the ``gradients`` of the inputs for contiguous dy. ``dots`` (pairs, context) is scratch."""
     (qkv, kv), (dq, dkv) = inputs, gradients
-    types, numbers = _fused_types(heads, y), _fused_numbers(heads, qkv, kv, causal, dropped, documents)
+    types, numbers = _fused_types(heads, y), _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
     kernels.row_dots(dy, y, heads.queries, dots)
     arrays, blocks = (qkv, _fused_keys(qkv, kv), dy, sums, dots), -(-heads.context // FUSED_ROWS)
     FUSED_KERNELS.launch(
@@ -113,7 +116,13 @@ def _fused_types(heads: Heads, like: Array) -> dict[str, Any]:
 
 
 def _fused_numbers(
-    heads: Heads, qkv: Array, kv: Array | None, causal: bool, dropped: Mask | None, documents: Documents | None
+    heads: Heads,
+    qkv: Array,
+    kv: Array | None,
+    causal: bool,
+    window: int,
+    dropped: Mask | None,
+    documents: Documents | None,
 ) -> tuple[int | float, ...]:
     width, shared = heads.queries * heads.size, heads.shared * heads.size
     # Columns of the first key and the first value: behind the queries in qkv, at the beginning of kv.
@@ -122,7 +131,8 @@ def _fused_numbers(
     # A flag, place, counters and factor of the mask, in the order of the kernels' parameters; without one zeros.
     mask = (0,) * 12 + (1.0,) if dropped is None else (1, *dropped.place, *dropped.counters, dropped.scale)
     address = 0 if documents is None else int(documents.ranges.data.ptr)  # type: ignore[attr-defined]
-    return (*place, first, first + shared, int(causal), address, heads.scale, *mask)
+    seen = int(causal), min(window or heads.context, heads.context), address
+    return (*place, first, first + shared, *seen, heads.scale, *mask)
 
 
 class LocalAttention:
@@ -138,14 +148,17 @@ class LocalAttention:
         dropout: float = 0.0,
         part: tuple[int, int] | None = None,
         causal: bool = True,
+        window: int = 0,
     ) -> Array:
         """Return (batch, context, width) for contiguous qkv (batch, context, 3 width): query, key, value.
 
         With ``kv`` (batch, context, 2 kv width), qkv is the queries alone, and query head h of H looks at key and value
         head h // (H / KV) of KV (Ainslie et al., arXiv:2305.13245). Rows see their past and themselves, all rows
-        unless ``causal``. ``part`` is the number of the first of the query heads and how many the layer has, where
-        these are not all. Raises UsageError on shapes that do not fit.
+        unless ``causal``; with a ``window`` no more than so many, of which they are the last. ``part`` is the number of
+        the first of the query heads and how many the layer has, where these are not all. Raises UsageError on shapes
+        that do not fit.
         """
+        assert causal or not window, "the rules refuse a window of rows that see all others"
         heads = heads_of(qkv, kv, head_size)
         y = saved.empty("attention.y", (heads.batch, heads.context, heads.queries * head_size), qkv.dtype)
         fused = has_fused_kernel(qkv)
@@ -154,16 +167,16 @@ class LocalAttention:
         sums = saved.empty("attention.sums", shape, accumulation_dtype(qkv.dtype))
         dropped = mask_of_heads(saved, dropout, heads.queries, heads.context, part)
         if fused:
-            fused_forward(heads, qkv, kv, y, sums[0], causal, dropped, saved.documents)
+            fused_forward(heads, qkv, kv, y, sums[0], causal, window, dropped, saved.documents)
         else:
             own = one_piece(heads.context)
-            forward, keys = TiledForward(heads, saved, qkv, y, sums), KeyRows(heads, own, qkv, kv)
+            forward, keys = TiledForward(heads, saved, qkv, y, sums, window), KeyRows(heads, own, qkv, kv)
             for chunk in heads.chunks(everything=is_device(qkv), apart=saved.documents is not None):
                 for span in chunk.spans(saved.documents, own):
                     for rows in blocks(own, QUERY_BLOCK, *span):
                         forward.block(chunk, rows, keys, dropped, causal=causal, begins=True, span=span)
                         forward.finish(chunk, rows)
-        keep_for_backward(saved, qkv=qkv, kv=kv, head_size=head_size, dropped=dropped, causal=causal)
+        keep_for_backward(saved, qkv=qkv, kv=kv, head_size=head_size, dropped=dropped, causal=causal, window=window)
         return y
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
@@ -171,13 +184,14 @@ class LocalAttention:
 
         Where the forward was given kv, return (dq, dkv).
         """
-        heads, (qkv, kv, y, sums), (dq, dkv, dots), causal, dropped = begin_backward(saved, keep=keep)
+        heads, (qkv, kv, y, sums), (dq, dkv, dots), (causal, window), dropped = begin_backward(saved, keep=keep)
         if has_fused_kernel(qkv):
-            fused_backward(heads, (qkv, kv), dy, y, (dq, dkv), sums[0], dots, causal, dropped, saved.documents)
+            into = dq, dkv
+            fused_backward(heads, (qkv, kv), dy, y, into, sums[0], dots, causal, window, dropped, saved.documents)
             return dq if dkv is None else (dq, dkv)
         kernels.row_dots(dy, y, heads.queries, dots)
         own = one_piece(heads.context)
-        backward = TiledBackward(heads, saved, own, (qkv, dy, dq), sums, dots)
+        backward = TiledBackward(heads, saved, own, (qkv, dy, dq), sums, dots, window)
         keys, gradients = KeyRows(heads, own, qkv, kv), KeyGradients(heads, dq, dkv)
         for chunk in heads.chunks(everything=is_device(qkv), apart=saved.documents is not None):
             for span in chunk.spans(saved.documents, own):
@@ -188,19 +202,22 @@ class LocalAttention:
 
 
 def keep_for_backward(
-    saved: Saved, *, qkv: Array, kv: Array | None, head_size: int, dropped: Mask | None, causal: bool
+    saved: Saved, *, qkv: Array, kv: Array | None, head_size: int, dropped: Mask | None, causal: bool, window: int
 ) -> None:
     """Keep what the forward of an attention was called with; its output and sums are kept already."""
-    for name, value in {"qkv": qkv, "kv": kv, "head_size": head_size, "dropped": dropped, "causal": causal}.items():
+    seen = causal, window
+    for name, value in {"qkv": qkv, "kv": kv, "head_size": head_size, "dropped": dropped, "seen": seen}.items():
         saved.keep(f"attention.{name}", value)
 
 
 def begin_backward(
     saved: Saved, *, keep: bool
-) -> tuple[Heads, tuple[Array, Array | None, Array, Array], tuple[Array, Array | None, Array], bool, Mask | None]:
+) -> tuple[
+    Heads, tuple[Array, Array | None, Array, Array], tuple[Array, Array | None, Array], tuple[bool, int], Mask | None
+]:
     """Return what the forward kept, and memory for the gradients: scratch, or memory to ``keep``.
 
-    That is (heads, (qkv, kv, y, sums), (dqkv or dq, dkv, products of rows of dy and y), causal, dropped).
+    That is (heads, (qkv, kv, y, sums), (dqkv or dq, dkv, products of rows of dy and y), (causal, window), dropped).
     """
     qkv, kv, y, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "y", "sums"))
     take = saved.empty if keep else saved.scratch
@@ -208,7 +225,7 @@ def begin_backward(
     dkv = None if kv is None else take("attention.dkv", kv.shape, kv.dtype)
     dots = saved.scratch("attention.dots", sums.shape[1:], sums.dtype)
     heads = heads_of(qkv, kv, saved["attention.head_size"])
-    return heads, (qkv, kv, y, sums), (dq, dkv, dots), saved["attention.causal"], saved["attention.dropped"]
+    return heads, (qkv, kv, y, sums), (dq, dkv, dots), saved["attention.seen"], saved["attention.dropped"]
 
 
 def mask_of_heads(
@@ -260,12 +277,14 @@ Block: TypeAlias = tuple[int, int, int]  # first and last row of an array, and t
 class TiledForward:
     """Forward of blocks of queries, the first part of ``qkv``, over keys, which may come in several arrays.
 
-    ``sums`` are the maximum and the sum of exponentials of each row. Keys of other arrays have at most ``most`` tokens,
-    0 where there are none. All of it is local.
+    ``sums`` are the maximum and the sum of exponentials of each row. With a ``window`` queries see no more than so many
+    keys. Keys of other arrays have at most ``most`` tokens, 0 where there are none. All of it is local.
     """
 
-    def __init__(self, heads: Heads, saved: Saved, qkv: Array, y: Array, sums: Array, most: int = 0) -> None:
-        self._heads, self._y = heads, y
+    def __init__(
+        self, heads: Heads, saved: Saved, qkv: Array, y: Array, sums: Array, window: int, most: int = 0
+    ) -> None:
+        self._heads, self._y, self._window = heads, y, window
         self._top, self._total = sums
         self._q, self._out = heads.view(qkv, 0, of_queries=True), heads.view(y, 0, of_queries=True)
         pairs, short, long = heads.most_pairs(y), min(QUERY_BLOCK, heads.context), min(LONG, max(most, heads.context))
@@ -288,7 +307,7 @@ class TiledForward:
         """Add what the queries in ``rows`` see of ``keys``; the first call for them ``begins``.
 
         ``causal``: keys are those of the queries' own array, and the ones behind a query are hidden from it. Only the
-        rows of keys in ``span`` are seen.
+        rows of keys in ``span`` are seen. Queries see a key of the block that ``begins``, if not of its first tile.
         """
         (first, last, place), multiply, queries = rows, namespace(self._y).matmul, self._heads.queries
         count, size = chunk.pairs, self._heads.size
@@ -298,12 +317,14 @@ class TiledForward:
         shrink = self._shrink.tile(count, last - first)
         # Tiles of keys in their order. The output of the tiles so far is relative to their maximum: a larger one
         # shrinks it. The division by the sum comes once, at the end. A causal block sees no key behind its last query.
-        for start, end, column in blocks(keys.pieces, LONG, span[0], min(last, span[1]) if causal else span[1]):
+        stop, window = min(last, span[1]) if causal else span[1], self._window
+        places = (place + 1 - window, EVERYTHING[1]) if window else EVERYTHING
+        for number, (start, end, column) in enumerate(blocks(keys.pieces, LONG, span[0], stop, places)):
             s = self._scores.tile(*chunk.outer, last - first, end - start)
             flat = s.reshape(count, last - first, end - start)
             multiply(q, k[..., start:end, :].swapaxes(-1, -2), out=s)
-            new = begins and start == span[0]
-            where = chunk.pair, first, start, causal, new
+            new = begins and number == 0
+            where = chunk.pair, first, *band(place - column, window, causal=causal), new
             # Dropped after the sum of the row is taken: dropout acts on the probabilities, which are divided by it.
             kernels.softmax_advance(flat, where, self._heads.scale, self._top, self._total, shrink)
             chunk.drop(flat, dropped, place, column)
@@ -326,7 +347,7 @@ class TiledBackward:
     """Backward of blocks of keys over the queries, which are the ``pieces`` of their samples. All of it is local.
 
     ``arrays`` are the queries, the first part of qkv; the gradient of the output; and that of the queries. ``dots`` has
-    the product of each row of the output with its gradient. Arrays of keys have at most ``most`` tokens.
+    the product of each row of the output with its gradient. ``window`` and ``most`` are those of the forward.
     """
 
     def __init__(
@@ -337,13 +358,17 @@ class TiledBackward:
         arrays: tuple[Array, Array, Array],
         sums: Array,
         dots: Array,
+        window: int,
         most: int = 0,
     ) -> None:
         qkv, dy, dq = arrays
         self._heads, self._pieces, self._dots, most = heads, pieces, dots, max(most, heads.context)
         self._top, self._total = sums
+        self._window = window
         self._q, self._do = heads.view(qkv, 0, of_queries=True), heads.view(dy, 0, of_queries=True)
         self._dq = _Sum(heads, dq, 0, of_queries=True)
+        if window:  # the first block of keys is not seen by all queries
+            heads.view(dq, 0, of_queries=True)[...] = 0
         pairs, short, long = heads.most_pairs(dy), min(QUERY_BLOCK, most), min(LONG, heads.context)
         self._scores = _Memory(saved, "scores", pairs * short * long, dy)
         self._gradients = _Memory(saved, "gradients", pairs * short * long, dy)
@@ -363,13 +388,15 @@ class TiledBackward:
     ) -> None:
         """Write the gradients of the keys and values in ``rows``, and add to those of the queries that see them.
 
-        ``causal``: keys are those of the queries' own array; else all queries in ``span`` see them. Where it
-        ``begins``, the gradients of the queries are written.
+        ``causal``: keys are those of the queries' own array; else all queries in ``span`` see them. Queries beyond
+        a window do not, and gradients of keys that none sees are not written. Where it ``begins``, the gradients of the
+        queries are written.
         """
-        (start, end, column), multiply, count = rows, namespace(self._do).matmul, chunk.pairs
+        (start, end, column), multiply, count, window = rows, namespace(self._do).matmul, chunk.pairs, self._window
         k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))
         begin = start if causal else span[0]  # earlier queries do not see these keys
-        for first, last, place in blocks(self._pieces, LONG, begin, span[1]):
+        places = (0, column + end - start + window - 1) if window else EVERYTHING
+        for number, (first, last, place) in enumerate(blocks(self._pieces, LONG, begin, span[1], places)):
             q, do = (chunk.of(view)[..., first:last, :] for view in (self._q, self._do))
             s, d = (memory.tile(*chunk.outer, last - first, end - start) for memory in (self._scores, self._gradients))
             p, g = (tile.reshape(count, last - first, end - start) for tile in (s, d))
@@ -378,13 +405,13 @@ class TiledBackward:
             multiply(q, k.swapaxes(-1, -2), out=s)
             multiply(do, v.swapaxes(-1, -2), out=d)
             chunk.drop(g, dropped, place, column)
-            where = chunk.pair, first, start, causal, False
+            where = chunk.pair, first, *band(place - column, window, causal=causal), False
             kernels.softmax_gradient(p, g, where, self._heads.scale, self._top, self._total, self._dots)
             chunk.drop(p, dropped, place, column)  # now p as v was multiplied by it
-            add = first > begin  # the first block of queries writes, later ones add
+            add = number > 0  # the first block of queries writes, later ones add
             gradients.v.product(s.swapaxes(-1, -2), do, chunk, start, end, self._part, add)
             gradients.k.product(d.swapaxes(-1, -2), q, chunk, start, end, self._part, add)
-            self._dq.product(d, k, chunk, first, last, self._part, not begins)
+            self._dq.product(d, k, chunk, first, last, self._part, bool(window) or not begins)
 
 
 class _Sum:

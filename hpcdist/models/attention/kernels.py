@@ -2,8 +2,8 @@
 
 Softmax over rows of which only a tile is in memory at a time (Milakov, Gimelshein, arXiv:1805.02867). Score tiles are
 contiguous (pairs, rows, columns): so many pairs of a sample and a head from ``pair`` on, rows (queries) from ``first``
-on, columns (keys) from ``start`` on. Row i of the whole sees its columns up to i where ``causal``, else all. What is
-known of a row lies in ``top``, the maximum of its scores, and ``total``, the sum of their exponentials, both
+on, and columns (keys). Row i of a tile sees its columns [low + i, high + i), of which it may have none. What is known
+of a row lies in ``top``, the maximum of its scores, and ``total``, the sum of their exponentials, both
 (all pairs, all rows).
 
 A tile of head rows is contiguous (pairs, rows, head size). It belongs to a target (batch, context, columns) that has
@@ -22,16 +22,17 @@ from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES, exp, row_m
 
 SOFTMAX: Final = KernelSource(Path(__file__).parents[1] / "cuda" / "softmax.cu")
 
-# Pair, query and key at its corner; whether keys behind are hidden; whether it is the first tile of its rows.
-Tile: TypeAlias = tuple[int, int, int, bool, bool]
+# Pair and query at its corner; the columns that the first row sees, and the next ones one further on; whether it is the
+# first tile of its rows.
+Tile: TypeAlias = tuple[int, int, int, int, bool]
 
 
 def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
     """Overwrite scores s with ``exp(scale (s - maximum))``, hidden ones with 0, and update top and total by them.
 
     The maximum is that of the columns up to here. Tiles come in the order of their columns; after the first of its
-    rows ``shrink`` (pairs, rows) is what sums over the earlier columns have to be multiplied by. ``scale`` is positive,
-    and every row sees a column of every tile.
+    rows ``shrink`` (pairs, rows) is what sums over the earlier columns have to be multiplied by. ``scale`` is positive.
+    Of a row that has seen nothing yet the maximum is -infinity and the sum 0.
     """
     if is_device(s):
         _softmax_advance_device(s, tile, scale, top, total, shrink)
@@ -52,17 +53,17 @@ def softmax_gradient(s: Array, d: Array, tile: Tile, scale: float, top: Array, t
 
 
 def _softmax_advance_device(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
-    (pairs, rows, columns), (pair, first, start, causal, new) = s.shape, tile
+    (pairs, rows, columns), (pair, first, low, high, new) = s.shape, tile
     SOFTMAX.launch("softmax_advance", pairs * rows, threads_for(columns, 256), s, top, total, shrink, rows, columns,
-                   top.shape[1], pair, first, start, causal, new, float(scale), REAL=s.dtype)  # fmt: skip
+                   top.shape[1], pair, first, low, high, new, float(scale), REAL=s.dtype)  # fmt: skip
 
 
 def _softmax_gradient_device(
     s: Array, d: Array, tile: Tile, scale: float, top: Array, total: Array, dots: Array
 ) -> None:
-    (_, rows, columns), (pair, first, start, causal, _) = s.shape, tile
+    (_, rows, columns), (pair, first, low, high, _) = s.shape, tile
     SOFTMAX.launch("softmax_gradient", *elementwise(s.size), s, d, top, total, dots, s.size, rows, columns,
-                   top.shape[1], pair, first, start, causal, float(scale), REAL=s.dtype)  # fmt: skip
+                   top.shape[1], pair, first, low, high, float(scale), REAL=s.dtype)  # fmt: skip
 
 
 # Hidden columns are computed as well: rows of a whole number of vectors have no rest then.
@@ -70,22 +71,22 @@ def _softmax_gradient_device(
 
 @jit(fastmath=REORDER)
 def _softmax_advance(
-    s: Any, pair: Any, first: Any, start: Any, causal: Any, new: Any, scale: Any, top: Any, total: Any, shrink: Any
+    s: Any, pair: Any, first: Any, low: Any, high: Any, new: Any, scale: Any, top: Any, total: Any, shrink: Any
 ) -> None:
     for h in range(s.shape[0]):
         for i in range(s.shape[1]):
             row = s[h, i]
-            if causal:
-                # key start + j is hidden from query first + i where it is larger
-                row[first + i + 1 - start :] = -np.inf
+            row[: max(low + i, 0)] = -np.inf
+            row[max(high + i, 0) :] = -np.inf
             highest, sums = row_maximum(row), scale - scale  # a zero of the dtype
+            if not new:
+                highest = max(highest, top[pair + h, first + i])
+            base = sums if highest == -np.inf else highest  # of a row that has seen nothing 0
             if not new:  # sums over earlier tiles were relative to a maximum that may be exceeded now
-                before = top[pair + h, first + i]
-                highest = max(highest, before)
-                shrink[h, i] = exp((before - highest) * scale)
+                shrink[h, i] = exp((top[pair + h, first + i] - base) * scale)
                 sums = total[pair + h, first + i] * shrink[h, i]
             for j in range(row.size):
-                e = exp((row[j] - highest) * scale)
+                e = exp((row[j] - base) * scale)
                 row[j] = e
                 sums += e
             top[pair + h, first + i] = highest
@@ -94,14 +95,14 @@ def _softmax_advance(
 
 @jit(fastmath=REORDER)
 def _softmax_gradient(
-    s: Any, d: Any, pair: Any, first: Any, start: Any, causal: Any, scale: Any, top: Any, total: Any, dots: Any
+    s: Any, d: Any, pair: Any, first: Any, low: Any, high: Any, scale: Any, top: Any, total: Any, dots: Any
 ) -> None:
     for h in range(s.shape[0]):
         for i in range(s.shape[1]):
             p, g = s[h, i], d[h, i]
-            if causal:
-                p[first + i + 1 - start :] = -np.inf
-                g[first + i + 1 - start :] = 0
+            begin, end = max(low + i, 0), max(high + i, 0)
+            p[:begin], p[end:] = -np.inf, -np.inf
+            g[:begin], g[end:] = 0, 0
             highest, dot = top[pair + h, first + i], dots[pair + h, first + i]
             # One division for the row. The Jacobian of softmax: dscore_j = p_j (g_j - sum_k p_k g_k), times the scale.
             share = s.dtype.type(1.0 / total[pair + h, first + i])
@@ -122,7 +123,7 @@ for _softmax_dtype in SAMPLE_DTYPES:
             0,
             0,
             0,
-            True,
+            1,
             True,
             s,
             q.copy(),
@@ -131,7 +132,7 @@ for _softmax_dtype in SAMPLE_DTYPES:
         )
     )
     _softmax_gradient.sample(
-        lambda x=_softmax_cube, q=_softmax_square, s=_one: (x.copy(), x.copy(), 0, 0, 0, True, s, q, q, q)
+        lambda x=_softmax_cube, q=_softmax_square, s=_one: (x.copy(), x.copy(), 0, 0, 0, 1, s, q, q, q)
     )
 
 

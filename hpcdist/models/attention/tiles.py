@@ -21,8 +21,9 @@ LONG: Final = 512  # the other side of a tile: a multiple of QUERY_BLOCK
 TILE: Final = 4 * 64 * 256  # scores at a time on a CPU: three tiles of float32 stay in a second-level cache
 
 
-Span: TypeAlias = tuple[int, int]  # rows of an array: the first, and the one behind the last
+Span: TypeAlias = tuple[int, int]  # rows of an array, or places: the first, and the one behind the last
 EVERYTHING: Final[Span] = (0, sys.maxsize)
+BEYOND: Final = 1 << 40  # any place
 
 
 @dataclass(frozen=True)
@@ -166,10 +167,25 @@ def one_piece(rows: int) -> Pieces:
 
 
 def blocks(
-    pieces: Pieces, long: int = QUERY_BLOCK, first: int = 0, last: int | None = None
+    pieces: Pieces, long: int = QUERY_BLOCK, first: int = 0, last: int | None = None, places: Span = EVERYTHING
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, end, place of the start) of blocks of ``long`` rows in [first, last), none over a border."""
+    """Yield (start, end, place of the start) of blocks of ``long`` rows in [first, last), none over a border.
+
+    Of each piece rows in front of and behind ``places`` are left out in steps of QUERY_BLOCK.
+    """
     for begin, end, place in pieces:
-        stop = end if last is None else min(end, last)
-        for start in range(max(begin, first), stop, long):
+        low, stop = max(begin, first), end if last is None else min(end, last)
+        here = place + low - begin
+        stop = min(stop, low - (here - places[1]) // QUERY_BLOCK * QUERY_BLOCK)
+        low += max(0, places[0] - here) // QUERY_BLOCK * QUERY_BLOCK
+        for start in range(low, stop, long):
             yield start, min(start + long, stop), place + start - begin
+
+
+def band(distance: int, window: int, *, causal: bool) -> Span:
+    """Return the columns (keys) that the first row (query) of a tile sees; row i sees them i further on.
+
+    The place of the query is ``distance`` behind that of the first key. ``causal``: it sees no key behind itself. With
+    a ``window`` it sees no more than so many keys up to its own place.
+    """
+    return distance + 1 - min(window or BEYOND, BEYOND), distance + 1 if causal else BEYOND

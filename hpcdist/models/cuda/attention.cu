@@ -161,17 +161,25 @@ struct Dropped {
 };
 
 // Documents of the sample of a block of threads: of row r, keys [range[2 r], range[2 r + 1]); all of them without any.
+// Of those, row r sees keys from r - window + 1 on.
 struct Documents {
   const long long* range;
-  int context;
-  __device__ __forceinline__ Documents(long long address, long long sample, long long context)
+  int context, window;
+  __device__ __forceinline__ Documents(long long address, long long sample, long long context, long long window)
       : range(address ? (const long long*)address + 2 * sample * context : (const long long*)0),
-        context((int)context) {}
-  __device__ __forceinline__ int first(int row) const { return range ? (int)range[2 * row] : 0; }
-  __device__ __forceinline__ int stop(int row) const {
+        context((int)context), window((int)(window < context ? window : context)) {}
+  __device__ __forceinline__ int first(int row) const {  // key of this query
+    int begin = range ? (int)range[2 * row] : 0;
+    return row - window + 1 > begin ? row - window + 1 : begin;
+  }
+  __device__ __forceinline__ int end(int row) const {  // behind the document of this row
     return range ? (int)range[2 * (row < context ? row : context - 1) + 1] : context;
   }
+  __device__ __forceinline__ int stop(int key) const {  // behind the last query of this key
+    return key + window < end(key) ? key + window : end(key);
+  }
   __device__ __forceinline__ bool joins(int row, int key) const {
+    if (key <= row - window) return false;
     return !range || (row < context && key >= range[2 * row] && key < range[2 * row + 1]);
   }
 };
@@ -179,10 +187,10 @@ struct Documents {
 // y (batch, context, heads size) and sums (batch heads, context); grid (batch heads, blocks of queries)
 extern "C" __global__ void __launch_bounds__(THREADS) attention(const REAL* queries, const REAL* keys, REAL* y,
     float* sums, long long context, long long size, long long heads, long long shared, long long q_stride,
-    long long kv_stride, long long k_first, long long v_first, long long causal, long long documents, float scale, long long on,
-    long long groups, long long pitch, long long rows_per_sample, long long first_row, long long blocks,
-    long long first_sample, long long site, long long step, long long key0, long long key1, long long limit,
-    float kept) {
+    long long kv_stride, long long k_first, long long v_first, long long causal, long long window, long long documents,
+    float scale, long long on, long long groups, long long pitch, long long rows_per_sample, long long first_row,
+    long long blocks, long long first_sample, long long site, long long step, long long key0, long long key1,
+    long long limit, float kept) {
   __shared__ Plain<64> k_tile;
   __shared__ Turned<64> v_tile;
   Dropped dropped = {on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1,
@@ -192,13 +200,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const REAL* quer
   Head q(queries + sample * context * q_stride + head * size, q_stride, context, size);
   Head k(keys + k_first + sample * context * kv_stride + other, kv_stride, context, size);
   Head v(keys + v_first + sample * context * kv_stride + other, kv_stride, context, size);
-  Documents of(documents, sample, context);
+  Documents of(documents, sample, context, window);
   dropped.begin(pair);
   unsigned a[STEPS][4], p[4][4];
   float out[HEAD / 8][4], s[8][4], top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0};
   rows_of(q, own, a);
   zero<HEAD / 8>(out);
-  int end = causal && begin + ROWS < context ? begin + ROWS : of.stop(begin + ROWS - 1);
+  int end = causal && begin + ROWS < context ? begin + ROWS : of.end(begin + ROWS - 1);
   for (int start = of.first(begin) / 64 * 64; start < end; start += 64) {
     __syncthreads();
     fetch<64>(k, start, &k_tile, (Turned<64>*)0);
@@ -262,9 +270,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const REAL* quer
 extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const REAL* queries, const REAL* keys,
     const REAL* dy, const float* sums, const float* dots, REAL* dq, long long context, long long size,
     long long heads, long long shared, long long q_stride, long long kv_stride, long long k_first, long long v_first,
-    long long causal, long long documents, float scale, long long on, long long groups, long long pitch, long long rows_per_sample,
-    long long first_row, long long blocks, long long first_sample, long long site, long long step, long long key0,
-    long long key1, long long limit, float kept) {
+    long long causal, long long window, long long documents, float scale, long long on, long long groups,
+    long long pitch, long long rows_per_sample, long long first_row, long long blocks, long long first_sample,
+    long long site, long long step, long long key0, long long key1, long long limit, float kept) {
   __shared__ Plain<SHORT> k_tile, v_tile;
   __shared__ Turned<SHORT> k_turned;
   Dropped dropped = {on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1,
@@ -275,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const RE
   Head k(keys + k_first + sample * context * kv_stride + other, kv_stride, context, size);
   Head v(keys + v_first + sample * context * kv_stride + other, kv_stride, context, size);
   Head g(dy + sample * context * heads * size + head * size, heads * size, context, size);
-  Documents of(documents, sample, context);
+  Documents of(documents, sample, context, window);
   dropped.begin(pair);
   unsigned a[STEPS][4], b[STEPS][4], ds[SHORT / 16][4];
   float out[HEAD / 8][4], s[SHORT / 8][4], d[SHORT / 8][4], sum[2], dot[2];
@@ -288,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const RE
     sum[half] = row < context ? sums[pair * context + row] : 0.0f;
     dot[half] = row < context ? dots[pair * context + row] : 0.0f;
   }
-  int end = causal && begin + ROWS < context ? begin + ROWS : of.stop(begin + ROWS - 1);
+  int end = causal && begin + ROWS < context ? begin + ROWS : of.end(begin + ROWS - 1);
   for (int start = of.first(begin) / SHORT * SHORT; start < end; start += SHORT) {
     __syncthreads();
     fetch<SHORT>(k, start, &k_tile, &k_turned);
@@ -334,9 +342,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const RE
 extern "C" __global__ void __launch_bounds__(THREADS) attention_keys(const REAL* queries, const REAL* keys,
     const REAL* dy, const float* sums, const float* dots, REAL* dkv, long long context, long long size,
     long long heads, long long shared, long long q_stride, long long kv_stride, long long k_first, long long v_first,
-    long long causal, long long documents, float scale, long long on, long long groups, long long pitch, long long rows_per_sample,
-    long long first_row, long long blocks, long long first_sample, long long site, long long step, long long key0,
-    long long key1, long long limit, float kept) {
+    long long causal, long long window, long long documents, float scale, long long on, long long groups,
+    long long pitch, long long rows_per_sample, long long first_row, long long blocks, long long first_sample,
+    long long site, long long step, long long key0, long long key1, long long limit, float kept) {
   __shared__ Plain<BRIEF> q_tile, g_tile;
   __shared__ Turned<BRIEF> q_turned, g_turned;
   __shared__ Plain<ROWS> k_tile;
@@ -346,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_keys(const REAL*
   int begin = (int)blockIdx.y * ROWS, own = begin + (int)threadIdx.x / 32 * 16;
   Head k(keys + k_first + sample * context * kv_stride + other * size, kv_stride, context, size);
   Head v(keys + v_first + sample * context * kv_stride + other * size, kv_stride, context, size);
-  Documents of(documents, sample, context);
+  Documents of(documents, sample, context, window);
   unsigned a[1][4], b[STEPS][4], left[BRIEF / 16][4];
   float dk[HEAD / 8][4], dv[HEAD / 8][4], s[BRIEF / 8][4], d[BRIEF / 8][4];
   fetch<ROWS>(k, begin, &k_tile, (Turned<ROWS>*)0);

@@ -1,34 +1,33 @@
 // Attention between the products of its tiles, see hpcdist/models/attention/kernels.py. A tile is contiguous (pairs,
-// rows, columns): scores of the queries from `first` on with the keys from `start` on, of the pairs from `pair` on. What
-// is known of a row lies at (pair, query) of arrays (all pairs, context).
+// rows, columns): scores of the queries from `first` on with some keys, of the pairs from `pair` on. What is known of a
+// row lies at (pair, query) of arrays (all pairs, context).
 
-// Number of keys of the tile that query `first` + i sees
-__device__ __forceinline__ long long seen_of(long long columns, long long i, long long first, long long start,
-    long long causal) {
-  long long past = first + i - start + 1;
-  return causal && past < columns ? past : columns;
+// Whether row i of the tile sees column j: those from `low` + i on, before `high` + i.
+__device__ __forceinline__ bool sees(long long i, long long j, long long low, long long high) {
+  return low + i <= j && j < high + i;
 }
 
 // Scores become exp(scale (s - maximum)), hidden ones 0; a block of threads a row.
 extern "C" __global__ void __launch_bounds__(1024) softmax_advance(REAL* s, ACC* top, ACC* total, ACC* shrink,
-    long long rows, long long columns, long long context, long long pair, long long first, long long start,
-    long long causal, long long fresh, ACC scale) {
+    long long rows, long long columns, long long context, long long pair, long long first, long long low, long long high,
+    long long fresh, ACC scale) {
   long long r = blockIdx.x, i = r % rows, place = (pair + r / rows) * context + first + i;
-  long long seen = seen_of(columns, i, first, start, causal);
   REAL* row = s + r * columns;
   ACC before = fresh ? ACC(-INFINITY) : top[place], most = before;
-  for (long long j = threadIdx.x; j < seen; j += blockDim.x) most = larger(widen(row[j]), most);
+  for (long long j = threadIdx.x; j < columns; j += blockDim.x)
+    if (sees(i, j, low, high)) most = larger(widen(row[j]), most);
   most = over_threads(most, ACC(-INFINITY), Larger());
+  ACC base = most == ACC(-INFINITY) ? ACC(0) : most;  // of a row that has seen nothing
   ACC sum = 0;
   for (long long j = threadIdx.x; j < columns; j += blockDim.x) {
-    ACC e = j < seen ? exponential((widen(row[j]) - most) * scale) : ACC(0);
+    ACC e = sees(i, j, low, high) ? exponential((widen(row[j]) - base) * scale) : ACC(0);
     sum += e;
     narrow(e, row[j]);
   }
   sum = sum_of_block(sum);
   if (threadIdx.x == 0) {
     if (!fresh) {  // sums over earlier tiles were relative to a maximum that may be exceeded now
-      shrink[r] = exponential((before - most) * scale);
+      shrink[r] = exponential((before - base) * scale);
       sum += total[place] * shrink[r];
     }
     top[place] = most;
@@ -39,10 +38,10 @@ extern "C" __global__ void __launch_bounds__(1024) softmax_advance(REAL* s, ACC*
 // Scores s become probabilities p, their gradient d becomes that of the scores.
 extern "C" __global__ void softmax_gradient(REAL* s, REAL* d, const ACC* top, const ACC* total, const ACC* dots,
     long long n, long long rows, long long columns, long long context, long long pair, long long first,
-    long long start, long long causal, ACC scale) {
+    long long low, long long high, ACC scale) {
   over_grid<1>(n, false, [=](auto, long long at) {
     long long r = at / columns, i = r % rows, place = (pair + r / rows) * context + first + i;
-    bool seen = at % columns < seen_of(columns, i, first, start, causal);
+    bool seen = sees(i, at % columns, low, high);
     ACC p = seen ? exponential((widen(s[at]) - top[place]) * scale) / total[place] : ACC(0);
     narrow(p * ((seen ? widen(d[at]) : ACC(0)) - dots[place]) * scale, d[at]);
     narrow(p, s[at]);

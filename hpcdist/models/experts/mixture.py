@@ -11,11 +11,11 @@ Python:
 The operations are those of k dense feed-forwards of width f, and of the router. Kept from forward to backward beside
 the input are k N (2 h + f + f') numbers, with f' = 2 f for "swiglu", and N (E + 3 k + h) small ones and the output.
 
-`StayingRows` and `WholeExperts` do nothing: strategies that have experts on several ranks, or parts of all of them,
-replace them by all-to-alls, and by sums.
+`StayingRows`, `WholeExperts` and `WholeSamples` do nothing: strategies that have experts on several ranks, or parts of
+all of them, or of samples, replace them by all-to-alls, by sums, and by a message of how often experts were chosen.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.jit import jit
+from hpcdist.models.attention.tiles import Pieces, one_piece
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.experts import router
 from hpcdist.models.experts.router import RouterState
@@ -86,24 +87,42 @@ class WholeExperts:
         return dgates
 
 
+class WholeSamples:
+    """Samples whose tokens are all on this rank: what a strategy replaces that cuts them. Local."""
+
+    def placed(self, tokens: int) -> tuple[int, Pieces]:
+        """Return how many tokens whole samples have, and the pieces of which the ``tokens`` here are."""
+        return tokens, one_piece(tokens)
+
+    def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the choices of each expert in front of each piece, and in whole samples (samples, experts).
+
+        ``counts`` (samples, pieces, experts) are those in the pieces here.
+        """
+        return np.zeros(counts.shape, np.int64), counts[:, 0]
+
+
 HERE: Final = StayingRows()
 WHOLE: Final = WholeExperts()
+UNCUT: Final = WholeSamples()
 
 
 @dataclass(frozen=True)
 class LocalExperts:
-    """Router and experts of each block; ``predictions`` are the targets of a sample.
+    """Router and experts of each block; ``predictions`` says how many targets a sample of so many tokens has.
 
     Its tensors are ``router.weight`` (E, h), ``experts.up.weight`` (E, [2,] f, h), ``experts.down.weight`` (E, h, f)
     and, where linears have one, biases ``experts.up.bias`` (E, [2,] f) and ``experts.down.bias`` (E, h). A rank may
-    have some of the experts, to which ``travel`` brings the rows, or parts of all of them, within ``borders``.
+    have some of the experts, to which ``travel`` brings the rows, or parts of all of them, within ``borders``, or parts
+    of ``samples``.
     """
 
     config: ModelConfig
-    predictions: int
+    predictions: Callable[[int], int]
     state: RouterState
     travel: StayingRows = HERE
     borders: WholeExperts = WHOLE
+    samples: WholeSamples = UNCUT
 
     @property
     def attends(self) -> bool:
@@ -148,8 +167,7 @@ class LocalExperts:
 
     def _route(self, parameters: Parameters, x: Array, saved: Saved) -> tuple[Array, Array, Array, np.ndarray]:
         """Return the tokens (N, h), and of each the rows and gates of its choices (N, k); where each expert begins."""
-        config, context = self.config, x.shape[1]
-        tokens = x.reshape(-1, x.shape[-1])
+        config, tokens = self.config, x.reshape(-1, x.shape[-1])
         logits = saved.empty("experts.logits", (len(tokens), config.experts), x.dtype)
         np.matmul(tokens, parameters["router.weight"].T, out=logits)
         shape = len(tokens), config.experts_per_token
@@ -157,23 +175,31 @@ class LocalExperts:
         gates, places = saved.empty("experts.gates", shape, x.dtype), saved.empty("experts.places", shape, np.int32)
         starts = np.empty(config.experts + 1, np.int64)
         router.choose(logits, self.state.bias_of(saved.layer), config.router, chosen, gates)
-        router.place(chosen, context, router.capacity(config, context), starts, places)
+        whole, pieces = self.samples.placed(x.shape[1])
+        sizes = np.full(len(x), whole) if saved.documents is None else saved.documents.filled
+        runs = _runs(pieces, x.shape[1], sizes)
+        counts = router.count(chosen, runs, config.experts)
+        before, loads = self.samples.join(counts)
+        rooms = np.array([router.capacity(config, size) for size in sizes.tolist()], np.int64)
+        rows = router.place(chosen, runs, before, rooms, starts, places)
         saved.keep("experts.x", x)
         saved.keep("experts.starts", starts)
+        saved.keep("experts.routed", (sizes, runs, loads, int(counts.sum()) - rows))
         return tokens, places, gates, starts
 
     def _router_backward(
         self, parameters: Parameters, gradients: Gradients, tokens: Array, dgates: Array, saved: Saved
     ) -> Array:
         """Write or add the gradient of the router; return that of the tokens (N, h), a scratch array."""
-        config, context = self.config, saved["experts.x"].shape[1]
-        chosen, logits, starts = saved["experts.chosen"], saved["experts.logits"], saved["experts.starts"]
-        of_sample = saved.scale * self.predictions
+        config, chosen, logits = self.config, saved["experts.chosen"], saved["experts.logits"]
+        sizes, runs, loads, dropped = saved["experts.routed"]
         seen = self.state.seen_of(saved.layer)
-        seen[config.experts] += chosen.size - starts[-1]
+        seen[config.experts] += dropped
+        of_token = saved.scale * np.array([self.predictions(size) / size for size in sizes.tolist()], np.float64)
         router.gradient_of_logits(
-            *(logits, chosen, saved["experts.gates"], dgates, config.router, context),
-            (config.balance_loss * of_sample, config.z_loss * of_sample / context),
+            *(logits, chosen, saved["experts.gates"], dgates, config.router, runs),
+            loads / (config.experts_per_token * sizes[:, None]),
+            (config.balance_loss * of_token, config.z_loss * of_token),
             seen,
         )
         dweight, add = gradients.into("router.weight")
@@ -192,11 +218,18 @@ class LocalExperts:
         return dx
 
 
-def with_experts(operations: Operations, config: ModelConfig, predictions: int) -> Operations:
-    """Return ``operations`` with the experts of ``config``, where it has some; a sample has so many ``predictions``."""
+def with_experts(operations: Operations, config: ModelConfig, predictions: Callable[[int], int]) -> Operations:
+    """Return ``operations`` with the experts of ``config``, where it has some; see `LocalExperts`."""
     if not config.experts:
         return operations
     return replace(operations, experts=LocalExperts(config, predictions, RouterState(config)))
+
+
+def _runs(pieces: Pieces, tokens: int, sizes: np.ndarray) -> np.ndarray:
+    """Return the runs of `router.count` of samples of which ``sizes`` tokens are routed, ``tokens`` of each here."""
+    start, end, place = np.array(pieces).T
+    first = tokens * np.arange(len(sizes))[:, None] + start
+    return np.stack([first, first + np.clip(sizes[:, None] - place, 0, end - start)], axis=-1)
 
 
 def _slices(starts: np.ndarray) -> Iterator[tuple[int, slice]]:

@@ -5,7 +5,8 @@ or the "sigmoid" of each (DeepSeek-V3, arXiv:2412.19437). The k largest are its 
 their gates are their scores over the sum of these k; with k = 1 the score itself (Switch, arXiv:2101.03961).
 
 Everything that is not a sum over tokens is taken over one *sample*, so no cut of a batch into ranks or micro-batches
-changes it, and nothing has to be sent:
+changes it. Ranks that have parts of samples tell each other how often they chose which expert in each: `count`. What
+no document fills of a packed sample is not routed, and not of the T tokens:
 
     capacity           c k T / E tokens of a sample of T, rounded up, for each expert; 0: no limit, nothing is dropped.
                        Earlier tokens come first, whatever the rank of their choice: a token never depends on later
@@ -15,15 +16,16 @@ changes it, and nothing has to be sent:
                        each sequence as arXiv:2412.19437, eq. 17)
     z loss             z mean of (log sum exp l)^2 over the tokens (ST-MoE, arXiv:2202.08906)
 
-Both losses are means over the samples of the whole batch and sums over the layers, beside the mean loss of the targets,
-which alone is reported as the loss. Without a loss, a bias for each expert is added to its score where experts are
-chosen, and not in the gates; after a step it goes up by ``balance_rate`` where the expert had less than the mean load
-of the whole batch, and down where it had more (Wang et al., arXiv:2408.15664). Loads are whole numbers, summed over the
-ranks with the loss: the biases are the same bits everywhere. They are state of the run, and no parameters.
+Both losses are means over the samples of the whole batch, each with the weight of its targets, and sums over the
+layers, beside the mean loss of the targets, which alone is reported as the loss. Without a loss, a bias for each expert
+is added to its score where experts are chosen, and not in the gates; after a step it goes up by ``balance_rate`` where
+the expert had less than the mean load of the whole batch, and down where it had more (Wang et al., arXiv:2408.15664).
+Loads are whole numbers, summed over the ranks with the loss: the biases are the same bits everywhere. They are state of
+the run, and no parameters.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -39,12 +41,13 @@ EXTRA: Final = 4  # what `RouterState.seen` has behind the loads: dropped choice
 class RouterState:
     """Biases of the routers of a model, and what they did since `take`. Local.
 
-    ``seen`` (layers, experts + EXTRA) has sums: choices of each expert before drops, dropped ones, the entropy of the
-    scores of each token in nats, the balance loss of each sample and the z loss of each token, without coefficients.
+    ``seen`` (layers, experts + EXTRA) has sums over tokens: choices of each expert before drops, dropped ones, the
+    entropy of their scores in nats, the balance loss of their sample and their z loss, without coefficients.
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        self.experts, self.rate, self.first_layer = config.experts, config.balance_rate, 1
+        self.experts, self.per_token = config.experts, config.experts_per_token
+        self.rate, self.first_layer = config.balance_rate, 1
         self.bias = np.zeros((config.layers, config.experts))
         self.seen = np.zeros((config.layers, config.experts + EXTRA))
 
@@ -89,13 +92,28 @@ def choose(logits: Array, bias: np.ndarray, kind: str, chosen: Array, gates: Arr
     _choose(logits, bias, kind == "sigmoid", chosen, gates)
 
 
-def place(chosen: Array, context: int, room: int, starts: np.ndarray, places: Array) -> int:
+def count(chosen: Array, runs: np.ndarray, experts: int) -> np.ndarray:
+    """Return how many choices each expert has in each of ``runs``, (samples, pieces, experts) int32.
+
+    A run (samples, pieces, 2) int64 are the tokens of a piece of a sample that are routed: the first, and the one
+    behind the last.
+    """
+    counts = np.zeros((*runs.shape[:2], experts), np.int32)
+    _count(chosen, runs, counts)
+    return counts
+
+
+def place(
+    chosen: Array, runs: np.ndarray, before: np.ndarray, rooms: np.ndarray, starts: np.ndarray, places: Array
+) -> int:
     """Sort the choices by expert: write their rows to ``places`` (tokens, k), -1 for dropped ones; return the rows.
 
-    Expert e has the rows ``starts[e]`` to ``starts[e + 1]``, in the order of the tokens. Of each sample of ``context``
-    tokens it takes the first ``room``.
+    Expert e has the rows ``starts[e]`` to ``starts[e + 1]``, in the order of the tokens. Of each sample it takes the
+    first of ``rooms`` (samples,): ``before`` (samples, pieces, experts) lie in front of a piece. Tokens in none of
+    ``runs`` have no row.
     """
-    return int(_place(chosen, context, room, starts, places))
+    places[...] = -1
+    return int(_place(chosen, runs, before, rooms, starts, places))
 
 
 def gradient_of_logits(
@@ -104,15 +122,18 @@ def gradient_of_logits(
     gates: Array,
     dgates: Array,
     kind: str,
-    context: int,
-    coefficients: Sequence[float],
+    runs: np.ndarray,
+    shares: np.ndarray,
+    coefficients: tuple[np.ndarray, np.ndarray],
     seen: np.ndarray,
 ) -> None:
     """Overwrite ``logits`` with their gradient, and add what the router did to ``seen`` but for dropped choices.
 
-    ``coefficients`` are those of the balance loss of a sample and of the z loss of a token in the scaled loss.
+    ``shares`` (samples, experts) are those of the choices of a whole sample that each expert has. ``coefficients``
+    (samples,) are those of the balance and of the z loss of a token in the scaled loss. Tokens in none of ``runs`` have
+    no gradient.
     """
-    _choose_backward(logits, chosen, gates, dgates, kind == "sigmoid", context, *coefficients, seen)
+    _choose_backward(logits, chosen, gates, dgates, kind == "sigmoid", runs, shares, *coefficients, seen)
 
 
 @jit
@@ -159,19 +180,29 @@ def _choose(logits: Any, bias: Any, sigmoid: Any, chosen: Any, gates: Any) -> No
 
 
 @jit
-def _place(chosen: Any, context: Any, room: Any, starts: Any, places: Any) -> Any:
+def _count(chosen: Any, runs: Any, counts: Any) -> None:
+    for s in range(runs.shape[0]):
+        for p in range(runs.shape[1]):
+            for t in range(runs[s, p, 0], runs[s, p, 1]):
+                for j in range(chosen.shape[1]):
+                    counts[s, p, chosen[t, j]] += 1
+
+
+@jit
+def _place(chosen: Any, runs: Any, before: Any, rooms: Any, starts: Any, places: Any) -> Any:
     tokens, count = chosen.shape
     experts = starts.size - 1
     of_sample, rows = np.zeros(experts, np.int64), np.zeros(experts, np.int64)
-    for t in range(tokens):
-        if t % context == 0:
-            of_sample[:] = 0
-        for j in range(count):
-            e = chosen[t, j]
-            fits = of_sample[e] < room
-            of_sample[e] += 1
-            places[t, j] = rows[e] if fits else -1
-            rows[e] += 1 if fits else 0
+    for s in range(runs.shape[0]):
+        for p in range(runs.shape[1]):
+            of_sample[:] = before[s, p]
+            for t in range(runs[s, p, 0], runs[s, p, 1]):
+                for j in range(count):
+                    e = chosen[t, j]
+                    if of_sample[e] < rooms[s]:
+                        places[t, j] = rows[e]
+                        rows[e] += 1
+                    of_sample[e] += 1
     starts[0] = 0
     for e in range(experts):
         starts[e + 1] = starts[e] + rows[e]
@@ -184,61 +215,76 @@ def _place(chosen: Any, context: Any, room: Any, starts: Any, places: Any) -> An
 
 @jit
 def _choose_backward(
-    logits: Any, chosen: Any, gates: Any, dgates: Any, sigmoid: Any, context: Any, balance: Any, z: Any, seen: Any
+    logits: Any,
+    chosen: Any,
+    gates: Any,
+    dgates: Any,
+    sigmoid: Any,
+    runs: Any,
+    shares: Any,
+    balance: Any,
+    z: Any,
+    seen: Any,
 ) -> None:
-    tokens, count = chosen.shape
-    experts = logits.shape[1]
+    count, experts = chosen.shape[1], logits.shape[1]
     zero, one = logits.dtype.type(0), logits.dtype.type(1)
-    scores, soft = np.empty(logits.shape[1], logits.dtype), np.empty(logits.shape[1], logits.dtype)
+    scores, soft = np.empty(experts, logits.dtype), np.empty(experts, logits.dtype)
     dscores, even = np.empty_like(scores), np.empty_like(scores)
-    loads, means = np.zeros(experts), np.zeros(experts)
-    for first in range(0, tokens, context):
-        loads[:], means[:] = 0, 0
-        for t in range(first, first + context):
-            for j in range(count):
-                loads[chosen[t, j]] += 1
-        for e in range(experts):  # the gradient of the balance loss of this sample for a normalised score
-            even[e] = balance * experts * loads[e] / (count * context) / context
-            seen[e] += loads[e]
-        for t in range(first, first + context):
-            row = logits[t]
-            total, log_sum = _scores(row, sigmoid, scores, soft)
-            inside = zero
-            for e in range(experts):
-                share = scores[e] / total
-                means[e] += share
-                inside += even[e] * share
-                if share > 0:
-                    seen[experts + 1] -= share * np.log(share)
-            seen[experts + 3] += log_sum * log_sum
-            # Softmax scores are normalised already, and their sum of 1 does not depend on the logits.
-            for e in range(experts):
-                dscores[e] = (even[e] - inside) / total if sigmoid else even[e]
-            if count == 1:
-                dscores[chosen[t, 0]] += dgates[t, 0]
-            else:
-                of_gates, sum_of_chosen = zero, zero
+    end = 0
+    for s in range(runs.shape[0]):
+        for e in range(experts):  # the gradient of the balance loss of this sample for a normalised score of a token
+            even[e] = balance[s] * experts * shares[s, e]
+        for p in range(runs.shape[1]):
+            for t in range(end, runs[s, p, 0]):
+                logits[t] = 0
+            end = runs[s, p, 1]
+            for t in range(runs[s, p, 0], end):
+                row = logits[t]
+                total, log_sum = _scores(row, sigmoid, scores, soft)
+                inside = zero
+                for e in range(experts):
+                    share = scores[e] / total
+                    inside += even[e] * share
+                    if share > 0:
+                        seen[experts + 1] -= share * np.log(share)
+                    seen[experts + 2] += experts * shares[s, e] * share
+                seen[experts + 3] += log_sum * log_sum
+                # Softmax scores are normalised already, and their sum of 1 does not depend on the logits.
+                for e in range(experts):
+                    dscores[e] = (even[e] - inside) / total if sigmoid else even[e]
                 for j in range(count):
-                    of_gates += dgates[t, j] * gates[t, j]
-                    sum_of_chosen += scores[chosen[t, j]]
-                for j in range(count):
-                    dscores[chosen[t, j]] += (dgates[t, j] - of_gates) / sum_of_chosen
-            inside = zero
-            for e in range(experts):
-                inside += dscores[e] * scores[e]
-            slope = logits.dtype.type(2 * z) * log_sum
-            for e in range(experts):
-                own = dscores[e] * (one - scores[e]) if sigmoid else dscores[e] - inside
-                row[e] = own * scores[e] + slope * soft[e]
-        for e in range(experts):
-            seen[experts + 2] += experts * loads[e] / (count * context) * means[e] / context
+                    seen[chosen[t, j]] += 1
+                if count == 1:
+                    dscores[chosen[t, 0]] += dgates[t, 0]
+                else:
+                    of_gates, sum_of_chosen = zero, zero
+                    for j in range(count):
+                        of_gates += dgates[t, j] * gates[t, j]
+                        sum_of_chosen += scores[chosen[t, j]]
+                    for j in range(count):
+                        dscores[chosen[t, j]] += (dgates[t, j] - of_gates) / sum_of_chosen
+                inside = zero
+                for e in range(experts):
+                    inside += dscores[e] * scores[e]
+                slope = logits.dtype.type(2 * z[s]) * log_sum
+                for e in range(experts):
+                    own = dscores[e] * (one - scores[e]) if sigmoid else dscores[e] - inside
+                    row[e] = own * scores[e] + slope * soft[e]
+    logits[end:] = 0
 
 
+_runs, _numbers = np.zeros((1, 1, 2), np.int64), np.ones(1)
 for _dtype in SAMPLE_DTYPES:
     _logits, _gates = np.ones((1, 2), _dtype), np.ones((1, 1), _dtype)
     _chosen, _starts = np.zeros((1, 1), np.int32), np.zeros(3, np.int64)
     _choose.sample(lambda x=_logits, g=_gates, c=_chosen: (x, np.zeros(2), False, c.copy(), g.copy()))
     _choose_backward.sample(
-        lambda x=_logits, g=_gates, c=_chosen: (x.copy(), c, g, g, False, 1, 0.0, 0.0, np.zeros(2 + EXTRA))
+        lambda x=_logits, g=_gates, c=_chosen: (
+            *(x.copy(), c, g, g, False),
+            *(_runs, np.ones((1, 2)), _numbers, _numbers, np.zeros(2 + EXTRA)),
+        )
     )
-_place.sample(lambda c=_chosen, s=_starts: (c, 1, 1, s.copy(), c.copy()))
+_count.sample(lambda c=_chosen: (c, _runs, np.zeros((1, 1, 2), np.int32)))
+_place.sample(
+    lambda c=_chosen, s=_starts: (c, _runs, np.zeros((1, 1, 2), np.int64), np.ones(1, np.int64), s.copy(), c.copy())
+)

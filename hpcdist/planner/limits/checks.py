@@ -70,11 +70,11 @@ def _devices(layout: ParallelLayout, cluster: Cluster) -> Iterator[LayoutProblem
             f"servers = {layout.servers} with the strategy {layout.strategy!r} would have nothing to do; choose "
             "'parameter_server', or set it to 0",
         )
-    if layout.expert > 1 and layout.data % layout.expert:
+    if left := layout.data * layout.context % layout.expert:
         yield LayoutProblem(
             "experts",
-            f"expert = {layout.expert} does not divide data = {layout.data}, over whose devices experts are cut: "
-            f"{layout.data % layout.expert} are left over",
+            f"expert = {layout.expert} does not divide data {layout.data} x context {layout.context}, over whose "
+            f"devices experts are cut: {left} are left over",
         )
 
 
@@ -117,8 +117,6 @@ def _context(description: ModelDescription, layout: ParallelLayout) -> Iterator[
             "tokens", f"context = {ranks}: {description.name} is no transformer, and has no tokens to cut"
         )
     elif layout.implementation == "hpcdist":
-        if description.shape.experts > 1:
-            yield LayoutProblem("experts", f"context = {ranks}: experts and context ranks do not go together yet")
         if description.tokens <= PIECE_TOKENS * (ranks - 1):
             yield LayoutProblem(
                 "tokens",

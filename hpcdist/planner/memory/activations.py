@@ -249,7 +249,7 @@ def _scratch(
             by_name |= scratch_elements(*_share(unit, tensor, context, size, samples))
         for array in _received(unit, expert):
             names = ("arrived", "dout", "drows", "down.y")
-            by_name |= {f"experts.{name}": samples * array.size for name in names}
+            by_name |= {f"experts.{name}": samples * -(-array.size // context) for name in names}
         if adds and unit.products:
             by_name["linear.dweight"] = split.of(max(product.inner * product.columns for product in unit.products))
         for name, elements in by_name.items():

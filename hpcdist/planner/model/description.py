@@ -26,13 +26,22 @@ class ProductShape(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """Scores of ``heads`` heads of ``size`` over ``context`` tokens; ``pairs`` of a head and sample are looked at."""
+    """Scores of ``heads`` heads of ``size`` over ``context`` tokens; ``pairs`` of a head and sample are looked at.
+
+    With a ``window`` a token sees so many of those before it at most, 0: all.
+    """
 
     heads: int
     kv_heads: int
     size: int
     context: int
     pairs: int
+    window: int = 0
+
+    @property
+    def every_pair(self) -> int:
+        """All pairs, as published formulas count them, causal or not: with a window, so many for each token."""
+        return self.context * min(self.window or self.context, self.context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +87,7 @@ class TransformerShape:
     vocabulary: int
     context: int
     kv_heads: int = 0
+    window: int = 0
     feed_forward: int = 0
     gated: bool = False
     experts: int = 1

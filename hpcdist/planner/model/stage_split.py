@@ -19,7 +19,8 @@ forward.
 
 All of that is counted over all pairs, so that it compares with what is published. Operations that are "exact" are
 those of the model over the pairs that are looked at, "executed" those of the hardware: the kernels of this toolkit
-skip tokens that a causal attention does not look at, the published ones compute and mask them.
+skip tokens that a causal attention does not look at, the published ones compute and mask them. With a window of w
+tokens all pairs are s w, not s^2.
 
 **Split.** Megatron-LM (arXiv:2104.04473) deals blocks out evenly, and puts the embedding with the first of them and
 the head with the last; where they do not divide, both ends have one block fewer (arXiv:2401.10241, section 5.1;
@@ -86,7 +87,7 @@ def attention_flops(unit: ModelUnit, *, exact: bool = False) -> float:
     if unit.attention is None:
         return 0.0
     attention = unit.attention
-    return 4.0 * attention.heads * attention.size * (attention.pairs if exact else attention.context**2)
+    return 4.0 * attention.heads * attention.size * (attention.pairs if exact else attention.every_pair)
 
 
 @lru_cache(maxsize=4096)
@@ -283,7 +284,7 @@ def _operations(unit: ModelUnit, *, first: bool, recompute: bool) -> float:
     if unit.attention is not None:
         looked = unit.attention.context**2
         if unit.attention.pairs != looked:
-            looked = attention_scores(unit.attention.context)
+            looked = attention_scores(unit.attention.context, unit.attention.window)
         scores = 4.0 * unit.attention.heads * unit.attention.size * looked
     additions = unit.counted.kept[0].size if unit.counted and unit.counted.kept and unit.name == "embedding" else 0
     forward = linear + scores + additions

@@ -24,7 +24,9 @@ from weakref import finalize
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster, EfficiencyCurve
 from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.memory.activations import context_share
 from hpcdist.planner.model.description import AttentionShape, ModelUnit, ProductShape
+from hpcdist.strategies.context.passes import pairs, pieces
 
 TILED_BACK: Final = 2.5  # five products instead of two: the scores are computed again
 MOVED_BACK: Final = 1.5  # a gradient and what was kept are read, a gradient is written, where one read and one written
@@ -195,16 +197,28 @@ class _Unit:
         )  # q, k, v and the output
         peak = self.peak * self.device.attention_share
         if layout.implementation == "hpcdist":
-            forward = 4 * samples * heads * attention.size * attention.pairs / peak
+            forward = 4 * samples * heads * attention.size * self._pairs(attention) / peak
             return max(forward, ends), max(TILED_BACK * forward, 2 * ends)
-        scores = samples * heads * attention.context**2
+        scores = samples * heads * attention.every_pair
         # A batch of products, each of one head, and so small ones.
-        extents = attention.context / layout.context, float(attention.size), float(attention.context)
+        keys = attention.every_pair / attention.context
+        extents = attention.context / layout.context, float(attention.size), keys
         products = max(4 * scores * attention.size / self._speed(*extents), 2 * scores * self.item / self.moves)
         kernels = SCORE_KERNELS * self.device.kernel_s
         forward = products + (SCORES_FORWARD[0] * self.item + SCORES_FORWARD[1]) * scores / self.moves
         back = 2 * products + (SCORES_BACK[0] * self.item + SCORES_BACK[1]) * scores / self.moves
         return forward + kernels, back + 2 * kernels
+
+    def _pairs(self, attention: AttentionShape) -> float:
+        """Return the pairs of a head and sample: on a ring, those of the rank that has most, times the ranks.
+
+        Without a window all ranks have as many.
+        """
+        layout, ranks = self.layout, self.layout.context
+        if not attention.window or ranks == 1 or context_share(self.unit, layout, layout.microbatch)[1] != "ring":
+            return attention.pairs
+        placed = pieces(attention.context, ranks)
+        return ranks * max(pairs(placed, rank, causal=True, window=attention.window) for rank in range(ranks))
 
     def _moved(self) -> tuple[float, float]:
         """Return the seconds of elementwise operations forward and back."""

@@ -170,9 +170,9 @@ def exchange(
     ``backward_s`` and ``forward_s`` are those of one micro-batch on this device. The parameters are sent in ``units``
     messages, as many as the device has units; an allreduce goes in longer buckets where that is faster, and of hpcdist
     where they take no more than ``spare_bytes`` of memory beyond those of its default (`hpcdist.comm.config`). Of them
-    ``expert_parameters`` are shared by data / expert ranks only, and ``ends`` are those of the first and the last unit,
-    which zero3 gathers less often. ``matrices`` (rows, columns, count) are for compression of low rank; without them,
-    square ones are assumed.
+    ``expert_parameters`` are shared by data x context / expert ranks only, and ``ends`` are those of the first and the
+    last unit, which zero3 gathers less often. ``matrices`` (rows, columns, count) are for compression of low rank;
+    without them, square ones are assumed.
     Raises UsageError for a strategy that is none.
     """
     if layout.strategy not in STRATEGIES:
@@ -183,7 +183,7 @@ def exchange(
     job = _Job(layout, cluster, backward_s, forward_s, max(1, microbatches), messages, ends, matrices, spare_bytes)
     cost = job.of(common, "replicas", layout.data * layout.context)
     if layout.expert > 1:
-        replicas = layout.data // layout.expert * layout.context
+        replicas = layout.data * layout.context // layout.expert
         cost = cost.plus(job.of(expert_parameters, "expert_replicas", replicas))
     return cost
 

@@ -116,9 +116,9 @@ def span(layout: ParallelLayout, axis: str, cluster: Cluster) -> GroupSpan:
     elif axis == "replicas":
         size, stride = layout.data * layout.context, layout.tensor
     elif axis == "expert":
-        size, stride = layout.expert, inner
+        size, stride = layout.expert, layout.tensor
     elif axis == "expert_replicas":
-        size, stride = layout.data // layout.expert * layout.context, layout.tensor * layout.expert
+        size, stride = layout.data * layout.context // layout.expert, layout.tensor * layout.expert
     elif axis == "pipeline":
         size, stride = layout.pipeline, inner * layout.data
     elif axis == "all":

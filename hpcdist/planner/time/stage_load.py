@@ -13,9 +13,9 @@ sums three float32 numbers a token. The allreduce, or the reduce-scatter, that g
 of the weights at the beginning of the region are computed, and the second gathering while those of the input are
 (arXiv:2205.05198, section 6.2): `Layout.tensor_overlap`. The context axis gathers keys and values forward, and
 scatters the sums of their gradients back (arXiv:2407.21783, section 3.3.2); in hpcdist they travel round a ring, and
-once more in the backward, or heads are exchanged for tokens, as `hpcdist.strategies.context` chooses. The expert axis
-sends each token to its experts and back, and so its gradient. What is recomputed
-(`hpcdist.planner.model.stage_split`) sends again what its forward sent.
+once more in the backward, or heads are exchanged for tokens, as `hpcdist.strategies.context` chooses, and routers tell
+each other how often they chose which expert. The expert axis sends each token to its experts and back, and so its
+gradient. What is recomputed (`hpcdist.planner.model.stage_split`) sends again what its forward sent.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ from hpcdist.planner.model.description import AttentionShape, ModelDescription, 
 from hpcdist.planner.model.stage_split import UnitGroup, chunks, recomputed, stages
 from hpcdist.planner.time.compute import cached, local_experts, local_parameters, timed_fields, unit_seconds
 from hpcdist.planner.time.network import MessageCost, collective, span
-from hpcdist.strategies.context.costs import sent_bytes
+from hpcdist.strategies.context.costs import counts_bytes, sent_bytes
 
 FORWARD: Final = 0
 BACKWARD: Final = 1
@@ -220,8 +220,13 @@ def _calls(unit: ModelUnit, description: ModelDescription, layout: ParallelLayou
         if unit.products and unit.products[-1].cut == "columns":  # logits
             for _ in range(LOSS_SUMS):
                 yield AxisCollective(FORWARD, "tensor", "allreduce", description.tokens * each / item * 4)
-    if layout.expert > 1 and unit.expert_parameters:
-        first = next(product for product in unit.products if product.experts > 1)
+    if not unit.expert_parameters:
+        return
+    first = next(product for product in unit.products if product.experts > 1)
+    if layout.context > 1 and layout.implementation == "hpcdist":
+        counts = counts_bytes(layout.context, layout.microbatch, first.experts)
+        yield AxisCollective(FORWARD, "context", "all_gather", counts)
+    if layout.expert > 1:
         # Ours route all tokens on each tensor rank, the published ones those of its own rows.
         by_rows = layout.sequence_parallel and layout.implementation == "megatron"
         tokens = first.rows * first.experts * first.share / (layout.tensor if by_rows else 1)

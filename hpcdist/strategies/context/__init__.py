@@ -2,8 +2,8 @@
 
 Floor 4; imports models and collectives. Every rank computes its own tokens with whole layers; only attention needs the
 others. A causal sample of T tokens is cut into 2 c pieces, of which rank r has number r and number 2 c - 1 - r (head
-and tail, "zig-zag"), so that all ranks have as many pairs of a query and a key. Ranks of the axis are replicas for the
-sums of gradients: those go over data x context.
+and tail, "zig-zag"), so that all ranks have as many pairs of a query and a key; with a window, about as many
+(`passes.pairs`). Ranks of the axis are replicas for the sums of gradients: those go over data x context.
 
 Ring attention (Liu, Zaharia, Abbeel, arXiv:2310.01889): keys and values travel round the ring, each pass beside the
 tiles of the one before, and the softmax goes on over the blocks that come. With b bytes of keys of a sample (T tokens,

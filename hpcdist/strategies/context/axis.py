@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
+import numpy as np
+
 from hpcdist.arrays.backend import Array, ArrayGroup, is_device, namespace
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator, Request
@@ -73,6 +75,14 @@ class ContextAxis:
             self._spent_s += time.perf_counter() - begin
         if was_finite:
             self.watch.distrust(receive)
+
+    def all_gather(self, own: np.ndarray) -> np.ndarray:
+        """Return the integers ``own`` of all ranks, (ranks, ...). Collective over the axis."""
+        whole, begin = np.empty((self.size, *own.shape), own.dtype), time.perf_counter()
+        whole[self.rank] = own
+        self.comm.all_gather(whole.reshape(-1), [Range(r * own.size, (r + 1) * own.size) for r in range(self.size)])
+        self._spent_s += time.perf_counter() - begin
+        return whole
 
     def taken_s(self) -> float:
         """Return the seconds that this rank waited in messages since the last query."""

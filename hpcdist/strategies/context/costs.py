@@ -1,4 +1,4 @@
-"""Costs of attention over a context axis: what a layer sends, keeps, and has in scratch. Pure integers.
+"""Costs of attention and of routers over a context axis: what a layer sends, keeps, and has in scratch. Pure integers.
 
 One place for the planner and for the tests that hold real runs against it. Bytes and elements are those of one rank,
 for a micro-batch of ``samples``.
@@ -47,6 +47,11 @@ def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
         return 2 * share.shared * token, 4 * share.shared * token
     each = 2 * (share.heads + max(share.shared, share.ranks)) / share.ranks * token
     return each, each
+
+
+def counts_bytes(ranks: int, samples: int, experts: int) -> int:
+    """Return the bytes of the choices of each expert in all pieces of ``samples``, int32, which a router gathers."""
+    return 4 * 2 * ranks * samples * experts
 
 
 def kept_elements(share: AttentionShare, method: str) -> int:

@@ -1,7 +1,7 @@
 """The model of one rank of the context axis: whole layers, for its own tokens of each sample.
 
-`cut_context` replaces what depends on places in a sample: learned and rotary positions, dropout, and attention. All
-else acts on each token by itself and stays as it is.
+`cut_context` replaces what depends on places in a sample: learned and rotary positions, dropout, attention, and how
+often a sample chose each expert. All else acts on each token by itself and stays as it is.
 """
 
 import copy
@@ -16,6 +16,7 @@ from hpcdist.adapters.torch.stage import TorchLoss, TorchStage
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.attention.tiles import Pieces
+from hpcdist.models.experts.mixture import LocalExperts, WholeSamples
 from hpcdist.models.layers.dropout import LocalDropout, mask
 from hpcdist.models.layers.embedding import LocalPositions, rotary_table, turn, turn_in_documents
 from hpcdist.models.layers.linear import add_to_rows, column_sums
@@ -97,6 +98,32 @@ class PieceDropout(LocalDropout):
         return x
 
 
+class PieceSamples(WholeSamples):
+    """Samples of which each rank of ``axis`` routes its own tokens, with capacities and losses of whole samples."""
+
+    def __init__(self, axis: ContextAxis) -> None:
+        self._axis = axis
+
+    def placed(self, tokens: int) -> tuple[int, Pieces]:
+        """Return the tokens of whole samples, and the own pieces."""
+        assert tokens == self._axis.tokens
+        return self._axis.context, self._axis.own
+
+    def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Gather the choices in all pieces; return those in front of the own ones, and in whole samples.
+
+        Collective over the axis; without samples, which no rank of it has then, local.
+        """
+        if not len(counts):
+            return super().join(counts)
+        axis = self._axis
+        by_rank = axis.all_gather(counts)  # (ranks, samples, head and tail, experts)
+        pieces = np.concatenate([by_rank[:, :, 0], by_rank[::-1, :, 1]])  # in the order of their places
+        ends = np.cumsum(pieces, axis=0, dtype=np.int64)
+        before = (ends - pieces)[[axis.rank, 2 * axis.size - 1 - axis.rank]]
+        return np.ascontiguousarray(before.swapaxes(0, 1)), ends[-1]
+
+
 METHODS: Final[dict[str, Callable[[ContextAxis], AttentionOperation]]] = {
     "ring": RingAttention,
     "all_to_all": AllToAllAttention,
@@ -125,8 +152,10 @@ def cut_context(model: Model, axis: ContextAxis | None) -> Model:
             "tokens, as those of a gpt and modules of PyTorch do; set it to 1"
         )
     own.stages = tuple(stage.with_tokens(axis.tokens) for stage in model.stages)  # type: ignore[attr-defined]
+    experts = model.operations.experts
     own.operations = replace(
         model.operations,
+        experts=replace(experts, samples=PieceSamples(axis)) if isinstance(experts, LocalExperts) else None,
         positions=PiecePositions(axis),
         rotary=PieceRotary(axis),
         dropout=PieceDropout(axis.own, axis.context),

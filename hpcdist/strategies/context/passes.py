@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hpcdist.arrays.ranges import split
 from hpcdist.models.attention.tiles import Pieces, one_piece
+from hpcdist.models.counts import attention_pairs
 from hpcdist.models.layers.dropout import WORDS_PER_COUNTER
 from hpcdist.strategies.config import PIECE_TOKENS
 
@@ -65,10 +66,13 @@ def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visi
     return tuple(visited)
 
 
-def pairs(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> int:
-    """Return how many pairs of a query and a key that it sees a sample has on ``rank``."""
-    own = tokens(placed[rank])
-    total = own * (own + 1) // 2 if causal else own * own
-    for visit in visits(placed, rank, causal=causal):
-        total += (own - visit.from_row) * sum(end - start for start, end, _ in visit.keys)
-    return total
+def pairs(placed: tuple[Pieces, ...], rank: int, *, causal: bool, window: int = 0) -> int:
+    """Return how many pairs of a query and a key that it sees a sample has on ``rank``; ``window`` 0: there is none."""
+    if not causal:
+        return tokens(placed[rank]) * sum(map(tokens, placed))
+    # Of a piece, what samples have that end with it, less what those have that end in front of it.
+    return sum(
+        attention_pairs(place + end - start, causal=True, window=window)
+        - attention_pairs(place, causal=True, window=window)
+        for start, end, place in placed[rank]
+    )

@@ -44,14 +44,14 @@ class RingAttention:
     def forward(self, qkv: Array, head_size: int, saved: Saved, **options: Unpack[AttentionOptions]) -> Array:
         """Return (batch, own tokens, width) for contiguous qkv (batch, own tokens, 3 width), or queries and kv."""
         assert not has_fused_kernel(qkv), "the rules refuse 16-bit attention on a ring"
-        axis, kv, causal = self._axis, options.get("kv"), options.get("causal", True)
+        axis, kv, causal, window = self._axis, options.get("kv"), options.get("causal", True), options.get("window", 0)
         heads = heads_of(qkv, kv, head_size)
         y = saved.empty("attention.y", (heads.batch, heads.context, heads.queries * head_size), qkv.dtype)
         shape = 2, heads.batch * heads.queries, heads.context
         sums = saved.empty("attention.sums", shape, accumulation_dtype(qkv.dtype))
         dropout, part = options.get("dropout", 0.0), options.get("part")
         dropped = mask_of_heads(saved, dropout, heads.queries, axis.context, part)
-        forward, documents = TiledForward(heads, saved, qkv, y, sums, axis.most_tokens), saved.documents
+        forward, documents = TiledForward(heads, saved, qkv, y, sums, window, axis.most_tokens), saved.documents
         for travelling in self._parts(heads, saved, qkv, kv):
             for source, block, poll in travelling.rounds():
                 own, from_row = source == axis.rank, 0
@@ -67,15 +67,15 @@ class RingAttention:
             for chunk in travelling.chunks(documents):
                 for rows in blocks(axis.own):
                     forward.finish(chunk, rows)
-        keep_for_backward(saved, qkv=qkv, kv=kv, head_size=head_size, dropped=dropped, causal=causal)
+        keep_for_backward(saved, qkv=qkv, kv=kv, head_size=head_size, dropped=dropped, causal=causal, window=window)
         return y
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
         """Return dqkv, or (dq, dkv), of the own tokens; see `LocalAttention.backward`."""
         axis, documents = self._axis, saved.documents
-        heads, (qkv, kv, y, sums), (dq, dkv, dots), causal, dropped = begin_backward(saved, keep=keep)
+        heads, (qkv, kv, y, sums), (dq, dkv, dots), (causal, window), dropped = begin_backward(saved, keep=keep)
         kernels.row_dots(dy, y, heads.queries, dots)
-        backward = TiledBackward(heads, saved, axis.own, (qkv, dy, dq), sums, dots, axis.most_tokens)
+        backward = TiledBackward(heads, saved, axis.own, (qkv, dy, dq), sums, dots, window, axis.most_tokens)
         keys, gradients = KeyRows(heads, axis.own, qkv, kv), KeyGradients(heads, dq, dkv)
         for travelling in self._parts(heads, saved, qkv, kv):
             ring = travelling.ring
@@ -91,7 +91,7 @@ class RingAttention:
                         poll()
                     continue
                 visit, part = self._visits[causal][source], ring.contribution(source)
-                unseen = visit.keys[-1][1] if visit.keys and documents is None else 0
+                unseen = visit.keys[-1][1] if visit.keys and documents is None and not window else 0
                 part[:, unseen:] = 0  # what no own query sees
                 theirs, into = travelling.keys(visit, block), travelling.gradients(part)
                 for chunk in travelling.chunks(documents):

@@ -5,7 +5,7 @@ from typing import Final
 
 from hpcdist.arrays.ranges import split
 from hpcdist.models.config import FOREIGN, TRANSFORMERS
-from hpcdist.reporting.rules import UNBUILT, Rule, each_of, rule
+from hpcdist.reporting.rules import UNBUILT, Rule, rule
 from hpcdist.strategies.compressed.rules import COMPRESSED, IN_16_BITS
 from hpcdist.strategies.config import PIECE_TOKENS
 from hpcdist.strategies.zero.config import OFFLOADED, STAGES
@@ -119,7 +119,6 @@ def of_packed() -> Iterator[Rule]:
         UNBUILT,
         f"set it to false, or train a {' or an '.join(TRANSFORMERS)}",
     )
-    yield rule("data.packed with model.experts", "routers would balance the padding too")
     yield rule("data.packed with own steps", "the mean of a step is over the tokens of all replicas", LOCK_STEP)
     yield rule(
         "run.noise_scale_every_steps with data.packed", "micro-batches of as many samples have other numbers of tokens"
@@ -128,7 +127,7 @@ def of_packed() -> Iterator[Rule]:
 
 def of_experts() -> Iterator[Rule]:
     """Yield the rules for mixtures of experts, and for ranks that share them out."""
-    yield from each_of("* with model.experts", UNBUILT, "run.device!=cpu", "parallel.context>1")
+    yield rule("run.device!=cpu with model.experts", UNBUILT)
     yield rule("model.balance_rate with own steps", "biases follow the loads of the whole batch", LOCK_STEP)
     shared = "parallel.expert>1"
     yield rule(

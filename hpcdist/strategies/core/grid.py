@@ -26,7 +26,7 @@ class ProcessGrid:
     pipeline: int = 1
     tensor: int = 1
     context: int = 1
-    expert: int = 1  # consecutive data ranks that share out the experts: no factor of the product
+    expert: int = 1  # consecutive replicas that share out the experts: no factor of the product
 
     @classmethod
     def of(
@@ -43,7 +43,7 @@ class ProcessGrid:
         """Return the grid of ``world`` ranks; ``data = 0`` takes what the other degrees leave.
 
         ``servers`` of the ranks do not compute. Raises ConfigurationError, with the whole equation, when the product is
-        not the number of those that do, or ``expert`` does not divide the data ranks.
+        not the number of those that do, or ``expert`` does not divide the replicas.
         """
         total, world = world, world - servers
         others = pipeline * tensor * context
@@ -57,12 +57,12 @@ class ProcessGrid:
                 f"parallel.context {context} = {grid.size}, but the world has {left}; "
                 f"each degree must be a divisor of {world}: {divisors}"
             )
-        if data % expert:
-            divisors = [d for d in range(1, data + 1) if data % d == 0]
+        if grid.replicas % expert:
+            divisors = [d for d in range(1, grid.replicas + 1) if grid.replicas % d == 0]
             raise ConfigurationError(
-                f"parallel.expert = {expert} does not divide parallel.data {data} (of {world} ranks = data {data} x "
-                f"pipeline {pipeline} x tensor {tensor} x context {context}), whose ranks share out the experts; "
-                f"choose one of {divisors}"
+                f"parallel.expert = {expert} does not divide parallel.data {data} x parallel.context {context} (of "
+                f"{world} ranks = data {data} x pipeline {pipeline} x tensor {tensor} x context {context}), whose "
+                f"ranks share out the experts; choose one of {divisors}"
             )
         return grid
 
@@ -186,15 +186,15 @@ class GridCommunicators:
         return self._along("tensor")
 
     def experts(self, degree: int) -> "Communicator":
-        """Return the ``degree`` consecutive ranks of the data axis that share out experts.
+        """Return the ``degree`` consecutive replicas that share out experts: neighbours on the context axis first.
 
-        A group of all of them is the data axis itself: what is shared there is found again.
+        A group of all of them is that of the replicas itself: what is shared there is found again.
         """
-        data = self.data
-        if degree == data.size:
-            return data
+        replicas = self.replicas
+        if degree == replicas.size:
+            return replicas
         if "experts" not in self._split:
-            group = data.split(data.rank // degree, data.rank, "experts")
+            group = replicas.split(replicas.rank // degree, replicas.rank, "experts")
             assert group is not None
             self._split["experts"] = group
         return self._split["experts"]

@@ -44,7 +44,7 @@ class RankContext:
     ``working`` is the 16-bit type in which parameters and gradients are kept and sent, while updates step a float32
     master; None: the type that the model computes in.
 
-    ``experts`` joins the data ranks that have the other experts of these stages. ``portion`` says which of the tensors
+    ``experts`` joins the replicas that have the other experts of these stages. ``portion`` says which of the tensors
     a strategy looks after: all (""), those of experts ("expert"), or the others ("dense"). With ``every_microbatch`` it
     takes gradients after each, since that is so of the other portion.
     """

@@ -1,9 +1,10 @@
 """The ranks that share out experts: who they are, their all-to-alls of uneven counts, and the time these take.
 
-On p data ranks, e consecutive ones are a group and have all experts together, E / e each; ranks e apart have the same
-ones and are their replicas. A rank sends each layer's rows (k N of width h for N tokens with k experts each) to the
-ranks that have their experts and gets the results back: forward two all-to-alls and backward two, each of (e-1)/e of
-these rows where loads are even. When one rank calls a method here, all of its group do, in the same order.
+On p replicas (data x context ranks, those of a sample side by side), e consecutive ones are a group and have all
+experts together, E / e each; ranks e apart have the same ones and are their replicas. A rank sends each layer's rows
+(k N of width h for N tokens with k experts each) to the ranks that have their experts and gets the results back:
+forward two all-to-alls and backward two, each of (e-1)/e of these rows where loads are even. When one rank calls a
+method here, all of its group do, in the same order.
 """
 
 import time
@@ -18,11 +19,11 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.schedule.observers import NanFinder
 
 
-def expert_replicas(data: Communicator, degree: int) -> Communicator:
-    """Return the ranks of ``data`` that have the same experts as this one. Collective."""
-    replicas = data.split(data.rank % degree, data.rank, "expert replicas")
-    assert replicas is not None
-    return replicas
+def expert_replicas(replicas: Communicator, degree: int) -> Communicator:
+    """Return the ranks of ``replicas`` that have the same experts as this one. Collective."""
+    alike = replicas.split(replicas.rank % degree, replicas.rank, "expert replicas")
+    assert alike is not None
+    return alike
 
 
 class ExpertAxis:

@@ -1,6 +1,6 @@
 """Exchange of a model whose experts are shared out: two exchanges, each over the ranks that have the same tensors.
 
-Dense tensors are replicated over the whole data axis of p ranks, experts over the p/e of them that have the same ones.
+Dense tensors are replicated over all p ranks of data x context, experts over the p/e of them that have the same ones.
 So the one strategy (allreduce, or a stage of ZeRO) is made twice, over other ranks and other ranges of the flat space
 (`RankContext.portion`), and a step has the operations of both. A gradient of an expert comes from the tokens of all
 ranks of its group already: summed over the replicas it is whole. With Psi bytes of dense tensors and X of experts, a
@@ -33,7 +33,7 @@ OF_UNITS: Final = (Kind.GATHER, Kind.FREE, Kind.REFRESH)
 class ExpertExchange(Exchange):
     """Exchanges of the dense tensors and of the experts of this rank, made by ``make``. Collective over the world.
 
-    ``replicas`` joins the data ranks that have the experts of this one; `close` frees it.
+    ``replicas`` joins those replicas that have the experts of this one; `close` frees it.
     """
 
     lock_step = True
@@ -80,7 +80,7 @@ class ExpertExchange(Exchange):
 
     @property
     def parameters(self) -> FlatStore:
-        """The dense parameters, which the replicas of the whole data axis share."""
+        """The dense parameters, which all replicas share."""
         return self.dense.parameters
 
     @property

@@ -302,10 +302,13 @@ def unit_costs(model: Model, samples: int, split: TensorSplit = TensorSplit()) -
     return tuple(costs)
 
 
-def attention_scores(context: int) -> int:
+def attention_scores(context: int, window: int = 0) -> int:
     """Return the number of attention scores of a sample and head: blocks of queries times the keys they see."""
     blocks, rest = divmod(context, QUERY_BLOCK)
-    return QUERY_BLOCK**2 * (blocks * (blocks + 1) // 2) + rest * context
+    before = -(-(window - 1) // QUERY_BLOCK) if window else blocks  # blocks of keys in front of that of the queries
+    rising = min(blocks, before)
+    whole = rising * (rising + 1) // 2 + (blocks - rising) * (before + 1)
+    return QUERY_BLOCK**2 * whole + rest * (QUERY_BLOCK * rising + rest)
 
 
 def _per_sample(stage: Stage) -> int:
@@ -363,7 +366,7 @@ def _block(model: Model, stage: Stage) -> SampleCounts:
     rest = (unit.linear - experts) // (2 * context * hidden)  # so many columns of matrices are not of the residual
     along = 2 if stage.mixed and not stage.shared else 4
     held = KeptArray(along * context * hidden), KeptArray(context * rest, cut=True)
-    scores = attention_scores(context) if stage.causal else context * context
+    scores = attention_scores(context, stage.config.window) if stage.causal else context * context
     return SampleCounts(unit=unit, held=held, products=4 * hidden * scores, joint_linear=experts)
 
 

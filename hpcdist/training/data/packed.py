@@ -158,7 +158,7 @@ class PackedSamples:
                     targets[own] = block[1:]
                 at += size
             places[row, at:] = numbers[: self._context - at]
-        return PackedTokens.of(tokens, places), targets  # type: ignore[return-value]
+        return PackedTokens.of(tokens, places, self.filled(indices)), targets  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

@@ -295,12 +295,12 @@ class MaskedSamples:
         given, targets = self._windows.take(indices, shift)
         if not isinstance(given, PackedTokens):
             return self._hidden(given, indices)
-        tokens, places = given.arrays
+        tokens, places, filled = given.arrays
         inputs = tokens.astype(self._input_dtype(tokens))
-        for row, filled in enumerate(self.filled(indices).tolist()):
+        for row, size in enumerate(filled.tolist()):
             own = slice(row, row + 1)
-            inputs[own, :filled], targets[own, :filled] = self._hidden(tokens[own, :filled], indices[own])
-        return PackedTokens.of(inputs, places), targets  # type: ignore[return-value]
+            inputs[own, :size], targets[own, :size] = self._hidden(tokens[own, :size], indices[own])
+        return PackedTokens.of(inputs, places, filled), targets  # type: ignore[return-value]
 
     def filled(self, indices: np.ndarray) -> np.ndarray:
         """Return how many places of each packed sample hold documents."""

@@ -233,9 +233,9 @@ class Source:
         """Return a batch where ``recipe`` computes (local). Raises DataError on tokens that its model does not know."""
         on, vocabulary = recipe.run.device, recipe.model.vocabulary
         if isinstance(batch[0], PackedTokens):
-            tokens, places = batch[0].arrays
+            tokens, *rest = batch[0].arrays
             tokens, targets = self.place((tokens, batch[1]), recipe)
-            return PackedTokens.of(tokens, places), targets  # type: ignore[return-value]
+            return PackedTokens.of(tokens, *rest), targets  # type: ignore[return-value]
         if on == "gpu":  # the model asks host memory only: a GPU would have to be waited for at every use
             if recipe.model.kind in FOREIGN:  # a model of the user checks its own inputs
                 return backend.place(batch[0], on), backend.place(batch[1], on)

@@ -22,7 +22,8 @@ class RouterFigures(NamedTuple):
     """Figures of the routers in one step: means over the layers.
 
     ``imbalance`` is the load of the busiest expert over the mean load, ``worst`` that of the worst layer; ``entropy``
-    is that of a token's scores in nats; ``dropped`` is the share of choices; the losses are without coefficients.
+    is that of a token's scores in nats; ``dropped`` is the share of choices; the losses, means over tokens, are without
+    coefficients.
     """
 
     imbalance: float
@@ -37,7 +38,7 @@ class RouterMeter(StepObserver):
     """Observer that sums what the routers of all ranks did, and moves the biases of the router."""
 
     def __init__(self, context: RankContext, state: RouterState) -> None:
-        self._state, self._per_sample = state, context.model.stages[-1].output_shape(1)[1]
+        self._state = state
         self._speaks = context.computes and context.tensor.rank == 0  # the ranks of a tensor axis see the same tokens
         self._warns = context.world.rank == 0
         self._rows: list[tuple[float, ...]] = []
@@ -61,7 +62,7 @@ class RouterMeter(StepObserver):
         if not step.outcome.skipped:
             self._state.balance(self.loads)
         choices = max(1.0, float(self.loads[0].sum()))
-        tokens = max(1, step.samples * self._per_sample)
+        tokens = choices / self._state.per_token
         busiest = self.loads.max(axis=1) * experts / choices
         dropped, entropy, balance, z = seen[:, experts:].mean(axis=0).tolist()
         self.last = RouterFigures(
@@ -69,7 +70,7 @@ class RouterMeter(StepObserver):
             float(busiest.max()),
             entropy / tokens,
             dropped / choices,
-            balance / max(1, step.samples),
+            balance / tokens,
             z / tokens,
         )
         self._rows.append((step.number, *self.last))

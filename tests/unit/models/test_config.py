@@ -26,6 +26,8 @@ from hpcdist.models.config import ModelConfig
     ({"positions": "sine"}, "model.positions = 'sine'; choose one of learned, rotary"),
     ({"norm": "batch"}, "model.norm = 'batch'; choose one of layer, rms"),
     ({"kv_heads": -1}, "model.kv_heads = -1; it must be at least 0"),
+    ({"window": -1}, "model.window = -1; it must be at least 0"),
+    ({"kind": "encoder", "window": 8}, "model.window = 8 has no effect with model.kind = 'encoder'"),
     ({"kv_heads": 3}, r"model.kv_heads = 3 with model.heads = 4: .*; choose one of \[1, 2, 4\]"),
     ({"kv_heads": 8}, "model.kv_heads = 8 with model.heads = 4"),
     ({"feed_forward": -1}, "model.feed_forward = -1"),

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.marks import cases
 from hpcdist import models
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
@@ -20,6 +21,7 @@ GPTS = {
     "rotary, rms, swiglu": ({"positions": "rotary", "norm": "rms", "activation": "swiglu"}, {"context": 33}),
     "grouped, no bias": ({"kv_heads": 2, "bias": False, "feed_forward": 96}, {"context": 40}),
     "encoder": ({"kind": "encoder"}, {"context": 50}),
+    "window": ({"window": 9}, {"context": 80}),
     "experts": ({"experts": 5, "expert_hidden": 24, "experts_per_token": 3}, {"context": 30}),
     "gated experts, shared": (
         {"experts": 4, "shared_experts": 2, "activation": "swiglu", "bias": False},
@@ -114,11 +116,22 @@ def test_operations_are_those_of_the_products(name, rng, monkeypatch):
     assert found.flops == linears + 3 * sum(unit.attention for unit in found.units)
 
 
-@pytest.mark.parametrize(("context", "causal"), [(1, True), (37, True), (37, False)])
-def test_attention_looks_at_pairs(context, causal):
-    seen = sum(1 for query in range(context) for key in range(context) if key <= query or not causal)
-    assert attention_pairs(context, causal=causal) == seen
-    config = config_of({"kind": "gpt" if causal else "encoder"})
+@cases(
+    "context, causal, window",
+    (1, True, 0),
+    (37, True, 0),
+    (37, False, 0),
+    (1, True, 1),
+    (37, True, 1),
+    (37, True, 9),
+    (37, True, 37),
+    (37, True, 99),
+)
+def test_attention_looks_at_pairs(context, causal, window):
+    every = [(query, key) for query in range(context) for key in range(context)]
+    seen = sum(1 for query, key in every if not causal or query - (window or context) < key <= query)
+    assert attention_pairs(context, causal=causal, window=window) == seen
+    config = config_of({"kind": "gpt" if causal else "encoder", "window": window})
     block = counts(config, context=context).units[1]
     head_size = config.hidden // config.heads
     assert block.attention == config.heads * seen * 2 * (2 * head_size)  # a score and its share of the sum

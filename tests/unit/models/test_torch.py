@@ -45,6 +45,9 @@ def _transformer(w, tokens, config, places=None):
     """``places`` are those of the tokens in their documents; None: each sample is one."""
     functional = torch.nn.functional
     seen = None if places is None else torch.tensor(sees(places, config.kind == "gpt"))[:, None]
+    if config.window:
+        band = torch.ones(tokens.shape[1:] * 2, dtype=torch.bool).tril().triu(1 - config.window)
+        seen = band if seen is None else seen & band
     places = torch.arange(tokens.shape[1]).expand(tokens.shape) if places is None else torch.tensor(places)
     x = w["0.tokens.weight"][tokens]
     if config.positions == "learned":
@@ -147,6 +150,7 @@ OPTIONS = {
         "positions": "rotary", "norm": "rms", "activation": "swiglu", "kv_heads": 2, "bias": False, "feed_forward": 45,
     },
 }  # fmt: skip
+WINDOWED = {"mistral": OPTIONS["llama"] | {"window": 19}}
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -165,14 +169,23 @@ def test_options_of_transformers(kind, options, context, batch, rng):
     _compare(model, x, targets, lambda w: _transformer(w, wide, config), rng)
 
 
+@cases("options, context", ({"window": 1}, 7), (WINDOWED["mistral"], 80), ({"window": 70}, 150))
+def test_windows(options, context, rng):
+    config = ModelConfig(layers=2, hidden=48, heads=4, vocabulary=50, **options)
+    tokens = rng.integers(0, 50, (2, context + 1)).astype(np.uint16)
+    wide, model = torch.tensor(tokens[:, :-1].astype(np.int64)), models.build(config, "float32", context=context)
+    _compare(model, tokens[:, :-1], tokens[:, 1:], lambda w: _transformer(w, wide, config), rng)
+
+
 @cases(
     "kind, options, context, most",
     ("gpt", "no bias", 80, 30),
     ("gpt", "llama", 150, 0),
+    ("gpt", "mistral", 150, 0),
     ("encoder", "one for all", 70, 9),
 )
 def test_packed_documents(kind, options, context, most, rng):
-    config = ModelConfig(kind=kind, layers=2, hidden=48, heads=4, vocabulary=50, **OPTIONS[options])
+    config = ModelConfig(kind=kind, layers=2, hidden=48, heads=4, vocabulary=50, **(OPTIONS | WINDOWED)[options])
     tokens, places = rng.integers(0, 50, (2, context)).astype(np.uint16), drawn_places(rng, 2, context, most)
     targets = np.where(rng.random(tokens.shape) < 0.2, IGNORED, rng.integers(0, 50, tokens.shape))
     wide = torch.tensor(tokens.astype(np.int64))

@@ -23,6 +23,7 @@ CASES = {  # ranks, keys
     "tensor by rows x zero3": (4, "tensor=2 sequence_parallel=true strategy=zero3"),
     "pipeline of 3, recomputing": (3, "pipeline=3 microbatches=5 recompute=true layers=2 tied=true"),
     "in float32": (2, "strategy=zero3 precision.mode=float32"),
+    "experts, encoder": (2, "expert=2 experts=4 expert_hidden=12 capacity_factor=0.8 balance_loss=0.1 kind=encoder"),
     # of the full tier
     "ring of 4": (4, "parallel.context=4"),
     "heads for tokens x tensor": (4, "parallel.context=2 tensor=2 context_method=all_to_all dropout=0.1"),
@@ -44,7 +45,7 @@ def text(tmp_path_factory):
     return path
 
 
-@pytest.mark.full_except(*list(CASES)[:6])
+@pytest.mark.full_except(*list(CASES)[:7])
 @pytest.mark.parametrize("case", CASES)
 def test_the_steps_are_those_of_one_rank(case, text):
     ranks, changed = CASES[case]
@@ -59,13 +60,20 @@ def test_the_steps_are_those_of_one_rank(case, text):
     run_threads(ranks, body)
 
 
-@pytest.mark.parametrize("changed", ["", "kind=encoder positions=rotary kv_heads=2"])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "",
+        "kind=encoder positions=rotary kv_heads=2",
+        "experts=4 expert_hidden=12 balance_loss=0 z_loss=0.1",  # a sum over tokens alone
+    ],
+)
 def test_a_step_is_that_of_each_document_alone(changed, text):
     trainer = trainer_of(solo(), {**KEYS, "data.path": text, **recipe_keys(changed)})
     model, layout = trainer.model, trainer.model.layout
     with trainer.batches(1) as batches:
         (tokens, targets) = next(iter(batches))
-    given, places = tokens.arrays
+    given, places, _ = tokens.arrays
     store = FlatStore(layout, model.dtype)
     model.initialise(store, 3)
 
@@ -117,7 +125,6 @@ def test_a_run_goes_on_where_it_was_on_other_ranks(text, tmp_path):
 
 def test_what_does_not_go_with_packed_documents_is_refused():
     refused(["data.packed=true", "model.kind=mlp"], "data.packed = true .*train a gpt or an encoder")
-    refused(["data.packed=true", "model.experts=4"], "routers would balance the padding too")
     refused(["data.packed=true", "parallel.strategy=gossip"], "the mean of a step is over the tokens of all replicas")
     refused(["data.packed=true", "run.noise_scale_every_steps=5", "parallel.microbatches=2"], "other numbers of tokens")
     refused(["data.document_end=10"], "data.document_end = 10 has no effect")

@@ -10,6 +10,7 @@ No rank ever has a choice, so the order in which ranks are tried here cannot cha
 ends always, as long as sends find room.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Final, TypeAlias
 
@@ -41,10 +42,9 @@ class PeerRanks:
     def __init__(self, grid: ProcessGrid, ranks: int) -> None:
         self.grid, self.ranks = grid, ranks
         self.workers = range(grid.size)
-        assert grid.expert == 1 or grid.context == 1, "the rules refuse experts over context ranks"
         self.servers = tuple(range(grid.size, ranks))
         self._places = [grid.coordinates(rank) for rank in self.workers]
-        groups: dict[tuple[int, int, int], list[int]] = {}
+        groups: dict[tuple[int, int], list[int]] = {}
         for rank in self.workers:
             groups.setdefault(self._group_of(rank), []).append(rank)
         self._groups = {group: tuple(members) for group, members in groups.items()}
@@ -54,12 +54,14 @@ class PeerRanks:
         return self._places[rank]["pipeline"]
 
     def together(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that ``rank`` computes with: of its tensor group, and of those that share out experts."""
+        """Return the ranks that ``rank`` computes with: of its tensor group, its samples, and those of its experts."""
         return self._groups[self._group_of(rank)]
 
-    def _group_of(self, rank: int) -> tuple[int, int, int]:
-        place = self._places[rank]
-        return place["pipeline"], place["data"] // self.grid.expert, place["context"]
+    def _group_of(self, rank: int) -> tuple[int, int]:
+        place, grid = self._places[rank], self.grid
+        replica = place["data"] * grid.context + place["context"]
+        # Both cut the replicas into blocks of neighbours; those who wait for each other lie between common borders.
+        return place["pipeline"], replica // math.lcm(grid.context, grid.expert)
 
     def along(self, axes: Collection[str], rank: int) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` along ``axes`` only; servers are one such group."""

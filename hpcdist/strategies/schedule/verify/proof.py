@@ -61,7 +61,7 @@ def verify(
     gradients are exchanged once a step, not after every micro-batch; ``degrees`` over how many replicas parameters,
     gradients and optimizer state are cut, where all do not step everything. ``placement`` says which rank of a pipeline
     has which chunks; without it chunks are taken to be as long as they can be. ``experts`` are the parts of units of
-    which each of ``grid.expert`` consecutive data ranks has its own. Raises ScheduleError, which names rank and
+    which each of ``grid.expert`` consecutive replicas has its own. Raises ScheduleError, which names rank and
     operation.
     """
     neighbours = PeerRanks(grid, len(lists))

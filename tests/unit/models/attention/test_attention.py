@@ -27,13 +27,15 @@ def _join(*parts):
     return np.concatenate([part.swapaxes(1, 2).reshape(batch, context, -1) for part in parts], axis=2)
 
 
-def _plain(q, k, v, do, causal):
+def _plain(q, k, v, do, causal, window=0):
     """Return y, dq, dk, dv for q of as many heads as there are, or of a multiple."""
     heads, shared, context = q.shape[1], k.shape[1], q.shape[2]
     keys, values = (np.repeat(x, heads // shared, axis=1) for x in (k, v))
     scores = q @ keys.swapaxes(2, 3) / np.sqrt(q.shape[3])
     if causal:
-        scores[..., np.triu(np.ones((context, context), bool), 1)] = -np.inf
+        scores[
+            ..., ~(np.tri(context, dtype=bool) & ~np.tri(context, k=-min(window or context, context), dtype=bool))
+        ] = -np.inf
     p = np.exp(scores - scores.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     dp = do @ values.swapaxes(2, 3)
@@ -43,15 +45,15 @@ def _plain(q, k, v, do, causal):
     return p @ values, ds @ keys, dk, dv
 
 
-def _check(qkv, kv, dy, size, causal):
+def _check(qkv, kv, dy, size, causal, window=0):
     dtype = qkv.dtype.name
     q, k, v = _split(qkv, 3, size) if kv is None else (*_split(qkv, 1, size), *_split(kv, 2, size))
-    y, dq, dk, dv = _plain(q, k, v, *_split(dy, 1, size), causal)
+    y, dq, dk, dv = _plain(q, k, v, *_split(dy, 1, size), causal, window)
     wanted = [_join(dq, dk, dv)] if kv is None else [_join(dq), _join(dk, dv)]
     arena, given = Arena(), [array for array in (qkv, kv, dy) if array is not None]
     for _ in range(2):  # the second time memory is full of old numbers
         saved, before = arena.saved(0), [array.copy() for array in given]
-        got = LocalAttention().forward(qkv, size, saved, kv=kv, causal=causal)
+        got = LocalAttention().forward(qkv, size, saved, kv=kv, causal=causal, window=window)
         assert np.abs(got - _join(y)).max() <= TOLERANCE[dtype] * (1 + np.abs(y).max())
         found = LocalAttention().backward(dy, saved)
         for one, want in zip((found,) if kv is None else found, wanted, strict=True):
@@ -90,6 +92,57 @@ def test_groups_of_queries_share_keys_and_values(heads, shared, context, dtype, 
 @pytest.mark.parametrize("context", [LONG, LONG + 1, 2 * LONG + QUERY_BLOCK + 7])
 def test_rows_that_go_on_in_other_tiles(context, dtype, causal, rng):
     _check(*_inputs(rng, dtype, 1, context, 3, 8), 8, causal)
+
+
+@cases(
+    "context, window, shared",
+    (5, 1, None),
+    (70, 9, 1),
+    (200, QUERY_BLOCK, None),
+    (200, QUERY_BLOCK + 1, 2),
+    (LONG + 90, LONG - 5, 1),  # rows of a block that see nothing of its last tile
+    (2 * LONG + 7, LONG + 77, None),
+    (70, 70, 2),
+    (70, 1 << 70, None),
+)
+@pytest.mark.parametrize("on", ["cpu", "gpu"])
+def test_rows_see_a_window_of_their_past(context, window, shared, on, rng, monkeypatch):
+    if on == "gpu":
+        host_kernels.install(monkeypatch, flash, kernels, tiles)
+    for dtype in TOLERANCE:
+        _check(*_inputs(rng, dtype, 2, context, 2, 4, shared), 4, True, window)
+
+
+def test_a_window_that_hides_nothing_changes_no_bit(rng):
+    qkv, _, dy = _inputs(rng, "float32", 2, LONG + 40, 2, 4)
+    found = []
+    for window in (0, LONG + 40):
+        saved = Arena().saved(0)
+        y = LocalAttention().forward(qkv, 4, saved, window=window)
+        found.append((y.copy(), LocalAttention().backward(dy, saved).copy()))
+    assert all((a == b).all() for a, b in zip(*found, strict=True))
+
+
+def test_the_work_grows_with_the_window(rng, monkeypatch):
+    made, multiply = [], np.matmul
+
+    def matmul(a, b, **given):
+        made.append(a.size * b.shape[-1])
+        return multiply(a, b, **given)
+
+    monkeypatch.setattr(np, "matmul", matmul)
+
+    def work(context, window):
+        qkv, _, dy = _inputs(rng, "float32", 1, context, 1, 8)
+        made.clear()
+        saved = Arena().saved(0)
+        LocalAttention().forward(qkv, 8, saved, window=window)
+        LocalAttention().backward(dy, saved)
+        return sum(made)
+
+    window, most = 2 * QUERY_BLOCK, 8 * LONG
+    assert work(most, window) <= 7 * most * 8 * (window + 2 * QUERY_BLOCK)  # seven products
+    assert work(most, window) <= 2.1 * work(most // 2, window)
 
 
 @pytest.mark.parametrize("causal", [True, False])

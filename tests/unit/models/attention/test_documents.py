@@ -22,15 +22,17 @@ def attention(qkv, kv, dy, size, places=None, **options):
     return [y, *(part.copy() for part in (found if kv is not None else (found,)))]
 
 
-def check(places, heads, shared, causal, rng, dtype="float64"):
+def check(places, heads, shared, causal, rng, dtype="float64", window=0):
     size, (batch, context) = 4, places.shape
     qkv = (2 * rng.standard_normal((batch, context, (heads if shared else 3 * heads) * size))).astype(dtype)
     kv = rng.standard_normal((batch, context, 2 * shared * size)).astype(dtype) if shared else None
     dy = rng.standard_normal((batch, context, heads * size)).astype(dtype)
-    got = attention(qkv, kv, dy, size, places, causal=causal)
+    got = attention(qkv, kv, dy, size, places, causal=causal, window=window)
     for sample, own in spans(places):
         part = np.s_[sample : sample + 1, own]
-        alone = attention(*(None if x is None else x[part].copy() for x in (qkv, kv, dy)), size, causal=causal)
+        alone = attention(
+            *(None if x is None else x[part].copy() for x in (qkv, kv, dy)), size, causal=causal, window=window
+        )
         for one, want in zip(got, alone, strict=True):
             assert np.abs(one[part] - want).max() <= (1e-13 if dtype == "float64" else 1e-5) * (1 + np.abs(want).max())
 
@@ -46,6 +48,11 @@ def check(places, heads, shared, causal, rng, dtype="float64"):
 def test_each_document_is_attended_to_alone(heads, shared, causal, context, most, rng):
     check(drawn_places(rng, 3, context, most), heads, shared, causal, rng)
     check(drawn_places(rng, 2, context, most), heads, shared, causal, rng, "float32")
+
+
+@cases("shared, context, most, window", (0, 150, 0, 7), (2, LONG + 90, 400, 150))
+def test_windows_inside_of_documents(shared, context, most, window, rng):
+    check(drawn_places(rng, 3, context, most), 2, shared, True, rng, window=window)
 
 
 @pytest.mark.parametrize("shared", [0, 2])

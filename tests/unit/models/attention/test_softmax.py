@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 
 from hpcdist.models.attention import kernels
+from hpcdist.models.attention.tiles import band
 from stubs.gpu import host_kernels
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-14}
 PAIRS, BEFORE, SCALE = 3, 2, 0.3  # the pairs of the tiles are behind others
+ALL = band(0, 0, causal=False)
 
 
 @pytest.fixture(params=["loops", "kernels"])
@@ -18,15 +20,16 @@ def functions(request, monkeypatch):
     return kernels.softmax_advance, kernels.softmax_gradient
 
 
-def _plain(x, causal):
+def _plain(x, causal, window=0):
     rows = x.astype(np.float64) * SCALE
+    behind = np.arange(x.shape[1])[:, None] - np.arange(x.shape[2])[None, :]
     if causal:
-        rows = np.where(np.arange(x.shape[2])[None, :] > np.arange(x.shape[1])[:, None], -np.inf, rows)
+        rows = np.where((behind < 0) | (behind >= (window or x.shape[2])), -np.inf, rows)
     e = np.exp(rows - rows.max(2, keepdims=True))
     return e / e.sum(2, keepdims=True)
 
 
-def _forward(advance, x, causal, rows, columns):
+def _forward(advance, x, causal, rows, columns, window=0):
     """Return the probabilities, and (top, total), of tiles of so many rows and columns of square x."""
     count = x.shape[1]
     top, total = np.full((2, BEFORE + PAIRS, count), 7, x.dtype)
@@ -34,11 +37,12 @@ def _forward(advance, x, causal, rows, columns):
     for first in range(0, count, rows):
         last = min(first + rows, count)
         shrink = np.ones((PAIRS, last - first), x.dtype)
-        seen = last if causal else count
-        for start in range(0, seen, columns):
-            end = min(start + columns, seen)
+        stop = last if causal else count
+        for start in range(0, stop, columns):
+            end = min(start + columns, stop)
             tile = x[:, first:last, start:end].copy()
-            advance(tile, (BEFORE, first, start, causal, start == 0), SCALE, top, total, shrink)
+            seen = band(first - start, window, causal=causal)
+            advance(tile, (BEFORE, first, *seen, start == 0), SCALE, top, total, shrink)
             if start:
                 p[:, first:last, :start] *= shrink[..., None]
             p[:, first:last, start:end] = tile
@@ -47,13 +51,14 @@ def _forward(advance, x, causal, rows, columns):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("causal", "window"), [(True, 0), (False, 0), (True, 1), (True, 7)])
 @pytest.mark.parametrize(("count", "rows", "columns"), [(1, 1, 1), (9, 4, 8), (65, 16, 64), (70, 64, 64), (33, 33, 33)])
-def test_tiles_against_the_formula(count, rows, columns, causal, dtype, functions, rng):
+def test_tiles_against_the_formula(count, rows, columns, causal, window, dtype, functions, rng):
+    """With a window rows see nothing of whole tiles, also of the first."""
     advance, gradient = functions
     x = (20 * rng.standard_normal((PAIRS, count, count))).astype(dtype)
-    p, top, total = _forward(advance, x, causal, rows, columns)
-    want = _plain(x, causal)
+    p, top, total = _forward(advance, x, causal, rows, columns, window)
+    want = _plain(x, causal, window)
     assert np.abs(p - want).max() <= 20 * TOLERANCE[dtype]
     d = rng.standard_normal(x.shape).astype(dtype)
     dots = np.zeros((BEFORE + PAIRS, count), dtype)
@@ -63,7 +68,8 @@ def test_tiles_against_the_formula(count, rows, columns, causal, dtype, function
         for start in range(0, min(first + rows, count) if causal else count, rows):
             part = np.s_[:, first : first + rows, start : start + rows]
             s, g = x[part].copy(), d[part].copy()
-            gradient(s, g, (BEFORE, first, start, causal, False), SCALE, top, total, dots)
+            seen = band(first - start, window, causal=causal)
+            gradient(s, g, (BEFORE, first, *seen, False), SCALE, top, total, dots)
             assert np.abs(s - want[part]).max() <= 20 * TOLERANCE[dtype]
             assert np.abs(g - wanted[part]).max() <= 20 * TOLERANCE[dtype] * (1 + np.abs(d).max())
 
@@ -76,17 +82,17 @@ def test_what_is_not_finite_stays_visible(column, bad, functions, rng):
     x = rng.standard_normal((1, 4, 100)).astype(np.float32)
     x[0, 2, column] = bad
     top, total = np.zeros((2, 1, 4), np.float32)
-    advance(x, (0, 0, 0, False, True), 1.0, top, total, np.empty((1, 4), np.float32))
+    advance(x, (0, 0, *ALL, True), 1.0, top, total, np.empty((1, 4), np.float32))
     assert np.isnan(total[0, 2]) and np.isfinite(total[0, [0, 1, 3]]).all() and np.isfinite(x[0, [0, 1, 3]]).all()
     d = np.ones_like(x)
-    gradient(x, d, (0, 0, 0, False, True), 1.0, top, total, np.ones((1, 4), np.float32))
+    gradient(x, d, (0, 0, *ALL, True), 1.0, top, total, np.ones((1, 4), np.float32))
     assert np.isnan(x[0, 2]).all() and np.isnan(d[0, 2]).all() and np.isfinite(d[0, [0, 1, 3]]).all()
 
 
 def test_huge_scores_do_not_overflow():
     x = np.array([[[3e38, -3e38, 3e38]]], np.float32)
     top, total = np.zeros((2, 1, 1), np.float32)
-    kernels.softmax_advance(x, (0, 0, 0, False, True), 1.0, top, total, np.empty((1, 1), np.float32))
+    kernels.softmax_advance(x, (0, 0, *ALL, True), 1.0, top, total, np.empty((1, 1), np.float32))
     assert (x == np.float32([1, 0, 1])).all() and total == 2 and top == np.float32(3e38)
 
 
@@ -94,5 +100,5 @@ def test_the_hidden_half_is_no_part_of_anything(rng):
     x = rng.standard_normal((1, 8, 8))
     x[0, 3, 5:] = np.nan
     top, total = np.zeros((2, 1, 8))
-    kernels.softmax_advance(x, (0, 0, 0, True, True), 1.0, top, total, np.empty((1, 8)))
+    kernels.softmax_advance(x, (0, 0, *band(0, 0, causal=True), True), 1.0, top, total, np.empty((1, 8)))
     assert np.isfinite(x).all() and (x[0, 3, 4:] == 0).all() and np.isfinite(total).all()

@@ -7,6 +7,7 @@ import pytest
 
 from harness.marks import cases
 from hpcdist.models.config import ModelConfig
+from hpcdist.models.documents import Documents
 from hpcdist.models.experts import router
 from hpcdist.models.experts.mixture import LocalExperts
 from hpcdist.models.experts.router import EXTRA, RouterState
@@ -24,13 +25,16 @@ CASES = {
     "dropped": {"capacity_factor": 0.6},
     "dropped, gated, sigmoid": {"capacity_factor": 0.8, "activation": "swiglu", "router": "sigmoid"},
     "relu, no bias": {"activation": "relu", "bias": False},
+    "padded": {"filled": (7, 2, 5)},
+    "padded, dropped, sigmoid": {"filled": (4, 7, 1), "capacity_factor": 0.6, "router": "sigmoid"},
 }
 
 
 class Case:
-    """A mixture with drawn tensors, its input and the gradient of its output."""
+    """A mixture with drawn tensors, its input and the gradient of its output; of samples ``filled`` places count."""
 
-    def __init__(self, rng, **keys):
+    def __init__(self, rng, filled=(CONTEXT,) * SAMPLES, **keys):
+        self.filled = np.array(filled)
         keys = {"experts": 5, "expert_hidden": 4, "balance_loss": 0.3, "z_loss": 0.2, **keys}
         self.config = ModelConfig(layers=2, hidden=HIDDEN, heads=2, **keys)
         config, count, wide = self.config, self.config.experts, self.config.expert_inner
@@ -47,9 +51,11 @@ class Case:
     def run(self, x=None, dy=None):
         """Return y and dx of the toolkit."""
         x, dy = self.x if x is None else x, self.dy if dy is None else dy
-        mixture, activation = LocalExperts(self.config, CONTEXT, self.state), LocalActivation()
+        mixture, activation = LocalExperts(self.config, int, self.state), LocalActivation()
         saved = Arena().saved(2)
-        saved.scale = SCALE
+        saved.scale, places = SCALE, np.tile(np.arange(CONTEXT), (len(x), 1))
+        if len(x) == SAMPLES:
+            saved.documents = Documents(places, places, self.filled)
         y = mixture.forward(self.parameters, x, activation, saved).copy()
         return y, mixture.backward(self.parameters, self.gradients, dy, activation, saved).copy()
 
@@ -67,21 +73,21 @@ class Written:
 
 
 def reference(case, bias=0.0):
-    """Return y, the sum of both losses with their coefficients, loads and drops, by loops over tokens in PyTorch."""
+    """Return y, both losses with their coefficients as sums over tokens, loads and drops, by loops in PyTorch."""
     config, act = case.config, {"relu": torch.relu, "swiglu": None}.get(case.config.activation)
     act = act or (lambda value: torch.nn.functional.gelu(value, approximate="tanh"))
     p = {name: torch.tensor(value, requires_grad=True) for name, value in case.parameters.items()}
     x = torch.tensor(case.x, requires_grad=True)
     count, each = config.experts, config.experts_per_token
-    room = math.ceil(config.capacity_factor * each * CONTEXT / count) if config.capacity_factor else CONTEXT
     logits = x @ p["router.weight"].T
     scores = torch.sigmoid(logits) if config.router == "sigmoid" else torch.softmax(logits, -1)
     shares = scores / scores.sum(-1, keepdim=True)
     loads, drops, losses = np.zeros(count), 0, torch.zeros((), dtype=torch.float64)
     outputs = []
-    for sample in range(SAMPLES):
+    for sample, size in enumerate(case.filled.tolist()):
         of_sample = np.zeros(count)
-        for token in range(CONTEXT):
+        room = math.ceil(config.capacity_factor * each * size / count) if config.capacity_factor else size
+        for token in range(size):
             order = np.argsort(-(scores[sample, token].detach().numpy() + bias), kind="stable")[:each]
             gates = scores[sample, token][order.tolist()]
             gates = gates / gates.sum() if each > 1 else gates
@@ -98,11 +104,14 @@ def reference(case, bias=0.0):
                 out = p["experts.down.weight"][e] @ wide
                 total = total + gate * (out + p["experts.down.bias"][e] if config.bias else out)
             outputs.append(total)
-        share_of_choices = torch.tensor(of_sample / (each * CONTEXT))
-        losses = losses + config.balance_loss * count * (share_of_choices * shares[sample].mean(0)).sum()
-        losses = losses + config.z_loss * (torch.logsumexp(logits[sample], -1) ** 2).mean()
+        outputs += [torch.zeros(HIDDEN, dtype=torch.float64)] * (CONTEXT - size)
+        share_of_choices = torch.tensor(of_sample / (each * size))
+        balance = count * (share_of_choices * shares[sample, :size].mean(0)).sum()
+        losses = losses + config.balance_loss * size * balance
+        losses = losses + config.z_loss * (torch.logsumexp(logits[sample, :size], -1) ** 2).sum()
         loads += of_sample
-    return torch.stack(outputs).reshape(x.shape), losses, (p, x), loads, drops, shares
+    routed = torch.cat([shares[sample, :size] for sample, size in enumerate(case.filled.tolist())])
+    return torch.stack(outputs).reshape(x.shape), losses, (p, x), loads, drops, routed
 
 
 @cases("name", *CASES)
@@ -110,7 +119,7 @@ def test_output_gradients_and_figures_against_autograd(rng, name):
     case = Case(rng, **CASES[name])
     case.state.bias[1] = rng.standard_normal(case.config.experts) * 0.2
     want, losses, (p, x), loads, drops, shares = reference(case, case.state.bias[1])
-    (SCALE * CONTEXT * losses + (want * torch.tensor(case.dy)).sum()).backward()
+    (SCALE * losses + (want * torch.tensor(case.dy)).sum()).backward()
     y, dx = case.run()
     np.testing.assert_allclose(y, want.detach().numpy(), rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(dx, x.grad.numpy(), rtol=1e-11, atol=1e-12)
@@ -125,7 +134,7 @@ def test_output_gradients_and_figures_against_autograd(rng, name):
     entropy = -(shares * shares.log()).sum().item()
     balance, z = seen[1, count + 2], seen[1, count + 3]
     assert seen[1, count + 1] == pytest.approx(entropy, rel=1e-12)
-    total = case.config.balance_loss * balance + case.config.z_loss * z / CONTEXT
+    total = case.config.balance_loss * balance + case.config.z_loss * z
     assert total == pytest.approx(losses.item(), rel=1e-12)
     assert len(seen[1]) == count + EXTRA
 
@@ -160,11 +169,18 @@ def test_parts_of_a_batch_add_up(rng):
 def test_drops_follow_the_order_of_the_tokens():
     """A token does not depend on later ones: the first ``room`` choices of an expert stay, whatever their rank."""
     chosen = np.array([[0, 1], [1, 0], [0, 1], [1, 2]], np.int32)
-    starts, places = np.empty(4, np.int64), np.empty_like(chosen)
-    assert router.place(chosen, 4, 2, starts, places) == 5
+    starts, places, none = np.empty(4, np.int64), np.empty_like(chosen), np.zeros((1, 1, 3), np.int64)
+    assert router.place(chosen, np.array([[[0, 4]]]), none, np.array([2]), starts, places) == 5
     np.testing.assert_array_equal(places, [[0, 2], [3, 1], [-1, -1], [-1, 4]])
     np.testing.assert_array_equal(starts, [0, 2, 4, 5])
-    assert router.place(chosen, 2, 2, starts, places) == 8  # of each sample of 2 tokens
+    two = np.array([[[0, 2]], [[2, 4]]])
+    assert router.place(chosen, two, np.repeat(none, 2, 0), np.array([2, 2]), starts, places) == 8  # of each sample
+    head_and_tail, before = (
+        np.array([[[0, 1], [2, 4]]]),
+        np.array([[[0, 0, 0], [1, 2, 0]]]),
+    )  # of the four tokens the second is padding
+    assert router.place(chosen, head_and_tail, before, np.array([2]), starts, places) == 4
+    np.testing.assert_array_equal(places, [[0, 2], [-1, -1], [1, -1], [-1, 3]])
 
 
 def test_a_bias_moves_against_the_load():

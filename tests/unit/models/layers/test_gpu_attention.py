@@ -79,7 +79,7 @@ def test_against_the_formula(gpu, dtype, shape, causal, dropout, rng):
     check_formula(dtype, shape, causal, dropout, rng)
 
 
-def check_formula(dtype, shape, causal, dropout, rng, places=None):
+def check_formula(dtype, shape, causal, dropout, rng, places=None, window=0):
     """Compare a pass with the formula, within the bound of its roundings."""
     batch, context, heads, shared, size = shape
     kind, group = dtype_of(dtype), heads // shared
@@ -91,11 +91,13 @@ def check_formula(dtype, shape, causal, dropout, rng, places=None):
     seen = np.tri(context, dtype=bool) if causal else np.ones((context, context), bool)
     if places is not None:
         seen = sees(places, causal)[:, None]
+    if window:
+        seen = seen & ~np.tri(context, k=-window, dtype=bool)
     together = heads == shared
     given = backend.place(np.concatenate([q, k, v] if together else [q], axis=2), "gpu")
     kv = None if together else backend.place(np.concatenate([k, v], axis=2), "gpu")
     operation = LocalAttention()
-    y = operation.forward(given, size, saved, dropout=dropout, kv=kv, causal=causal)
+    y = operation.forward(given, size, saved, dropout=dropout, kv=kv, causal=causal, window=window)
     found = operation.backward(backend.place(dy, "gpu"), saved)
     factors = np.ones((batch * heads, context, context))
     dropped = mask(saved, dropout, ATTENTION, rows_per_sample=heads * context, columns=context, groups=heads,
@@ -129,6 +131,18 @@ def outputs(results, shared, group):
 )
 def test_documents_against_the_formula(gpu, shape, causal, dropout, most, rng):
     check_formula("float16", shape, causal, dropout, rng, drawn_places(rng, *shape[:2], most))
+
+
+@cases(
+    "dtype, shape, dropout, most, window",
+    ("bfloat16", (2, 130, 2, 1, 16), 0.0, None, 1),
+    ("float16", (1, 200, 2, 2, 24), 0.3, None, 40),
+    ("float16", (1, 200, 1, 1, 80), 0.0, None, 65),
+    ("float16", (2, 150, 2, 1, 16), 0.2, 90, 30),
+)
+def test_windows_against_the_formula(gpu, dtype, shape, dropout, most, window, rng):
+    places = None if most is None else drawn_places(rng, *shape[:2], most)
+    check_formula(dtype, shape, True, dropout, rng, places, window)
 
 
 def test_more_pairs_than_a_grid_has_blocks_across(gpu, rng, monkeypatch):

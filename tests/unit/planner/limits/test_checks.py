@@ -144,8 +144,12 @@ def test_experts():
         for text in said(replace(layout, data=48, expert=3), model=model)
     )
     assert any(
-        "expert = 8 does not divide data = 12" in text for text in said(replace(layout, data=12, expert=8), model=model)
+        "expert = 8 does not divide data 12 x context 1, over whose devices experts are cut: 4 are left over" in text
+        for text in said(replace(layout, data=12, expert=8), model=model)
     )
+    for implementation in ("hpcdist", "megatron"):
+        both = replace(layout, data=12, context=2, expert=8, implementation=implementation)
+        assert said(both, model=model) == (), "neighbours on the context axis, and three groups of them"
 
 
 def test_hpcdist_cuts_between_any_two_units_and_shares_unevenly():

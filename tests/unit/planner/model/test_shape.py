@@ -21,7 +21,7 @@ CASES = [
         {**SMALL, "activation": "swiglu", "positions": "rotary", "norm": "rms", "kv_heads": 2, "bias": False},
         {"context": 80},
     ),
-    ({**SMALL, "feed_forward": 100, "kv_heads": 3}, {"context": 20}),
+    ({**SMALL, "feed_forward": 100, "kv_heads": 3, "window": 7}, {"context": 20}),
     ({**SMALL, "kind": "encoder"}, {"context": 20}),
     ({"kind": "mlp", "layers": 3, "hidden": 24}, {"features": 10, "classes": 4}),
     ({"kind": "mlp", "layers": 1, "hidden": 24, "dropout": 0.5}, {"features": 10, "classes": 4}),

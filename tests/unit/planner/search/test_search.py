@@ -333,6 +333,11 @@ def test_only_what_runs_where_that_is_wanted():
     bound = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=base, runnable=True, first=20))
     assert len(bound.found) == 20
     assert all(not unsupported(one.estimate.layout) for one in bound.found)
+    mixture = describe(replace(MODEL.shape, experts=8, experts_per_token=2), "mixture")
+    axes = {"base": replace(base, overlap=0.0), "contexts": (4,), "experts": (1, 8), "tensors": (1,), "first": 50}
+    mixed = search(mixture, on, DEVICES, BATCH, SearchSpec(headroom=0.0, runnable=True, **axes)).found
+    assert {8, 1} == {one.estimate.layout.expert for one in mixed}, "8 share them out on data 2 x context 4"
+    assert all(one.estimate.layout.context == 4 and not unsupported(one.estimate.layout) for one in mixed)
     with_none = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, runnable=True, **only))
     assert with_none.found == ()
     assert {one.limit for one in with_none.refused} >= {"unbuilt"}

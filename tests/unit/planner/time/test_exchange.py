@@ -224,6 +224,8 @@ def test_published_zero3_goes_tensor_by_tensor():
 def test_experts_are_exchanged_by_those_who_share_them():
     found = exchange(N, made("allreduce", 16, expert=4), CLUSTER, 0.0, expert_parameters=N / 2)
     assert found.nbytes == pytest.approx(2 * 4 * N / 2 * (15 / 16 + 3 / 4))
+    folded = made("allreduce", 2, context=8, expert=4)
+    assert exchange(N, folded, CLUSTER, 0.0, expert_parameters=N / 2).nbytes == pytest.approx(found.nbytes)
     everyone = made("allreduce", 16, expert=16)
     assert exchange(N, everyone, CLUSTER, 0.0, expert_parameters=N / 2).nbytes == pytest.approx(4 * N * 15 / 16)
 

@@ -1,6 +1,7 @@
 """Costs of collectives are those of the literature, of `collectives.costs`, and of what the algorithms send."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -164,6 +165,8 @@ def test_spans_cross_the_levels_that_the_grid_makes_them():
     experts = ParallelLayout(tensor=2, data=16, expert=4)
     assert [tier.fan for tier in span(experts, "expert", DEEP).tiers] == [4]
     assert [tier.fan for tier in span(experts, "expert_replicas", DEEP).tiers] == [4]
+    folded = span(replace(experts, data=4, context=4), "expert", DEEP)  # those on the context axis are neighbours
+    assert (folded.size, folded.stride) == (4, 2) and folded == span(experts, "expert", DEEP)
     replicas = span(layout, "replicas", DEEP)  # data and context
     assert (replicas.size, replicas.stride, [tier.fan for tier in replicas.tiers]) == (32, 2, [4, 8])
     with pytest.raises(UsageError, match="axis 'rows'"):

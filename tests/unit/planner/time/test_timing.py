@@ -3,12 +3,16 @@
 import gc
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from harness.made_plans import cluster_of
 from harness.marks import cases
+from harness.trainings import losses, recipe_keys, trainer_of
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
+from hpcdist.models.counts import attention_pairs
 from hpcdist.planner.cluster.hardware import Device, EfficiencyCurve, LinkLevel
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model import stage_split
@@ -21,6 +25,7 @@ from hpcdist.planner.time.network import collective, message, span
 from hpcdist.planner.time.pipeline import border, ranks_of
 from hpcdist.planner.time.stage_load import chunk_loads, loads
 from hpcdist.planner.time.step import bytes_each, owned, tied_sum, timing, update_s
+from hpcdist.strategies.context.passes import pairs, pieces
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 CURVE = EfficiencyCurve(sizes=(16.0, 4096.0), shares=(0.1, 0.7))
@@ -131,6 +136,25 @@ def test_the_algorithm_that_is_told_is_that_of_most_bytes():
     blocks, loss = (collective("allreduce", nbytes, group, CLUSTER).algorithm for nbytes in (2 * BSH, 2 * 2 * 128 * 4))
     assert blocks != loss
     assert timing(MODEL, layout, CLUSTER, 8).algorithms["tensor"] == blocks
+
+
+@pytest.mark.parametrize("context", [1, 4])
+def test_attention_takes_the_time_of_its_window(context):
+    """On a ring, which 6 heads over 4 ranks need, that of the rank with the most pairs."""
+    placed = pieces(4096, context)
+
+    def forward_s(window):
+        block = describe(replace(SHAPE, hidden=384, heads=6, kv_heads=0, context=4096, window=window), "gpt").units[1]
+        return unit_seconds(block, replace(LAYOUT, context=context), CLUSTER).forward_s
+
+    def most(window):
+        return max(pairs(placed, rank, causal=True, window=window) for rank in range(context))
+
+    assert forward_s(4096) == forward_s(0)
+    flops = 4 * 2 * 384 * (most(0) - most(512))
+    saved_s = flops / (1e12 * CLUSTER.device.attention_share)
+    assert forward_s(0) - forward_s(512) == pytest.approx(saved_s)
+    assert context == 1 or most(512) > 1.02 * attention_pairs(4096, causal=True, window=512) / context
 
 
 def test_the_context_axis_gathers_keys_and_values():
@@ -400,3 +424,29 @@ def test_rows_of_experts_travel_out_and_back_forward_and_backward():
     assert timing(model, layout, CLUSTER, 8).bytes["expert"] == 6 * 4 * rows * 64 * 4 / 2
     whole = timing(model, replace(layout, tensor=2, sequence_parallel=True), CLUSTER, 8).bytes["expert"]
     assert whole == 6 * 4 * rows * 64 * 4 / 2, "each tensor rank routes all tokens"
+
+
+@pytest.mark.full
+def test_rows_and_counts_of_a_run_on_context_ranks_are_those_of_the_plan():
+    """Of all ranks together, whatever the loads are: each sends its rows, and gathers how often experts were chosen."""
+    sizes = "layers=2 hidden=16 heads=2 experts=4 expert_hidden=8 data.context=24 global_batch=8 precision.mode=float32"
+    keys = recipe_keys(f"{sizes} parallel.context=2 expert=4 microbatches=2 recompute=true algorithm=ring")
+
+    def body(comm):
+        trainer = trainer_of(comm, keys)
+        rows, counts = [], []
+        travel, axis = trainer.model.operations.experts.travel.axis, trainer.context.context
+        exchange, gather = travel.exchange, axis.all_gather
+        travel.exchange = lambda *args: (rows.append(args[0].nbytes), exchange(*args))
+        axis.all_gather = lambda own: counts.append((found := gather(own)).nbytes) or found
+        losses(trainer, 1)
+        return sum(rows), sum(counts)
+
+    found = np.array(run_threads(4, body))
+    layout = replace(LAYOUT, data=2, context=2, recompute="full")
+    mixed, dense = (
+        timing(of_config(ModelConfig(layers=2, hidden=16, heads=2, **keys), context=24), layout, CLUSTER, 8).bytes
+        for keys, layout in (({"experts": 4, "expert_hidden": 8}, replace(layout, expert=4)), ({}, layout))
+    )
+    assert mixed["expert"] * 4 / 3 == found[:, 0].mean(), "of which one in four stays, where loads are even"
+    assert set(found[:, 1] / 2) == {mixed["context"] - dense["context"]}

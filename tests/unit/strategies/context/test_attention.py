@@ -37,7 +37,12 @@ def test_every_pair_of_a_query_and_a_key_is_on_one_rank(ranks, rng):
                     seen[np.ix_(mine[visit.from_row :], places(visit.keys))] += 1
             whole = np.ones((context, context), int)
             np.testing.assert_array_equal(seen, np.tril(whole) if causal else whole)
-            assert sum(pairs(placed, rank, causal=causal) for rank in range(ranks)) == seen.sum()
+            for rank, own in enumerate(placed):
+                assert pairs(placed, rank, causal=causal) == seen[places(own)].sum()
+        window = int(rng.integers(1, context + 9))
+        seen = np.tri(context, dtype=int) - np.tri(context, k=-window, dtype=int)
+        for rank, own in enumerate(placed):
+            assert pairs(placed, rank, causal=True, window=window) == seen[places(own)].sum()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -57,25 +62,30 @@ def attention(inputs, dy, size, options, draw, make, cut=lambda x: x, documents=
 
 
 @cases(
-    "method, ranks, context, heads, shared, causal, dropout",
-    ("ring", 2, 40, 4, 0, True, 0.0),
-    ("ring", 2, 1400, 2, 1, True, 0.2),  # tiles of 512 within a piece
-    ("ring", 3, 131, 4, 2, True, 0.3),
-    ("ring", 3, 50, 2, 0, False, 0.3),
-    ("ring", 4, 150, 4, 1, False, 0.0),
-    ("ring", 4, 13, 2, 2, True, 0.1),  # ranks without a tail
-    ("ring", 8, 200, 2, 0, True, 0.2),
-    ("all_to_all", 2, 40, 4, 0, True, 0.2),
-    ("all_to_all", 3, 131, 6, 3, False, 0.0),
-    ("all_to_all", 4, 13, 4, 2, True, 0.1),  # two ranks need the same keys
-    ("all_to_all", 4, 37, 8, 1, True, 0.3),
+    "method, ranks, context, heads, shared, causal, dropout, window",
+    ("ring", 2, 40, 4, 0, True, 0.0, 0),
+    ("ring", 2, 1400, 2, 1, True, 0.2, 0),  # tiles of 512 within a piece
+    ("ring", 3, 131, 4, 2, True, 0.3, 0),
+    ("ring", 3, 50, 2, 0, False, 0.3, 0),
+    ("ring", 4, 150, 4, 1, False, 0.0, 0),
+    ("ring", 4, 13, 2, 2, True, 0.1, 0),  # ranks without a tail
+    ("ring", 8, 200, 2, 0, True, 0.2, 0),
+    ("ring", 2, 40, 4, 0, True, 0.0, 5),
+    ("ring", 3, 131, 4, 2, True, 0.3, 30),  # tails whose rows see nothing of the head, or a part
+    ("ring", 4, 150, 4, 1, True, 0.0, 1),
+    ("ring", 2, 1400, 2, 1, True, 0.2, 300),
+    ("all_to_all", 4, 37, 8, 1, True, 0.3, 9),
+    ("all_to_all", 2, 40, 4, 0, True, 0.2, 0),
+    ("all_to_all", 3, 131, 6, 3, False, 0.0, 0),
+    ("all_to_all", 4, 13, 4, 2, True, 0.1, 0),  # two ranks need the same keys
+    ("all_to_all", 4, 37, 8, 1, True, 0.3, 0),
 )
-def test_attention_is_that_of_whole_samples(method, ranks, context, heads, shared, causal, dropout, rng):
+def test_attention_is_that_of_whole_samples(method, ranks, context, heads, shared, causal, dropout, window, rng):
     size, batch, width = 4, 2, 4 * heads
     qkv = 2 * rng.standard_normal((batch, context, width if shared else 3 * width))
     kv = rng.standard_normal((batch, context, 2 * shared * size)) if shared else None
     dy, draw = rng.standard_normal((batch, context, width)), Draw(7, 2, 5)
-    options = {"causal": causal, "dropout": dropout, "part": (1, heads + 2)}
+    options = {"causal": causal, "dropout": dropout, "part": (1, heads + 2), "window": window}
     expected = attention((qkv, kv), dy, size, options, draw, LocalAttention)
 
     def body(comm):
@@ -103,22 +113,24 @@ def test_attention_is_that_of_whole_samples(method, ranks, context, heads, share
 
 
 @cases(
-    "method, ranks, context, heads, shared, causal, dropout, most",
-    ("ring", 2, 40, 4, 0, True, 0.0, 12),
-    ("ring", 3, 131, 4, 2, True, 0.3, 0),
-    ("ring", 4, 13, 2, 2, False, 0.1, 5),
-    ("ring", 4, 150, 4, 1, False, 0.0, 40),
-    ("all_to_all", 2, 40, 4, 0, True, 0.2, 9),
-    ("all_to_all", 4, 37, 8, 1, False, 0.3, 0),
+    "method, ranks, context, heads, shared, causal, dropout, most, window",
+    ("ring", 2, 40, 4, 0, True, 0.0, 12, 0),
+    ("ring", 3, 131, 4, 2, True, 0.3, 0, 0),
+    ("ring", 3, 131, 4, 2, True, 0.3, 90, 20),
+    ("ring", 4, 13, 2, 2, False, 0.1, 5, 0),
+    ("ring", 4, 150, 4, 1, False, 0.0, 40, 0),
+    ("all_to_all", 2, 40, 4, 0, True, 0.2, 9, 4),
+    ("all_to_all", 4, 37, 8, 1, False, 0.3, 0, 0),
 )
 def test_attention_inside_of_documents_is_that_of_whole_samples(
-    method, ranks, context, heads, shared, causal, dropout, most, rng
+    method, ranks, context, heads, shared, causal, dropout, most, window, rng
 ):
     size, batch, width = 4, 3, 4 * heads
     qkv = 2 * rng.standard_normal((batch, context, width if shared else 3 * width))
     kv = rng.standard_normal((batch, context, 2 * shared * size)) if shared else None
     dy, draw = rng.standard_normal((batch, context, width)), Draw(7, 2, 5)
-    options, documents = {"causal": causal, "dropout": dropout}, documents_of(drawn_places(rng, batch, context, most))
+    options = {"causal": causal, "dropout": dropout, "window": window}
+    documents = documents_of(drawn_places(rng, batch, context, most))
     expected = attention((qkv, kv), dy, size, options, draw, LocalAttention, documents=documents)
 
     def body(comm):

@@ -1,4 +1,4 @@
-"""Products of data, pipeline, tensor and expert ranks with ZeRO: sixty cells, each the run of one process.
+"""Products of data, pipeline, tensor, context and expert ranks with ZeRO: each cell is the run of one process.
 
 The cells have every pair of values of the parameters that go together. HPCDIST_TEST_LAYOUTS=all makes 20 steps in each.
 """
@@ -15,9 +15,10 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.training.recipe.requirements import grid_of_recipe
 
 STEPS = 20 if os.environ.get("HPCDIST_TEST_LAYOUTS") == "all" else 4
-CELLS = 60
+CELLS = 80
 KEYS = {**SMALL, "run.steps": 20} | recipe_keys(
-    "layers=3 hidden=12 experts=4 expert_hidden=8 z_loss=0.01 global_batch=12 dropout=0.1 optimizer.clip_norm=0.5"
+    "layers=3 hidden=12 experts=4 expert_hidden=8 z_loss=0.01 global_batch=12 dropout=0.1 optimizer.clip_norm=0.5 "
+    "data.context=22"
 )
 RANKS = {"1": 1, "2": 2, "3": 3, "4": 4, "6": 6, "8": 8}
 PARAMETERS = {
@@ -25,6 +26,14 @@ PARAMETERS = {
     "expert": ("expert=1", "expert=2", "expert=4"),
     "pipeline": ("pipeline=1", "pipeline=2", "pipeline=2 schedule=gpipe", "pipeline=2 schedule=zb-h1"),
     "tensor": ("tensor=1", "tensor=2", "tensor=2 sequence_parallel=true"),
+    "context": (
+        "parallel.context=1",
+        "parallel.context=2",
+        "parallel.context=2 context_method=all_to_all",
+        "parallel.context=3",
+        "parallel.context=4",
+    ),
+    "data": ("packed=false", "packed=true document_end=32"),
     "strategy": (
         "strategy=allreduce",
         "strategy=zero1",
@@ -61,14 +70,15 @@ def is_legal(cell):
 def covering():
     """Return cells, drawn the same every time: those with most new pairs first, until there are enough."""
     rng = np.random.default_rng(28)
-    drawn = {tuple(values[rng.integers(len(values))] for values in PARAMETERS.values()) for _ in range(1500)}
+    drawn = {tuple(values[rng.integers(len(values))] for values in PARAMETERS.values()) for _ in range(4000)}
     legal = [cell for cell in sorted(drawn) if is_legal(cell)]
     pairs = [set(combinations(enumerate(cell), 2)) for cell in legal]
     missing, chosen = set().union(*pairs), list[int]()
     while missing or len(chosen) < CELLS:
         left = [number for number in range(len(legal)) if number not in chosen]
-        # Of equal ones those where experts are shared out.
-        chosen.append(max(left, key=lambda number: (len(missing & pairs[number]), legal[number][1] != "expert=1")))
+        # Of equal ones those where experts are shared out, and samples cut.
+        axes = [sum("=1" not in legal[number][place] for place in (1, 4)) for number in range(len(legal))]
+        chosen.append(max(left, key=lambda number: (len(missing & pairs[number]), axes[number])))
         missing -= pairs[chosen[-1]]
     return [legal[number] for number in chosen]
 

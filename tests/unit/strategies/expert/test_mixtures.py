@@ -1,14 +1,19 @@
 """Mixtures of experts on ranks: every layout is the run of one process, losses of the router and biases included."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from harness.marks import cases
 from harness.trainings import SMALL, difference, losses_and_norms, recipe_keys, recipe_of, refused, state, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.errors import ConfigurationError, DivergenceError, StorageError
+from hpcdist.errors import ConfigurationError, DivergenceError, ScheduleError, StorageError
 from hpcdist.models.config import EXPERT_KEYS
+from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.replica_check import check_parameters, check_replicas
+from hpcdist.strategies.schedule.verify.deadlock import OVER_CONTEXT
+from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.recipe.requirements import grid_of_recipe
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
@@ -52,6 +57,38 @@ LAYOUTS = {
         "global_batch=6",
     ),
     "interleaved": (2, "pipeline=2 schedule=interleaved chunks=2 microbatches=2", "softmax", "layers=3"),
+    "context": (3, "parallel.context=3", "dropping", "data.context=26 data.packed=true document_end=46"),
+    "context x expert": (  # two of the ranks have no samples in the last micro-batch
+        4,
+        "parallel.context=2 expert=4 strategy=zero3 microbatches=3",
+        "biased",
+        "data.context=26 global_batch=5",
+    ),
+    "context of 4, in parts of 2 x expert": (
+        4,
+        "parallel.context=4 expert=2 context_method=ring strategy=zero1 microbatches=3",
+        "dropping",
+        "data.context=37 optimizer.name=lamb",
+    ),
+    "data of 3 x context in groups of 3": (6, "parallel.context=2 expert=3", "softmax", "data.context=26 experts=6"),
+    "all axes": (
+        8,
+        "parallel.context=2 expert=2 tensor=2 pipeline=2 microbatches=5 sequence_parallel=true",
+        "dropping",
+        "data.context=26 optimizer.name=lars learning_rate=1",
+    ),
+    "context x expert x zb-h1": (
+        8,
+        "parallel.context=2 expert=4 pipeline=2 strategy=zero1 schedule=zb-h1 microbatches=5",
+        "biased",
+        "data.context=26 data.packed=true document_end=46",
+    ),
+    "heads for tokens x expert, encoder": (
+        4,
+        "parallel.context=2 expert=2 context_method=all_to_all strategy=zero2 recompute=true",
+        "dropping",
+        "data.context=26 data.packed=true document_end=46 kind=encoder optimizer.name=lamb learning_rate=0.1",
+    ),
 }
 
 
@@ -69,7 +106,7 @@ def router_of(trainer):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.full_except("accumulating", "zero1", "zero3", "1f1b")
+@pytest.mark.full_except("accumulating", "zero1", "zero3", "1f1b", "context", "context x expert")
 def test_a_layout_is_the_run_of_one_process(text, name):
     ranks, layout, router, more = LAYOUTS[name]
     common = {**MIXTURE, "data.path": text, **ROUTERS[router], **recipe_keys(more)}
@@ -105,18 +142,19 @@ def check(own, single):
 @pytest.mark.parametrize("strategy", ["allreduce", "zero3"])
 @pytest.mark.full_except("allreduce")
 def test_a_checkpoint_goes_from_any_number_of_expert_ranks_to_any_other(text, tmp_path, strategy):
-    """Biases and experts come back on 4, 2 or 1 ranks that share them out, and on one process."""
-    keys = {**MIXTURE, "data.path": text, "parallel.strategy": strategy, **ROUTERS["biased"]}
+    """Biases and experts come back on 1 to 4 ranks that share them out, also on context ranks, and on one process."""
+    keys = {**MIXTURE, "data.path": text, "parallel.strategy": strategy, "data.context": 26, **ROUTERS["biased"]}
     (single,) = run_threads(1, lambda comm: losses_and_norms(trainer_of(comm, keys), STEPS))
 
     def first(comm):
-        trainer = trainer_of(comm, keys | {"parallel.expert": 2})
+        trainer = trainer_of(comm, keys | {"parallel.expert": 2, "parallel.context": 2 if strategy == "zero3" else 1})
         steps = losses_and_norms(trainer, 3)
         saved = CheckpointSaver(trainer, tmp_path / "checkpoints").save(3)
         return steps, saved
 
     steps, saved = run_threads(4, first)[0]
-    for ranks, degree, layout in ((4, 4, ""), (4, 2, "tensor=2"), (2, 1, ""), (1, 1, "")):
+    layouts = (4, 4, ""), (4, 2, "tensor=2"), (2, 1, ""), (4, 4, "parallel.context=2"), (3, 1, "parallel.context=3")
+    for ranks, degree, layout in (*layouts, (1, 1, "")):
         own = keys | {"parallel.expert": degree} | recipe_keys(layout)
 
         def more(comm, own=own):
@@ -126,19 +164,48 @@ def test_a_checkpoint_goes_from_any_number_of_expert_ranks_to_any_other(text, tm
             np.testing.assert_allclose(steps + resumed, single, rtol=1e-12, err_msg=f"{degree} of {ranks}")
 
 
-def test_all_tokens_to_one_expert_on_ranks_that_share_experts_out(text):
-    """Forced imbalance: one rank computes everything, the other waits for it, and the run is the same."""
-    keys = {**MIXTURE, "data.path": text} | recipe_keys("experts_per_token=1 balance_loss=0 balance_rate=1e-9")
+def test_ranks_that_share_experts_out_compute_in_the_same_order(text):
+    """Ranks 2 and 3 have other samples than ranks 0 and 1, and experts that these need."""
+    keys = {**MIXTURE, "data.path": text} | recipe_keys("data.context=26 parallel.context=2 expert=4 microbatches=2")
 
-    def forced(comm, degree):
-        trainer = trainer_of(comm, keys | {"parallel.expert": degree})
+    def body(comm):
+        trainer = trainer_of(comm, keys)
+        return trainer.operations, trainer.model.layout
+
+    steps, (layout, *_) = zip(*run_threads(4, body), strict=True)
+    swapped = [
+        [replace(op, microbatch=1 - op.microbatch) if rank > 1 and op.kind in OVER_CONTEXT else op for op in own]
+        for rank, own in enumerate(steps)
+    ]
+    experts = {unit: layout.part_of(unit, "expert") for unit in (1, 2)}
+
+    def prove(lists, expert, experts):
+        grid = ProcessGrid(data=2, context=2, expert=expert)
+        verify(lists, grid=grid, units=dict(enumerate(layout.units.values())), microbatches=2, experts=experts)
+
+    prove(steps, 4, experts)
+    prove(swapped, 1, {})
+    prove(swapped, 2, experts)
+    with pytest.raises(ScheduleError, match="same order"):
+        prove(swapped, 4, experts)
+
+
+def test_all_tokens_to_one_expert_on_ranks_that_share_experts_out(text):
+    """Forced imbalance: one rank computes everything, the others wait for it, and the run is the same."""
+    keys = {**MIXTURE, "data.path": text, "data.context": 26}
+    keys |= recipe_keys("experts_per_token=1 balance_loss=0 balance_rate=1e-9 capacity_factor=2.5")
+
+    def forced(comm, layout):
+        trainer = trainer_of(comm, keys | recipe_keys(layout))
         trainer.model.operations.experts.state.bias[:, 3] = 100
         return run_of(trainer)
 
-    (single,) = run_threads(1, lambda comm: forced(comm, 1))
+    (single,) = run_threads(1, lambda comm: forced(comm, ""))
     assert single[3][1][:, 3].sum() == single[3][1].sum() > 0
-    for own in run_threads(2, lambda comm: forced(comm, 2)):
-        check(own, single)
+    assert single[3][2][3] == 1 - 17 / 26, "of each sample the first 17 tokens have room"
+    for ranks, layout in ((2, "expert=2"), (4, "parallel.context=2 expert=4")):
+        for own in run_threads(ranks, lambda comm, layout=layout: forced(comm, layout)):
+            check(own, single)
 
 
 def test_drops_of_more_than_half_are_told_once(text, capsys):
@@ -173,9 +240,12 @@ def test_what_is_refused(keys, message):
     refused(recipe_keys(keys), match=message)
 
 
-def test_a_degree_that_does_not_divide_the_data_ranks_is_refused_with_the_equation():
+def test_a_degree_that_does_not_divide_the_replicas_is_refused_with_the_equation():
     recipe = recipe_of(recipe_keys("expert=2 experts=4 pipeline=2 microbatches=2 global_batch=6"))
-    with pytest.raises(ConfigurationError, match=r"parallel.expert = 2 does not divide parallel.data 3 .*6 ranks"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"parallel.expert = 2 does not divide parallel.data 3 x parallel.context 1 .*6 ranks.*one of .1, 3.$",
+    ):
         grid_of_recipe(recipe, 6)
 
 

@@ -16,8 +16,8 @@ ALIGNED = 64  # bytes to which the arena rounds each of its blocks
 BLOCKS = 16  # that a unit takes at most
 
 
-def gpt(context, *, tied=False, dropout=0.0):
-    config = ModelConfig(layers=2, hidden=32, heads=4, vocabulary=48, tied=tied, dropout=dropout)
+def gpt(context, *, tied=False, dropout=0.0, window=0):
+    config = ModelConfig(layers=2, hidden=32, heads=4, vocabulary=48, tied=tied, dropout=dropout, window=window)
     return models.build(config, "float32", context=context), np.zeros((SAMPLES, context), np.int64)
 
 
@@ -91,7 +91,8 @@ def counted(monkeypatch):
     return found
 
 
-EVERY = [lambda: gpt(40), lambda: gpt(150), lambda: gpt(64, tied=True), options, encoder, mlp, convnet]
+EVERY = [lambda: gpt(40), lambda: gpt(150), lambda: gpt(64, tied=True), lambda: gpt(256, window=70)]
+EVERY += [options, encoder, mlp, convnet]
 
 
 @pytest.mark.parametrize("build", EVERY)
@@ -150,7 +151,10 @@ def test_borders_are_the_outputs():
     assert [cost.output_bytes for cost in costs] == [5 * 40 * 32 * 4] * 3 + [0]
 
 
-@pytest.mark.parametrize("context", [1, 63, 64, 65, 128, 200])
-def test_scores_are_those_of_the_blocks(context):
+@pytest.mark.parametrize("window", [0, 1, 2, 64, 65, 66, 100, 500])
+@pytest.mark.parametrize("context", [1, 63, 64, 65, 128, 300])
+def test_scores_are_those_of_the_blocks(context, window):
     blocks = [list(range(first, min(first + 64, context))) for first in range(0, context, 64)]
-    assert attention_scores(context) == sum(len(block) * (block[-1] + 1) for block in blocks)
+    seen = [max(0, block[0] + 1 - (window or context)) // 64 * 64 for block in blocks]
+    scores = sum(len(block) * (block[-1] + 1 - first) for block, first in zip(blocks, seen, strict=True))
+    assert attention_scores(context, window) == scores

@@ -31,7 +31,7 @@ def ends_of(documents):
 
 def documents_in(batch):
     """Return inputs and targets of each document of a batch, padding too."""
-    tokens, places = batch[0].arrays
+    tokens, places, _ = batch[0].arrays
     for row in range(len(tokens)):
         borders = [*np.flatnonzero(places[row] == 0), tokens.shape[1]]
         for start, end in zip(borders, borders[1:], strict=False):
@@ -93,8 +93,9 @@ def test_masks_hide_tokens_of_documents_alone(tmp_path, rng):
     source = open_source(config, ModelConfig(kind="encoder", vocabulary=401), solo())
     sampler = Sampler(source.training, 5)
     inputs, targets = sampler.batch(0, 2 * source.training.count)
-    tokens, _ = inputs.arrays
-    filled = source.training.filled(np.array([*sampler.places(0, 0, source.training.count)[0]]))
+    tokens, _, filled = inputs.arrays
+    order = np.array([*sampler.places(0, 0, source.training.count)[0]])
+    np.testing.assert_array_equal(filled[: source.training.count], source.training.filled(order))
     for row, size in enumerate(filled.tolist()):
         assert (targets[row, :size] != IGNORED).sum() == masked_predictions(size)
         assert (targets[row, size:] == IGNORED).all() and (tokens[row, size:] == 0).all()
