@@ -126,7 +126,7 @@ def run(module: ModuleType, name: str, words: Sequence[str]) -> int:
     """Run the study of ``module`` with the options ``words`` and return the exit code. Collective with ranks."""
     study = Study.of(module)
     try:
-        options = _parsed(study, module, name, words)
+        options = parsed(study, module, name, words)
         if options.plot is not None:
             check_plot(options.plot)
         if study.on == "gpu":
@@ -145,7 +145,7 @@ def run(module: ModuleType, name: str, words: Sequence[str]) -> int:
     return OK
 
 
-def _parsed(study: Study, module: ModuleType, name: str, words: Sequence[str]) -> argparse.Namespace:
+def parsed(study: Study, module: ModuleType, name: str, words: Sequence[str]) -> argparse.Namespace:
     """Return the options; those of a check are the committed file's."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {name}",

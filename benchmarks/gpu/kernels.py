@@ -60,7 +60,7 @@ def cases(dtype: np.dtype, tokens: int, hidden: int) -> dict[str, Case]:
         "residual": (lambda: models.add(y, x), 3 * count * e),
         "norm": (lambda: models.norm(x, scale, bias, 1e-5, y, statistics), 2 * count * e + 2 * tokens * r),
         "norm backward": (
-            lambda: models.norm_backward(y, x, scale, statistics, dx, dscale, dbias),
+            lambda: models.norm_backward(y, x, scale, statistics, dx, True, (dscale, True), (dbias, True)),
             4 * count * e + 2 * tokens * r,
         ),
         "rotary": (lambda: models.rotate(whole, hidden // 64 * 64, turns, 1), 2 * count * e + tokens * 64 * r),

@@ -111,7 +111,8 @@ ALLREDUCE: Final[dict[str, AllreduceFunction]] = {
 ON_GPUS: Final[dict[str, AllreduceFunction]] = {"nccl": staging.on_host}  # what these do on the host
 _BY_NAME: Final = ALLREDUCE | ON_GPUS
 
-SUM_16_BITS: Final = ("all_to_all", "node_shared")  # no partial sum travels in 16 bits: they need no float32 copy
+# No partial sum travels in 16 bits: they need no float32 copy.
+SUM_16_BITS: Final = ("all_to_all", "node_shared", "nccl")
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError, UsageError
 
-SUM_16_BITS: Final = ("node_shared",)  # sums them in float32 where they lie
+SUM_16_BITS: Final = ("node_shared", "nccl")  # sum them in float32 by themselves
 
 
 # Cuts (size, itemsize) into a range for each rank; any may be empty. Local, but the first call may be collective.

@@ -21,6 +21,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array, is_device, namespace, zeros
 from hpcdist.arrays.dtypes import is_16bit_float
 from hpcdist.arrays.filestore import FileStore
+from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
@@ -124,16 +125,30 @@ def sum_of_squares(
 def _squares(store: FlatStore, ranges: Sequence[Range]) -> Any:
     """Return the sum of squares in ``ranges``, where the values are."""
     total: Any = 0.0
+    if not isinstance(store, FileStore) and is_device(store.array):
+        pieces = [store.range(where) for part in ranges for where in _joined(store.layout, part)]
+        return kernels.launch_sum_of_squares(*pieces) if pieces else total
     for _, where in chain.from_iterable(map(store.layout.within, ranges)):
         if isinstance(store, FileStore):
             total += sum_of_block_squares(store.blocks(where))
             continue
         values = store.range(where)
-        if is_16bit_float(store.dtype) and not is_device(values):
+        if is_16bit_float(store.dtype):
             total = total + _squares_of_halves(values)
         else:
             total = total + kernels.sum_of_squares(values)
     return total
+
+
+def _joined(layout: Layout, part: Range) -> list[Range]:
+    """Return the ranges of tensors in ``part``, as one where they touch: most tensors end where the next one begins."""
+    joined: list[Range] = []
+    for _, where in layout.within(part):
+        if joined and joined[-1].stop == where.start:
+            joined[-1] = Range(joined[-1].start, where.stop)
+        else:
+            joined.append(where)
+    return joined
 
 
 def _squares_of_halves(values: np.ndarray) -> Any:

@@ -281,7 +281,6 @@ RULES: Final = (
         UNBUILT,
         "run.device!=gpu",  # a processor multiplies no such numbers
         "parallel.microbatches>1",  # sums of gradients would be rounded
-        "parallel.tensor>1",  # so would the softmax's, over the ranks' vocabularies
     ),
     # Steps that are computed again
     *each_of(

@@ -11,11 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+import click
 import numpy as np
 
 from benchmarks import harness
 from benchmarks.__main__ import STUDIES
 from benchmarks.harness import Results
+from hpcdist.cli.main import group
+from hpcdist.cli.train import recipe_from_options, train
+from hpcdist.errors import UsageError
 
 OUTPUT: Final = "RESULT"  # stands for the file that a command writes; FOLDER for one that its stage has
 
@@ -67,6 +71,40 @@ def tool(name: str, more: str, less: str = "", suffix: str = ".txt", after: str 
     """Return a command of hpcdist, with other options in a small run ("": none)."""
     small = ("-m", "hpcdist", *less.split()) if less else ()
     return Command(name, ("-m", "hpcdist", *more.split()), small, suffix=suffix, after=after)
+
+
+def check(command: Command) -> None:
+    """Raise where a program would refuse the words of ``command``, or the recipe in them. Nothing is carried out.
+
+    SystemExit comes from a study, HpcdistError from the others.
+    """
+    line = [word.replace(OUTPUT, "nowhere.h5") for word in command.line]
+    match line:
+        case ["-m", "benchmarks", name, *words]:
+            module = importlib.import_module(f"benchmarks.{STUDIES[name]}")
+            harness.parsed(harness.Study.of(module), module, name, words)
+        case ["-m", "pytest", *words]:
+            files = [word for word in words if word.startswith("tests/")]
+            if lost := [word for word in files if not (harness.ROOT / word).exists()]:
+                raise UsageError(f"{command.name} names {', '.join(lost)}, which does not exist")
+        case ["-m", "hpcdist", *words]:
+            try:
+                context = _context(words)
+            except click.ClickException as error:
+                raise UsageError(f"{command.name}: {error.format_message()}") from error
+            if context.command is train:
+                recipe_from_options(context.params)
+
+
+def _context(words: Sequence[str]) -> click.Context:
+    """Return the parsed options of the command of hpcdist that ``words`` name."""
+    context = group.make_context("hpcdist", list(words))
+    while isinstance(context.command, click.Group):
+        rest = [*getattr(context, "_protected_args", ()), *context.args]  # click 9 has them all in args
+        name, own, rest = context.command.resolve_command(context, rest)
+        assert own is not None and name is not None
+        context = own.make_context(name, rest, parent=context)
+    return context
 
 
 def headline(command: Command, result: Path, results: Results | None) -> str:
@@ -180,16 +218,16 @@ STAGES: Final[dict[str, Stage]] = {
     "tests": Stage(240, (suite("fast", _files(FAST), f"{_files('sparse')} -k one_bit_adam"),)),
     "step": Stage(300, _steps()),
     "collectives": Stage(
-        240,
+        180,
         (
             study("on-2", "gpu.collectives", "--ranks 2 --bytes 64M 1M 64K", "--ranks 2 --bytes 4096 --repetitions 2"),
             study("on-4", "gpu.collectives", "--ranks 4 --bytes 64M 1M 64K"),
         ),
     ),
     "strategies": Stage(180, _strategies()),
-    "energy": Stage(180, _energy()),
+    "energy": Stage(120, _energy()),
     "checkpoint": Stage(
-        180,
+        120,
         (
             study(
                 "one-rank",
@@ -200,5 +238,5 @@ STAGES: Final[dict[str, Stage]] = {
             study("two-ranks", "gpu.checkpoint", "--ranks 2 --rounds 2"),
         ),
     ),
-    "rest": Stage(600, _rest()),
+    "rest": Stage(420, _rest()),
 }

@@ -11,7 +11,10 @@ runs out of --minutes, leaves what was done. Started again on the same --date it
 and goes on with the others: first those that never began, then those that failed or were cut off, without the commands
 that ended well. --again repeats all. A failing stage is recorded with its error, and the next one starts.
 
---small takes sizes that a processor has in seconds, to try the campaign itself. Without a GPU it leaves with 69; exit
+The limits of the stages are 28 minutes together: what is left of 30 is for the environment.
+
+--small takes sizes that a processor has in seconds, to try the campaign itself; the words of every command in its size
+for a GPU are parsed before, and the recipes in them read. Without a GPU it leaves with 69; exit
 code 1 where a stage is not complete.
 """
 
@@ -32,7 +35,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.gpu.campaign.stages import OUTPUT, STAGES, Command, Stage, headline
+from benchmarks.gpu.campaign.stages import OUTPUT, STAGES, Command, Stage, check, headline
 from benchmarks.gpu.card import card
 from benchmarks.harness import Results
 from hpcdist.collectives.gpu import nccl
@@ -215,6 +218,9 @@ def in_order(records: Mapping[str, Record], again: bool) -> Iterator[str]:
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
     """Run the stages and return their seconds."""
     harness.at_least(chosen, minutes=0)
+    if chosen.small:
+        for command in (command for name in chosen.stages for command in STAGES[name].full):
+            check(command)
     chosen.results.mkdir(parents=True, exist_ok=True)
     about = card()
     slug = re.sub(r"[^a-z0-9]+", "-", about["gpu"].lower()).strip("-")

@@ -6,6 +6,7 @@ missing is kept for `hpcdist doctor`.
 
 import functools
 import importlib
+from collections import deque
 from types import ModuleType
 from typing import Any
 
@@ -115,11 +116,41 @@ def new_stream() -> Any:
     return cupy().cuda.Stream(non_blocking=True)
 
 
-def record(stream: Any = None) -> Any:
+class Event:
+    """A place in a stream. Its event of CUDA is recorded anew once the last reference to this object is gone."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def __del__(self) -> None:
+        # A stream that was told to wait has taken the place down; nobody else can ask for it any more.
+        _free_events.append(self._event)
+
+    @property
+    def done(self) -> bool:
+        """Whether the work in front of this place is done."""
+        return bool(self._event.done)
+
+    def synchronize(self) -> None:
+        """Wait for the work in front of this place."""
+        self._event.synchronize()
+
+    def hold_back(self, stream: Any) -> None:
+        """Let what is enqueued on ``stream`` from now on wait for the work in front of this place."""
+        stream.wait_event(self._event)
+
+
+_free_events: deque[Any] = deque()  # of all threads: its two ends are taken and given atomically
+
+
+def record(stream: Any = None) -> Event:
     """Record and return an event behind all work that is enqueued on ``stream`` (None: the current one) so far."""
-    event = cupy().cuda.Event(disable_timing=True)
+    try:
+        event = _free_events.pop()
+    except IndexError:
+        event = cupy().cuda.Event(disable_timing=True)
     event.record(stream if stream is not None else current_stream())
-    return event
+    return Event(event)
 
 
 def produced() -> None:

@@ -6,8 +6,9 @@ pool hands the same blocks out again (sizes are rounded up to powers of two for 
 memory the blocks are pageable: slower, otherwise the same.
 
 Order of a copy to the host: the producing stream records an event, the copy waits for that event and nothing else,
-the host waits for the event behind the copy. Copies to the device are made on the stream of the consumer, which
-orders them before its kernels; their block returns to the pool when the event behind the copy has passed.
+the host waits for the event behind the copy. Until then the source is referred to here: cupy would give its memory to
+the next kernels of the producing stream. Copies to the device are made on the stream of the consumer, which orders
+them before its kernels; their block returns to the pool when the event behind the copy has passed.
 
 Long copies to and from places that are not pinned (`to_device_in_blocks`, `to_host_in_blocks`) go through pinned
 blocks, two at a time: while one is on the bus, the host fills or empties the other.
@@ -23,6 +24,7 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.gpu import device
+from hpcdist.arrays.gpu.device import Event
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.errors import MissingCapabilityError
@@ -82,11 +84,12 @@ class _Pool:
 
 
 class _Local(threading.local):
-    """State of a thread: its copy stream, and the blocks that copies to the device under way still read."""
+    """State of a thread: its copy stream, and what copies under way still read, on the device and in blocks."""
 
     def __init__(self) -> None:
         self.stream: Any = None
-        self.busy: deque[tuple[Any, np.ndarray]] = deque()
+        self.leaving: deque[tuple[Event, Array]] = deque()
+        self.busy: deque[tuple[Event, np.ndarray]] = deque()
         self.busy_bytes = 0
         self.ledger: Ledger | None = None
 
@@ -106,27 +109,31 @@ def refusal() -> str:
     return _pool.refusal
 
 
-def begin_to_host(source: Array, target: np.ndarray, produced: Any = None) -> Any:
+def begin_to_host(source: Array, target: np.ndarray, produced: Event | None = None) -> Event:
     """Begin to copy ``source`` into ``target``, and return the event after which ``target`` may be read (local).
 
     ``produced`` is the event behind the kernels that write ``source``; by default it is recorded now.
     """
     if _per_thread.stream is None:
         _per_thread.stream = device.new_stream()
-    _per_thread.stream.wait_event(device.record() if produced is None else produced)
+    (device.record() if produced is None else produced).hold_back(_per_thread.stream)
     # The event only: kernels that the consumer launches meanwhile do not delay the copy.
     device.to_host_on(_per_thread.stream, source, target)
-    return device.record(_per_thread.stream)
+    event = device.record(_per_thread.stream)
+    _drop_finished_copies()
+    _per_thread.leaving.append((event, source))
+    return event
 
 
 def to_host(source: Array) -> np.ndarray:
     """Return a complete copy of ``source`` in pinned memory (local)."""
     target = lease(source.size, source.dtype)
     begin_to_host(source, target).synchronize()
+    _drop_finished_copies()
     return target
 
 
-def to_device(source: np.ndarray, target: Any) -> Any:
+def to_device(source: np.ndarray, target: Any) -> Event:
     """Begin to copy ``source`` into ``target`` on the current stream; kernels launched later see it (local).
 
     Returns the event after which ``source`` may be written; until then its block does not return to the pool.
@@ -139,9 +146,11 @@ def to_device(source: np.ndarray, target: Any) -> Any:
 
 
 def _drop_finished_copies() -> None:
-    """Let go of the blocks whose copies are done; wait for the oldest while too much is under way."""
+    """Let go of what finished copies have read; wait for the oldest block while too much is under way."""
     # Oldest first: copies of one stream end in order, so those behind one under way are not looked at.
-    busy = _per_thread.busy
+    busy, leaving = _per_thread.busy, _per_thread.leaving
+    while leaving and leaving[0][0].done:
+        leaving.popleft()
     while busy:
         event, block = busy[0]
         if not event.done:
@@ -159,8 +168,9 @@ def account(ledger: Ledger | None) -> None:
 
 def release() -> None:
     """Wait for this thread's copies, and give the free blocks back (local)."""
-    while _per_thread.busy:
-        _per_thread.busy.popleft()[0].synchronize()
+    for copies in (_per_thread.leaving, _per_thread.busy):
+        while copies:
+            copies.popleft()[0].synchronize()
     _per_thread.busy_bytes = 0
     _pool.drop()
 
@@ -172,7 +182,7 @@ BlockCopy = Callable[[Range, np.ndarray], None]  # (range of the array, block of
 
 def to_device_in_blocks(target: Array, fill: BlockCopy) -> None:
     """Copy to ``target``, 1-D on a GPU, the blocks that ``fill`` writes; kernels launched later see them (local)."""
-    under_way: list[Any] = []
+    under_way: list[Event] = []
     for where in cut(Range(0, target.size), BLOCK_BYTES // target.dtype.itemsize):
         if len(under_way) == 2:  # double buffering: one block is on the bus while the host fills the other
             under_way.pop(0).synchronize()
@@ -184,7 +194,7 @@ def to_device_in_blocks(target: Array, fill: BlockCopy) -> None:
 def to_host_in_blocks(source: Array, take: BlockCopy) -> None:
     """Copy ``source``, 1-D on a GPU, block by block and call ``take`` with each; all are taken on return (local)."""
     produced = device.record()
-    arriving: tuple[Range, np.ndarray, Any] | None = None
+    arriving: tuple[Range, np.ndarray, Event] | None = None
     for where in cut(Range(0, source.size), BLOCK_BYTES // source.dtype.itemsize):
         block = lease(where.size, source.dtype)
         # Begin the next copy before the host works on the block that arrives.
@@ -192,9 +202,10 @@ def to_host_in_blocks(source: Array, take: BlockCopy) -> None:
         _finish_block(arriving, take)
         arriving = following
     _finish_block(arriving, take)
+    _drop_finished_copies()
 
 
-def _finish_block(arriving: tuple[Range, np.ndarray, Any] | None, take: BlockCopy) -> None:
+def _finish_block(arriving: tuple[Range, np.ndarray, Event] | None, take: BlockCopy) -> None:
     if arriving is not None:
         where, block, event = arriving
         event.synchronize()

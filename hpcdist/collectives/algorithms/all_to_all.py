@@ -203,11 +203,11 @@ def all_to_all_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequenc
     rows = [Range(own.size * peer, own.size * (peer + 1)) for peer in range(comm.size)]
     addends = scratch("all to all", own.size * comm.size, buffer.dtype, buffer)  # (ranks * own share,)
     comm.all_to_all(buffer, addends, shares, rows)
-    _reduce_rows([addends[row.slice] for row in rows], buffer[own.slice], op)
+    reduce_rows([addends[row.slice] for row in rows], buffer[own.slice], op)
 
 
-def _reduce_rows(rows: list[Array], result: Array, op: str) -> None:
-    """Reduce ``rows`` in their order, in the dtype for sums, and round into ``result`` once."""
+def reduce_rows(rows: list[Array], result: Array, op: str) -> None:
+    """Reduce ``rows`` in their order, in the dtype for sums, and round into ``result`` once (local)."""
     wide = accumulation_dtype(result.dtype)
     total = scratch("all to all total", result.size, wide, result)
     combine = ufunc(total, op)

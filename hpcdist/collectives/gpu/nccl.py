@@ -7,6 +7,9 @@ skipped.
 
 NCCL computes each element at one place and sends its bits on: all ranks end with the same bits. Shares need not be of
 one size, which NCCL's own reduce-scatter requires: each half is a group of p reductions, or broadcasts, one a share.
+
+NCCL would round 16-bit floats at every partial sum. They are exchanged as they are, float16 and bfloat16 as bytes, in a
+group of sends and receives; the rank of a share sums it in float32 and rounds once, and the allreduce gathers that.
 """
 
 import os
@@ -16,17 +19,19 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from hpcdist.arrays.backend import Array, is_device
-from hpcdist.arrays.dtypes import name_of
+from hpcdist.arrays.dtypes import is_16bit_float, name_of
 from hpcdist.arrays.gpu import device
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives.reduction import check_buffer, combiner
+from hpcdist.collectives.algorithms.all_to_all import reduce_rows
+from hpcdist.collectives.reduction import check_buffer, check_op, combiner
+from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import BufferHandoverError, MissingCapabilityError
 
 SEVERAL_RANKS_A_GPU: Final = 23000  # NCCL 2.30, as get_version gives it
 SEVERAL_RANKS_VARIABLE: Final = "NCCL_MULTI_RANK_GPU_ENABLE"
 _OPS: Final = {"sum": "NCCL_SUM", "max": "NCCL_MAX", "min": "NCCL_MIN"}
-_DTYPES: Final = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
+_DTYPES: Final = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 
 _communicators: weakref.WeakKeyDictionary[Communicator, Any] = weakref.WeakKeyDictionary()
 
@@ -36,6 +41,11 @@ def nccl_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
 
     Raises MissingCapabilityError, with the reason and on every rank, where NCCL is missing or would refuse the GPUs.
     """
+    if is_16bit_float(buffer.dtype):
+        parts = shares(comm, buffer.size, buffer.itemsize)
+        reduce_scatter(comm, buffer, parts, op)
+        all_gather(comm, buffer, parts)
+        return
     combiner(buffer, op)
     if comm.size == 1 or buffer.size == 0:
         return
@@ -52,6 +62,9 @@ def shares(comm: Communicator, size: int, itemsize: int) -> list[Range]:
 
 def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
     """Reduce ``buffer`` in place; afterwards the own range is defined, the rest not. Collective over ``comm``."""
+    if is_16bit_float(buffer.dtype):
+        _exchange_and_reduce(comm, buffer, ranges, op)
+        return
     combiner(buffer, op)
     if comm.size == 1 or buffer.size == 0:
         return
@@ -62,6 +75,27 @@ def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], o
             address = _address(buffer[part.slice])
             channel.reduce(address, address, part.size, kind, getattr(module, _OPS[op]), root, stream)
     module.groupEnd()
+    device.produced()
+
+
+def _exchange_and_reduce(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str) -> None:
+    """Reduce the own range of ``buffer``, 16-bit floats, in place. Collective over ``comm``."""
+    check_buffer(buffer)
+    check_op(op)
+    if comm.size == 1 or buffer.size == 0:
+        return
+    channel, module, kind, stream = _prepared(comm, buffer.view("uint8"))
+    own = ranges[comm.rank]
+    received = scratch("nccl", own.size * comm.size, buffer.dtype, buffer)  # (ranks * own range,)
+    rows = [received[own.size * rank : own.size * (rank + 1)] for rank in range(comm.size)]
+    module.groupStart()
+    for peer, (part, row) in enumerate(zip(ranges, rows, strict=True)):
+        if part:
+            channel.send(_address(buffer[part.slice]), part.size * buffer.itemsize, kind, peer, stream)
+        if own:
+            channel.recv(_address(row), row.nbytes, kind, peer, stream)
+    module.groupEnd()
+    reduce_rows(rows, buffer[own.slice], op)  # behind the group, on the same stream
     device.produced()
 
 

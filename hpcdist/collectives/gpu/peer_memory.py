@@ -13,7 +13,8 @@ the result out. With μ the time to read and write a byte of device memory, or o
 
 Nothing passes through the host but two barriers a piece. Before each barrier the host waits for an event behind the
 rank's own kernels, so what the others read after it is there. Two halves of the memory take turns: before a half is
-written again, every rank has waited for its copies out of it, at the first barrier of the other half's piece.
+written again, every rank has waited for its copies out of it, at the first barrier of the other half's piece. The
+memory of a communicator that is dropped without `release` is unmapped as well, but no rank waits for the others then.
 
 Each element is summed in rank order by one rank, and its bits are copied: all ranks end with the same bits, those of
 `node.shared_memory` on the host. 16-bit floats are shared as they are; the kernels widen them, sum in float32, and
@@ -50,21 +51,31 @@ class IpcHandle:
     nbytes: int
 
 
+class _Opened:
+    """Owner of the arrays of a mapping: with the last of them the mapping is closed, if it was not before."""
+
+
 class IpcMapping:
-    """Memory of another rank: ``array`` has its bytes until `close`."""
+    """Memory of another rank: ``array`` has its bytes until `close`, or until nothing refers to it."""
 
     def __init__(self, pointer: int, nbytes: int, opened: bool) -> None:
-        cuda = device.cupy().cuda
-        self._pointer, self._opened = pointer, opened
-        memory = cuda.UnownedMemory(pointer, nbytes, self, device.index())
+        cuda, owner = device.cupy().cuda, _Opened()
+        self._close = weakref.finalize(owner, _unmap, cuda, pointer) if opened else None
+        if self._close is not None:
+            self._close.atexit = False  # the driver does it, and may be gone by then
+        memory = cuda.UnownedMemory(pointer, nbytes, owner, device.index())
         self.array: Any = device.cupy().ndarray(nbytes, np.uint8, cuda.MemoryPointer(memory, 0))
 
     def close(self) -> None:
         """Unmap; must precede the owner's freeing, and follow the last kernel that reads (local)."""
         self.array = None
-        if self._opened:
-            self._opened = False
-            device.cupy().cuda.runtime.ipcCloseMemHandle(self._pointer)
+        if self._close is not None:
+            self._close()
+
+
+def _unmap(cuda: Any, pointer: int) -> None:
+    cuda.get_current_stream().synchronize()  # kernels may still read where nobody has called `close`
+    cuda.runtime.ipcCloseMemHandle(pointer)
 
 
 def process_identity() -> str:

@@ -26,12 +26,13 @@ The halves of an allreduce, whose shares are cut already, are copied whole.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.gpu import device, staging
+from hpcdist.arrays.gpu.device import Event
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.collectives.gpu import nccl, peer_memory
 from hpcdist.collectives.reduction import AllreduceFunction, native_allreduce
@@ -64,7 +65,7 @@ def staged_allreduce(function: AllreduceFunction, comm: Communicator, buffer: Ar
             filled.append(_fill(buffer[following], blocks[index % BLOCKS], emptied))
 
 
-def _fill(source: Array, block: np.ndarray, after: Any) -> Any:
+def _fill(source: Array, block: np.ndarray, after: Event) -> Event:
     """Begin to copy ``source`` into ``block`` behind the event ``after``; return the event behind the copy (local)."""
     return staging.begin_to_host(source, block[: source.size], after)
 

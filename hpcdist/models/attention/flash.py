@@ -9,7 +9,8 @@ a head in every part of the heads. Errors are at most 3e-6 (1 + the largest elem
 for scores of a standard deviation of 4 or so, and four times that in gradients.
 
 On a GPU, 16-bit floats take one fused kernel forward and three backward (``models/cuda/attention.cu``); float32 and
-float64 take the tiles, with the products of the array library between kernels.
+float64 take the tiles, with the products of the array library between kernels (``models/cuda/softmax.cu``): without
+tensor cores those products are most of the time, and a library makes them.
 """
 
 import math
@@ -41,6 +42,7 @@ from hpcdist.models.stage import Saved
 FUSED_KERNELS: Final = KernelSource(Path(__file__).parents[1] / "cuda" / "attention.cu", ("float16", "bfloat16"))
 MAX_FUSED_HEAD: Final = 128  # head
 FUSED_ROWS: Final = 64  # of a block of threads
+MAX_FUSED_CONTEXT: Final = 65535 * FUSED_ROWS  # a grid has at most 65535 blocks in its second dim
 FUSED_THREADS: Final = 128
 
 
@@ -61,7 +63,7 @@ def fused_forward(
     documents: Documents | None = None,
 ) -> None:
     """Write y (batch, context, heads size), and sums (pairs, context), float32, which `fused_backward` takes."""
-    grid = heads.batch * heads.queries, -(-heads.context // FUSED_ROWS)  # of the second, CUDA has at most 65535
+    grid = heads.batch * heads.queries, -(-heads.context // FUSED_ROWS)
     numbers = _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
     FUSED_KERNELS.launch(
         "attention", grid, FUSED_THREADS, qkv, _fused_keys(qkv, kv), y, sums, *numbers, **_fused_types(heads, y)
@@ -84,9 +86,7 @@ def fused_backward(
     """Write the ``gradients`` of the inputs for contiguous dy. ``dots`` (pairs, context) is scratch."""
     (qkv, kv), (dq, dkv) = inputs, gradients
     types, numbers = _fused_types(heads, y), _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
-    rows = heads.batch * heads.context * heads.queries
-    FUSED_KERNELS.launch("attention_dots", -(-rows // 4), FUSED_THREADS, dy, y, dots, rows, heads.context, heads.size,
-                  heads.queries, **types)  # fmt: skip
+    kernels.row_dots(dy, y, heads.queries, dots)
     arrays, blocks = (qkv, _fused_keys(qkv, kv), dy, sums, dots), -(-heads.context // FUSED_ROWS)
     FUSED_KERNELS.launch(
         "attention_queries", (heads.batch * heads.queries, blocks), FUSED_THREADS, *arrays, dq, *numbers, **types
@@ -106,6 +106,11 @@ def _fused_types(heads: Heads, like: Array) -> dict[str, Any]:
         raise UsageError(
             f"attention in {like.dtype} got heads of {heads.size}; its kernels have heads of at most {MAX_FUSED_HEAD}: "
             "choose model.heads of at least model.hidden / 128, or compute in float32"
+        )
+    if heads.context > MAX_FUSED_CONTEXT:
+        raise UsageError(
+            f"attention in {like.dtype} got {heads.context} tokens of context; its kernels have at most "
+            f"{MAX_FUSED_CONTEXT}: choose a shorter data.context, or compute in float32"
         )
     return {"REAL": like.dtype, "HEAD": -(-heads.size // 16) * 16}
 

@@ -10,13 +10,17 @@ A tile of head rows is contiguous (pairs, rows, head size). It belongs to a targ
 ``heads`` heads next to each other from ``column`` on. On a GPU a tile has all pairs of some samples.
 """
 
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.backend import Array, is_device
+from hpcdist.arrays.gpu.kernels import KernelSource, elementwise, threads_for
 from hpcdist.arrays.jit import jit
 from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES, exp, row_maximum
+
+SOFTMAX: Final = KernelSource(Path(__file__).parents[1] / "cuda" / "softmax.cu")
 
 # Pair and query at its corner; the columns that the first row sees, and the next ones one further on; whether it is the
 # first tile of its rows.
@@ -48,50 +52,18 @@ def softmax_gradient(s: Array, d: Array, tile: Tile, scale: float, top: Array, t
         _softmax_gradient(s, d, *tile[:4], s.dtype.type(scale), top, total, dots)
 
 
-def _rows(array: Array, s: Array, pair: int, first: int) -> Array:
-    return array[pair : pair + s.shape[0], first : first + s.shape[1]]
-
-
-def _hide(s: Array, tile: Tile) -> None:
-    """Write -infinity to the scores of a tile that are hidden."""
-    xp, (_, _, low, high, _) = namespace(s), tile
-    if high < s.shape[2] or low + s.shape[1] > 1:
-        place = xp.arange(s.shape[2])[None, :] - xp.arange(s.shape[1])[:, None]
-        s[...] = xp.where((place < low) | (place >= high), -xp.inf, s)
-
-
 def _softmax_advance_device(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
-    xp, (pair, first, _, _, new) = namespace(s), tile
-    _hide(s, tile)
-    highest, sums = _rows(top, s, pair, first), _rows(total, s, pair, first)
-    higher = s.max(axis=2)
-    if not new:
-        higher = xp.maximum(highest, higher)
-    base = xp.where(higher == -xp.inf, 0, higher)  # of rows that have seen nothing
-    if not new:
-        shrink[...] = xp.exp((highest - base) * scale)
-        sums *= shrink
-    else:
-        sums[...] = 0
-    highest[...] = higher
-    s -= base[:, :, None]
-    s *= scale
-    xp.exp(s, out=s)
-    sums += s.sum(axis=2)
+    (pairs, rows, columns), (pair, first, low, high, new) = s.shape, tile
+    SOFTMAX.launch("softmax_advance", pairs * rows, threads_for(columns, 256), s, top, total, shrink, rows, columns,
+                   top.shape[1], pair, first, low, high, new, float(scale), REAL=s.dtype)  # fmt: skip
 
 
 def _softmax_gradient_device(
     s: Array, d: Array, tile: Tile, scale: float, top: Array, total: Array, dots: Array
 ) -> None:
-    xp, (pair, first, *_) = namespace(s), tile
-    _hide(s, tile)
-    s -= _rows(top, s, pair, first)[:, :, None]
-    s *= scale
-    xp.exp(s, out=s)
-    s /= _rows(total, s, pair, first)[:, :, None]
-    d -= _rows(dots, s, pair, first)[:, :, None]
-    d *= s
-    d *= scale
+    (_, rows, columns), (pair, first, low, high, _) = s.shape, tile
+    SOFTMAX.launch("softmax_gradient", *elementwise(s.size), s, d, top, total, dots, s.size, rows, columns,
+                   top.shape[1], pair, first, low, high, float(scale), REAL=s.dtype)  # fmt: skip
 
 
 # Hidden columns are computed as well: rows of a whole number of vectors have no rest then.
@@ -167,9 +139,7 @@ for _softmax_dtype in SAMPLE_DTYPES:
 def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink: Array) -> None:
     """Multiply rows of y by ``shrink`` (pairs, rows) and add ``part`` to them; y has the heads' columns alone."""
     if is_device(y):
-        rows = _view(y, 0, heads, part.shape[2], pair, part.shape[0])[:, :, first : first + part.shape[1]]
-        rows *= shrink.reshape(rows.shape[:3])[..., None]
-        rows += part.reshape(rows.shape)
+        _add_rows_device(part, 1, y, heads, pair, 0, first, True, shrink)
     else:
         _rescale_add(part, y, heads, pair, first, shrink)
 
@@ -177,8 +147,10 @@ def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink
 def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, rows: int, total: Array) -> None:
     """Divide rows of so many pairs of y by ``total`` (all pairs, context); y has the heads' columns alone."""
     if is_device(y):
-        view = _view(y, 0, heads, y.shape[2] // heads, pair, pairs)[:, :, first : first + rows]
-        view /= total[pair : pair + pairs, first : first + rows].reshape(view.shape[:3])[..., None]
+        size = y.shape[2] // heads
+        n = pairs * rows * size
+        SOFTMAX.launch("divide_rows", *elementwise(n), y, total, n, rows, size, heads, pair, y.shape[1], first,
+                       REAL=y.dtype)  # fmt: skip
     else:
         _divide_by_totals(y, heads, pair, first, pairs, rows, total)
 
@@ -186,8 +158,9 @@ def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, ro
 def row_dots(dy: Array, y: Array, heads: int, out: Array) -> None:
     """Write the products of the rows of dy and y, which have the heads' columns alone, to ``out`` (pairs, context)."""
     if is_device(y):
-        product = (dy * y).reshape(*y.shape[:2], heads, -1)
-        out[...] = product.sum(axis=3).transpose(0, 2, 1).reshape(out.shape)
+        batch, context, width = y.shape
+        rows = batch * context * heads
+        SOFTMAX.launch("row_dots", -(-rows // 4), 128, dy, y, out, rows, context, width // heads, heads, REAL=y.dtype)
     else:
         _row_dots(dy, y, heads, out)
 
@@ -197,19 +170,19 @@ def accumulate(
 ) -> None:
     """Write ``part`` (pairs groups, rows, size), summed over its groups, to rows of ``target``; ``add`` adds it."""
     if is_device(target):
-        pairs = part.shape[0] // groups
-        rows = _view(target, column, heads, part.shape[2], pair, pairs)[:, :, first : first + part.shape[1]]
-        sums = part.reshape(*rows.shape[:2], groups, *rows.shape[2:]).sum(axis=2)
-        rows[...] = rows + sums if add else sums
+        _add_rows_device(part, groups, target, heads, pair, column, first, add, None)
     else:
         _accumulate(part, groups, target, heads, pair, column, first, add)
 
 
-def _view(x: Array, column: int, heads: int, size: int, pair: int, pairs: int) -> Array:
-    """View the heads of whole samples of x (batch, context, columns) as (samples, heads, context, size)."""
-    first, samples = pair // heads, pairs // heads
-    own = x[first : first + samples, :, column : column + heads * size]
-    return own.reshape(samples, x.shape[1], heads, size).transpose(0, 2, 1, 3)
+def _add_rows_device(
+    part: Array, groups: int, target: Array, heads: int, pair: int, column: int, first: int, add: bool,
+    factors: Array | None,
+) -> None:  # fmt: skip
+    n, (_, rows, size), (_, context, columns) = part.size // groups, part.shape, target.shape
+    SOFTMAX.launch("add_rows", *elementwise(n), part, target, part if factors is None else factors, n, rows, size,
+                   groups, heads, pair, context, columns, column, first, int(add), int(factors is not None),
+                   REAL=part.dtype)  # fmt: skip
 
 
 # Rows are cut out before their loops: with one index alone LLVM makes vector code without a check at every row.

@@ -9,7 +9,8 @@
 #define THREADS 128
 #define ROWS 64
 #define STEPS (HEAD / 16)                 // of 16 columns of a head
-#define SHORT (HEAD <= 64 ? 64 : 32)      // rows of the other side in the backward: shared memory is 48 KiB
+#define SHORT (HEAD <= 64 ? 64 : 32)      // keys of a tile of `attention_queries`: shared memory is 48 KiB
+#define BRIEF (HEAD <= 64 ? 32 : 16)      // queries of a tile of `attention_keys`, whose registers are counted there
 #define LOG2E 1.4426950408889634f
 
 #ifdef __CUDACC__
@@ -35,21 +36,23 @@ struct alignas(16) Turned {  // its columns
   unsigned short v[HEAD][N + 8];
 };
 
-// Where a head lies, and how far it goes: rows [0, context) of `size` columns.
+// Where a head lies, and how far it goes: rows [0, context) of `size` columns. Rows are numbered by ints, of which a
+// register is enough: a grid has at most 65535 blocks of ROWS of them.
 struct Head {
   const REAL* first;
-  long long stride, context, size;
+  long long stride;
+  int context, size;
   bool packed;
   __device__ __forceinline__ Head(const REAL* first, long long stride, long long context, long long size)
-      : first(first), stride(stride), context(context), size(size),
+      : first(first), stride(stride), context((int)context), size((int)size),
         packed(aligned<8>(first) && stride % 8 == 0 && size % 8 == 0) {}
-  __device__ __forceinline__ unsigned short at(long long row, long long column) const {
+  __device__ __forceinline__ unsigned short at(int row, int column) const {
     return row < context && column < size ? first[row * stride + column].bits : (unsigned short)0;
   }
 };
 
 template <int N>
-__device__ __forceinline__ void fetch(const Head& head, long long start, Plain<N>* plain, Turned<N>* turned) {
+__device__ __forceinline__ void fetch(const Head& head, int start, Plain<N>* plain, Turned<N>* turned) {
   for (int i = threadIdx.x; i < N * (HEAD / 8); i += THREADS) {
     int row = i / (HEAD / 8), column = i % (HEAD / 8) * 8;
     Stored<REAL, 8> found;
@@ -78,12 +81,12 @@ __device__ __forceinline__ unsigned two(float low, float high) {
 }
 
 // The left side of a product, from 16 rows of a head
-__device__ __forceinline__ void rows_of(const Head& head, long long start, unsigned (*a)[4]) {
+__device__ __forceinline__ void rows_of(const Head& head, int start, unsigned (*a)[4]) {
 #pragma unroll
   for (int k = 0; k < STEPS; ++k) {
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
-      long long row = start + group() + part % 2 * 8, column = k * 16 + member() * 2 + part / 2 * 8;
+      int row = start + group() + part % 2 * 8, column = k * 16 + member() * 2 + part / 2 * 8;
       a[k][part] = head.at(row, column) | (unsigned)head.at(row, column + 1) << 16;
     }
   }
@@ -102,13 +105,24 @@ __device__ __forceinline__ void rounded(const float (*c)[4], unsigned (*a)[4]) {
   }
 }
 
-// c (16, 8 N) += a (16, 16 K) b, of which `b` has column n in row n, `pitch` elements apart
+// The left side of 16 columns of a product, from 16 rows of a tile
+template <int N>
+__device__ __forceinline__ void rows_of(const Plain<N>& tile, int first, int k, unsigned* a) {
+#pragma unroll
+  for (int part = 0; part < 4; ++part) {
+    const unsigned short* from = tile.v[first + group() + part % 2 * 8] + k * 16 + member() * 2 + part / 2 * 8;
+    a[part] = *reinterpret_cast<const unsigned*>(from);
+  }
+}
+
+// c (16, 8 N) += a (16, 16 K) b, of which `b` has column n in row n, `pitch` elements apart. The N sums of a step are
+// independent: one does not wait for another.
 template <int N, int K>
 __device__ __forceinline__ void product(float (*c)[4], const unsigned (*a)[4], const unsigned short* b, int pitch) {
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
+  for (int k = 0; k < K; ++k) {
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
+    for (int n = 0; n < N; ++n) {
       const unsigned* pair = reinterpret_cast<const unsigned*>(b + (n * 8 + group()) * pitch + k * 16 + member() * 2);
       multiply_add(c[n], a[k], pair[0], pair[4], REAL());
     }
@@ -127,14 +141,19 @@ __device__ __forceinline__ float over_row(float value, F join) {
   return join(value, __shfl_xor_sync(0xFFFFFFFFu, value, 2));
 }
 
-// What is dropped: see `Mask` of hpcdist.models.layers.dropout. The factor of probability (query, key) of a pair.
+// What is dropped: see `Mask` of hpcdist.models.layers.dropout. The factor of probability (query, key) of a pair, whose
+// rows are all of one sample: divisions are done once a pair.
 struct Dropped {
   long long on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1, limit;
   float scale;
-  __device__ __forceinline__ float factor(long long pair, long long query, long long key) const {
-    long long row = pair / groups * rows_per_sample + pair % groups * pitch + first_row + query;
-    unsigned c[4] = {(unsigned)(row % rows_per_sample * blocks + key / 4),
-                     (unsigned)(row / rows_per_sample + first_sample), (unsigned)site, (unsigned)step};
+  unsigned counter, sample;
+  __device__ __forceinline__ void begin(long long pair) {
+    if (!on) return;
+    long long row = pair / groups * rows_per_sample + pair % groups * pitch + first_row;
+    counter = (unsigned)(row % rows_per_sample * blocks), sample = (unsigned)(row / rows_per_sample + first_sample);
+  }
+  __device__ __forceinline__ float factor(int query, int key) const {
+    unsigned c[4] = {counter + (unsigned)query * (unsigned)blocks + key / 4, sample, (unsigned)site, (unsigned)step};
     philox(c, (unsigned)key0, (unsigned)key1);
     unsigned word = key % 4 == 0 ? c[0] : key % 4 == 1 ? c[1] : key % 4 == 2 ? c[2] : c[3];
     return word >= (unsigned)limit ? scale : 0.0f;
@@ -145,21 +164,21 @@ struct Dropped {
 // Of those, row r sees keys from r - window + 1 on.
 struct Documents {
   const long long* range;
-  long long context, window;
+  int context, window;
   __device__ __forceinline__ Documents(long long address, long long sample, long long context, long long window)
-      : range(address ? (const long long*)address + 2 * sample * context : (const long long*)0), context(context),
-        window(window) {}
-  __device__ __forceinline__ long long first(long long row) const {  // key of this query
-    long long begin = range ? range[2 * row] : 0;
+      : range(address ? (const long long*)address + 2 * sample * context : (const long long*)0),
+        context((int)context), window((int)(window < context ? window : context)) {}
+  __device__ __forceinline__ int first(int row) const {  // key of this query
+    int begin = range ? (int)range[2 * row] : 0;
     return row - window + 1 > begin ? row - window + 1 : begin;
   }
-  __device__ __forceinline__ long long end(long long row) const {  // behind the document of this row
-    return range ? range[2 * (row < context ? row : context - 1) + 1] : context;
+  __device__ __forceinline__ int end(int row) const {  // behind the document of this row
+    return range ? (int)range[2 * (row < context ? row : context - 1) + 1] : context;
   }
-  __device__ __forceinline__ long long stop(long long key) const {  // behind the last query of this key
+  __device__ __forceinline__ int stop(int key) const {  // behind the last query of this key
     return key + window < end(key) ? key + window : end(key);
   }
-  __device__ __forceinline__ bool joins(long long row, long long key) const {
+  __device__ __forceinline__ bool joins(int row, int key) const {
     if (key <= row - window) return false;
     return !range || (row < context && key >= range[2 * row] && key < range[2 * row + 1]);
   }
@@ -174,20 +193,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const REAL* quer
     long long limit, float kept) {
   __shared__ Plain<64> k_tile;
   __shared__ Turned<64> v_tile;
-  const Dropped dropped = {on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1,
+  Dropped dropped = {on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1,
                            limit, kept};
   long long pair = blockIdx.x, sample = pair / heads, head = pair % heads, other = head / (heads / shared) * size;
-  long long begin = (long long)blockIdx.y * ROWS, own = begin + threadIdx.x / 32 * 16;
+  int begin = (int)blockIdx.y * ROWS, own = begin + (int)threadIdx.x / 32 * 16;
   Head q(queries + sample * context * q_stride + head * size, q_stride, context, size);
   Head k(keys + k_first + sample * context * kv_stride + other, kv_stride, context, size);
   Head v(keys + v_first + sample * context * kv_stride + other, kv_stride, context, size);
   Documents of(documents, sample, context, window);
+  dropped.begin(pair);
   unsigned a[STEPS][4], p[4][4];
   float out[HEAD / 8][4], s[8][4], top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0};
   rows_of(q, own, a);
   zero<HEAD / 8>(out);
-  long long end = causal && begin + ROWS < context ? begin + ROWS : of.end(begin + ROWS - 1);
-  for (long long start = of.first(begin) / 64 * 64; start < end; start += 64) {
+  int end = causal && begin + ROWS < context ? begin + ROWS : of.end(begin + ROWS - 1);
+  for (int start = of.first(begin) / 64 * 64; start < end; start += 64) {
     __syncthreads();
     fetch<64>(k, start, &k_tile, (Turned<64>*)0);
     fetch<64>(v, start, (Plain<64>*)0, &v_tile);
@@ -196,14 +216,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const REAL* quer
     product<8, STEPS>(s, a, k_tile.v[0], HEAD + 8);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      long long row = own + group() + half * 8, last = causal ? row : context - 1;
-      if (last >= context) last = context - 1;
+      int row = own + group() + half * 8, last = causal && row < context ? row : (int)context - 1;
       float most = top[half];
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          long long key = start + n * 8 + member() * 2 + e % 2;
+          int key = start + n * 8 + member() * 2 + e % 2;
           bool seen = key <= last && (row >= context || of.joins(row, key));
           s[n][e] = seen ? s[n][e] * (scale * LOG2E) : -INFINITY;
           most = larger(s[n][e], most);
@@ -220,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const REAL* quer
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           s[n][e] = exp2f(s[n][e] - base);
           total[half] += s[n][e];
-          if (dropped.on) s[n][e] *= dropped.factor(pair, row, start + n * 8 + member() * 2 + e % 2);
+          if (dropped.on) s[n][e] *= dropped.factor(row, start + n * 8 + member() * 2 + e % 2);
         }
       }
 #pragma unroll
@@ -231,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const REAL* quer
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    long long row = own + group() + half * 8;
+    int row = own + group() + half * 8;
     float all = over_row(total[half], Add());
     if (row >= context) continue;
     if (member() == 0) sums[pair * context + row] = top[half] + log2f(all);
@@ -240,23 +259,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const REAL* quer
     for (int n = 0; n < HEAD / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        long long column = n * 8 + member() * 2 + e;
+        int column = n * 8 + member() * 2 + e;
         if (column < size) narrow(out[n][2 * half + e] / all, to[column]);
       }
     }
   }
-}
-
-// dots (batch heads, context): products of the rows of dy and y. A warp a row: grid (rows / 4,), of all heads.
-extern "C" __global__ void __launch_bounds__(THREADS) attention_dots(const REAL* dy, const REAL* y, float* dots,
-    long long rows, long long context, long long size, long long heads) {
-  long long i = (long long)blockIdx.x * 4 + threadIdx.x / 32;  // (sample, position, head)
-  if (i >= rows) return;
-  float sum = 0;
-  for (long long j = threadIdx.x % 32; j < size; j += 32) sum += widen(dy[i * size + j]) * widen(y[i * size + j]);
-  sum = over_warp(sum, Add());
-  long long place = i / heads;
-  if (threadIdx.x % 32 == 0) dots[(place / context * heads + i % heads) * context + place % context] = sum;
 }
 
 // dq, of the shape and the stride of the queries; grid (batch heads, blocks of queries)
@@ -268,15 +275,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const RE
     long long site, long long step, long long key0, long long key1, long long limit, float kept) {
   __shared__ Plain<SHORT> k_tile, v_tile;
   __shared__ Turned<SHORT> k_turned;
-  const Dropped dropped = {on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1,
+  Dropped dropped = {on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1,
                            limit, kept};
   long long pair = blockIdx.x, sample = pair / heads, head = pair % heads, other = head / (heads / shared) * size;
-  long long begin = (long long)blockIdx.y * ROWS, own = begin + threadIdx.x / 32 * 16;
+  int begin = (int)blockIdx.y * ROWS, own = begin + (int)threadIdx.x / 32 * 16;
   Head q(queries + sample * context * q_stride + head * size, q_stride, context, size);
   Head k(keys + k_first + sample * context * kv_stride + other, kv_stride, context, size);
   Head v(keys + v_first + sample * context * kv_stride + other, kv_stride, context, size);
   Head g(dy + sample * context * heads * size + head * size, heads * size, context, size);
   Documents of(documents, sample, context, window);
+  dropped.begin(pair);
   unsigned a[STEPS][4], b[STEPS][4], ds[SHORT / 16][4];
   float out[HEAD / 8][4], s[SHORT / 8][4], d[SHORT / 8][4], sum[2], dot[2];
   rows_of(q, own, a);
@@ -284,12 +292,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const RE
   zero<HEAD / 8>(out);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    long long row = own + group() + half * 8;
+    int row = own + group() + half * 8;
     sum[half] = row < context ? sums[pair * context + row] : 0.0f;
     dot[half] = row < context ? dots[pair * context + row] : 0.0f;
   }
-  long long end = causal && begin + ROWS < context ? begin + ROWS : of.end(begin + ROWS - 1);
-  for (long long start = of.first(begin) / SHORT * SHORT; start < end; start += SHORT) {
+  int end = causal && begin + ROWS < context ? begin + ROWS : of.end(begin + ROWS - 1);
+  for (int start = of.first(begin) / SHORT * SHORT; start < end; start += SHORT) {
     __syncthreads();
     fetch<SHORT>(k, start, &k_tile, &k_turned);
     fetch<SHORT>(v, start, &v_tile, (Turned<SHORT>*)0);
@@ -302,10 +310,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const RE
     for (int n = 0; n < SHORT / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        long long row = own + group() + e / 2 * 8, key = start + n * 8 + member() * 2 + e % 2;
+        int row = own + group() + e / 2 * 8, key = start + n * 8 + member() * 2 + e % 2;
         bool seen = key < context && (!causal || key <= row) && of.joins(row, key);
         float chance = seen ? exp2f(s[n][e] * (scale * LOG2E) - sum[e / 2]) : 0.0f;
-        float slope = dropped.on ? d[n][e] * dropped.factor(pair, row, key) : d[n][e];
+        float slope = dropped.on ? d[n][e] * dropped.factor(row, key) : d[n][e];
         s[n][e] = seen ? chance * (slope - dot[e / 2]) * scale : 0.0f;
       }
     }
@@ -314,79 +322,90 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const RE
   }
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    long long row = own + group() + e / 2 * 8;
+    int row = own + group() + e / 2 * 8;
     if (row >= context) continue;
     REAL* to = dq + (sample * context + row) * q_stride + head * size;
 #pragma unroll
     for (int n = 0; n < HEAD / 8; ++n) {
-      long long column = n * 8 + member() * 2 + e % 2;
+      int column = n * 8 + member() * 2 + e % 2;
       if (column < size) narrow(out[n][e], to[column]);
     }
   }
 }
 
-// dk and dv, of the shape and the stride of the keys; grid (batch shared, blocks of keys)
+// dk and dv, of the shape and the stride of the keys; grid (batch shared, blocks of keys).
+//
+// A thread has 255 registers. Of a head of 128 the sums dk and dv take 128 of them, the own values 32, and of tiles of
+// 16 queries the scores and their slopes 16 and their rounded form 4: 180, beside some 60 for places and the random
+// numbers of a dropped element. The own keys, 32 more, stay in shared memory (38.4 KB with the tiles, of 48), and tiles
+// of 32 queries would take 20 more.
 extern "C" __global__ void __launch_bounds__(THREADS) attention_keys(const REAL* queries, const REAL* keys,
     const REAL* dy, const float* sums, const float* dots, REAL* dkv, long long context, long long size,
     long long heads, long long shared, long long q_stride, long long kv_stride, long long k_first, long long v_first,
     long long causal, long long window, long long documents, float scale, long long on, long long groups,
     long long pitch, long long rows_per_sample, long long first_row, long long blocks, long long first_sample,
     long long site, long long step, long long key0, long long key1, long long limit, float kept) {
-  __shared__ Plain<SHORT> q_tile, g_tile;
-  __shared__ Turned<SHORT> q_turned, g_turned;
-  const Dropped dropped = {on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1,
+  __shared__ Plain<BRIEF> q_tile, g_tile;
+  __shared__ Turned<BRIEF> q_turned, g_turned;
+  __shared__ Plain<ROWS> k_tile;
+  Dropped dropped = {on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1,
                            limit, kept};
   long long sample = blockIdx.x / shared, other = blockIdx.x % shared, many = heads / shared;
-  long long begin = (long long)blockIdx.y * ROWS, own = begin + threadIdx.x / 32 * 16;
+  int begin = (int)blockIdx.y * ROWS, own = begin + (int)threadIdx.x / 32 * 16;
   Head k(keys + k_first + sample * context * kv_stride + other * size, kv_stride, context, size);
   Head v(keys + v_first + sample * context * kv_stride + other * size, kv_stride, context, size);
   Documents of(documents, sample, context, window);
-  unsigned a[STEPS][4], b[STEPS][4], left[SHORT / 16][4];
-  float dk[HEAD / 8][4], dv[HEAD / 8][4], s[SHORT / 8][4], d[SHORT / 8][4];
-  rows_of(k, own, a);
+  unsigned a[1][4], b[STEPS][4], left[BRIEF / 16][4];
+  float dk[HEAD / 8][4], dv[HEAD / 8][4], s[BRIEF / 8][4], d[BRIEF / 8][4];
+  fetch<ROWS>(k, begin, &k_tile, (Turned<ROWS>*)0);
   rows_of(v, own, b);
   zero<HEAD / 8>(dk);
   zero<HEAD / 8>(dv);
   for (long long head = other * many; head < (other + 1) * many; ++head) {
     long long pair = sample * heads + head;
+    dropped.begin(pair);
     Head q(queries + sample * context * q_stride + head * size, q_stride, context, size);
     Head g(dy + sample * context * heads * size + head * size, heads * size, context, size);
-    long long stop = of.stop(begin + ROWS - 1);
-    for (long long start = causal ? begin : of.first(begin) / SHORT * SHORT; start < stop; start += SHORT) {
+    int stop = of.stop(begin + ROWS - 1);
+    for (int start = causal ? begin : of.first(begin) / BRIEF * BRIEF; start < stop; start += BRIEF) {
       __syncthreads();
-      fetch<SHORT>(q, start, &q_tile, &q_turned);
-      fetch<SHORT>(g, start, &g_tile, &g_turned);
+      fetch<BRIEF>(q, start, &q_tile, &q_turned);
+      fetch<BRIEF>(g, start, &g_tile, &g_turned);
       __syncthreads();
-      zero<SHORT / 8>(s);
-      zero<SHORT / 8>(d);
-      product<SHORT / 8, STEPS>(s, a, q_tile.v[0], HEAD + 8);  // scores and their slopes, keys down, queries across
-      product<SHORT / 8, STEPS>(d, b, g_tile.v[0], HEAD + 8);
+      zero<BRIEF / 8>(s);
+      zero<BRIEF / 8>(d);
 #pragma unroll
-      for (int n = 0; n < SHORT / 8; ++n) {
+      for (int step = 0; step < STEPS; ++step) {  // scores and their slopes, keys down, queries across
+        rows_of(k_tile, own - begin, step, a[0]);
+        product<BRIEF / 8, 1>(s, a, q_tile.v[0] + step * 16, HEAD + 8);
+      }
+      product<BRIEF / 8, STEPS>(d, b, g_tile.v[0], HEAD + 8);
+#pragma unroll
+      for (int n = 0; n < BRIEF / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          long long key = own + group() + e / 2 * 8, row = start + n * 8 + member() * 2 + e % 2;
+          int key = own + group() + e / 2 * 8, row = start + n * 8 + member() * 2 + e % 2;
           bool seen = row < context && key < context && (!causal || key <= row) && of.joins(row, key);
           float chance = seen ? exp2f(s[n][e] * (scale * LOG2E) - sums[pair * context + row]) : 0.0f;
-          float factor = dropped.on && seen ? dropped.factor(pair, row, key) : 1.0f;
+          float factor = dropped.on && seen ? dropped.factor(row, key) : 1.0f;
           d[n][e] = seen ? chance * (d[n][e] * factor - dots[pair * context + row]) * scale : 0.0f;
           s[n][e] = chance * factor;
         }
       }
-      rounded<SHORT / 16>(s, left);
-      product<HEAD / 8, SHORT / 16>(dv, left, g_turned.v[0], SHORT + 8);
-      rounded<SHORT / 16>(d, left);
-      product<HEAD / 8, SHORT / 16>(dk, left, q_turned.v[0], SHORT + 8);
+      rounded<BRIEF / 16>(s, left);
+      product<HEAD / 8, BRIEF / 16>(dv, left, g_turned.v[0], BRIEF + 8);
+      rounded<BRIEF / 16>(d, left);
+      product<HEAD / 8, BRIEF / 16>(dk, left, q_turned.v[0], BRIEF + 8);
     }
   }
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    long long row = own + group() + e / 2 * 8;
+    int row = own + group() + e / 2 * 8;
     if (row >= context) continue;
     REAL* to = dkv + (sample * context + row) * kv_stride + other * size;
 #pragma unroll
     for (int n = 0; n < HEAD / 8; ++n) {
-      long long column = n * 8 + member() * 2 + e % 2;
+      int column = n * 8 + member() * 2 + e % 2;
       if (column < size) {
         narrow(dk[n][e], to[k_first + column]);
         narrow(dv[n][e], to[v_first + column]);

@@ -4,15 +4,15 @@
 #define LIST 256   // threads of a block of `scatter`
 #define COLUMNS 4  // a thread of which has so many columns
 
-// y (n, hidden) = rows of table (vocabulary, hidden) by token; NaN for one that the table does not have
+// y (n, hidden) = rows of table (vocabulary, hidden) by token; `missing` for one that the table does not have
 extern "C" __global__ void gather(const REAL* table, const long long* tokens, REAL* y, long long n, long long hidden,
-    long long vocabulary) {
+    long long vocabulary, ACC missing) {
   bool packed = hidden % WIDTH == 0 && aligned<WIDTH>(table) && aligned<WIDTH>(y);
   over_grid<WIDTH>(n * hidden, packed, [=](auto width, long long i) {
     long long token = tokens[i / hidden];
     Pack<ACC, width.value> values;
 #pragma unroll
-    for (int j = 0; j < width.value; ++j) values.v[j] = ACC(NAN);
+    for (int j = 0; j < width.value; ++j) values.v[j] = missing;
     if (token >= 0 && token < vocabulary) values = read<width.value>(table + token * hidden + i % hidden);
     write<width.value>(y + i, values);
   });

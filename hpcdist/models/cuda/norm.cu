@@ -114,21 +114,21 @@ extern "C" __global__ void __launch_bounds__(512) norm_rows_backward(const REAL*
 // Sum `parts` partial sums, `pitch` elements apart, for each of `columns`; write them to `into`, or add.
 extern "C" __global__ void join_columns(const ACC* partial, REAL* into, long long parts, long long pitch,
     long long columns, long long adds) {
-  long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= columns) return;
-  ACC total = 0;
-  for (long long part = 0; part < parts; ++part) total += partial[part * pitch + i];
-  narrow(adds ? total + widen(into[i]) : total, into[i]);
+  over_grid<1>(columns, false, [=](auto, long long i) {
+    ACC total = 0;
+    for (long long part = 0; part < parts; ++part) total += partial[part * pitch + i];
+    narrow(adds ? total + widen(into[i]) : total, into[i]);
+  });
 }
 
 // partial (gridDim.y, columns): the sums of x (rows, columns) over as many parts of its rows
 extern "C" __global__ void sum_columns(const REAL* x, ACC* partial, long long rows, long long columns) {
-  long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= columns) return;
   long long each = (rows + gridDim.y - 1) / gridDim.y, first = blockIdx.y * each;
   long long last = first + each < rows ? first + each : rows;
-  ACC total = 0;
+  over_grid<1>(columns, false, [=](auto, long long i) {
+    ACC total = 0;
 #pragma unroll 8
-  for (long long row = first; row < last; ++row) total += widen(x[row * columns + i]);
-  partial[blockIdx.y * columns + i] = total;
+    for (long long row = first; row < last; ++row) total += widen(x[row * columns + i]);
+    partial[blockIdx.y * columns + i] = total;
+  });
 }

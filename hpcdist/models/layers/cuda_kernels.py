@@ -5,6 +5,7 @@ the elements in general. Nothing here waits for the GPU, and nothing sums in an 
 Arrays are contiguous.
 """
 
+import math
 from pathlib import Path
 from typing import Any, Final
 
@@ -84,28 +85,19 @@ def rms(x: Array, scale: Array, epsilon: Any, y: Array, statistics: Array) -> No
                 statistics, hidden, 0, 0, REAL=x.dtype)  # fmt: skip
 
 
-def norm_backward(dy: Array, x: Array, scale: Array, statistics: Array, dx: Array, dscale: Array, dbias: Array) -> None:
-    """Add to dx, dscale and dbias; see `hpcdist.models.layers.norm`."""
-    _norm_backward(dy, x, scale, statistics, dx, (dscale, dbias))
-
-
-def rms_backward(dy: Array, x: Array, scale: Array, statistics: Array, dx: Array, dscale: Array) -> None:
-    """Add to dx and dscale."""
-    _norm_backward(dy, x, scale, statistics, dx, (dscale,))
-
-
-def _norm_backward(dy: Array, x: Array, scale: Array, statistics: Array, dx: Array, sums: tuple[Array, ...]) -> None:
+def norm_backward(
+    dy: Array, x: Array, scale: Array, statistics: Array, dx: Array, adds: bool, *sums: tuple[Array, bool]
+) -> None:
+    """Write dx, or add to it; ``sums`` are (dscale, adds) and, of a norm that ``statistics`` show centred, of dbias."""
     rows, hidden = x.shape
-    if not rows:
-        return
-    blocks, centred = min(rows, ROWS), statistics.shape[1] - 1
+    blocks, centred = min(max(1, rows), ROWS), statistics.shape[1] - 1
     partial = namespace(x).empty((blocks, 2, hidden), accumulation_dtype(x.dtype))
     threads = threads_for(-(-hidden // PACK), 512)
     for start in range(0, hidden, SPAN):
         NORM.launch("norm_rows_backward", blocks, threads, dy, x, scale, statistics, dx, partial, rows, hidden, start,
-                    centred, 1, REAL=x.dtype)  # fmt: skip
-    for number, into in enumerate(sums):
-        _join(partial.reshape(-1)[number * hidden :], into, blocks, 2 * hidden, add=True)
+                    centred, int(adds), REAL=x.dtype)  # fmt: skip
+    for number, (into, add) in enumerate(sums):
+        _join(partial.reshape(-1)[number * hidden :], into, blocks, 2 * hidden, add)
 
 
 def _join(partial: Array, into: Array, parts: int, pitch: int, add: bool) -> None:
@@ -148,11 +140,12 @@ def _threads(columns: int, like: Array) -> int:
     return threads_for(-(-columns // width_of(like.dtype)))
 
 
-def gather(table: Array, tokens: Array, y: Array) -> None:
-    """Write the rows of ``table`` by token (int64) to y (n, hidden), NaN for a token that it does not have."""
+def gather(table: Array, tokens: Array, y: Array, missing: float = math.nan) -> None:
+    """Write the rows of ``table`` by token (int64) to y (n, hidden), ``missing`` for a token that it does not have."""
     vocabulary, hidden = table.shape
     grid = elementwise(y.size, width_of(y.dtype))
-    EMBEDDING.launch("gather", *grid, table, tokens, y, tokens.size, hidden, vocabulary, REAL=table.dtype)
+    EMBEDDING.launch("gather", *grid, table, tokens, y, tokens.size, hidden, vocabulary, missing,
+                     REAL=table.dtype)  # fmt: skip
 
 
 def scatter(rows: Array, tokens: Array, table: Array) -> None:

@@ -54,24 +54,17 @@ class LocalNorm:
         """Write or add the gradients of scale and bias; return dx, or ``residual`` after adding dx to it."""
         x, scale = saved[f"{prefix}.x"], parameters[f"{prefix}.scale"]
         dx = saved.scratch("norm.dx", x.shape, x.dtype) if residual is None else residual
-        if residual is None:
-            dx[...] = 0
-        into, statistics = _gradient_target(gradients, prefix, "scale"), saved[f"{prefix}.statistics"]
-        arrays = _rows(dy), _rows(x), scale, statistics, _rows(dx), into
-        if saved[f"{prefix}.kind"] == "rms":
-            (cuda_kernels.rms_backward if is_device(x) else _rms_backward)(*arrays)
-        else:
-            run = cuda_kernels.norm_backward if is_device(x) else _backward
-            run(*arrays, _gradient_target(gradients, prefix, "bias"))
+        centred, adds = saved[f"{prefix}.kind"] == "layer", residual is not None
+        targets = [gradients.into(f"{prefix}.{name}") for name in ("scale", "bias")[: 1 + centred]]
+        arrays = _rows(dy), _rows(x), scale, saved[f"{prefix}.statistics"], _rows(dx)
+        if is_device(x):
+            cuda_kernels.norm_backward(*arrays, adds, *targets)
+            return dx
+        for array, add in ((dx, adds), *targets):
+            if not add:
+                array[...] = 0
+        (_backward if centred else _rms_backward)(*arrays, *(into for into, _ in targets))
         return dx
-
-
-def _gradient_target(gradients: Gradients, prefix: str, name: str) -> Array:
-    """Return where the gradient of a tensor goes, to be added to."""
-    into, add = gradients.into(f"{prefix}.{name}")
-    if not add:
-        into[...] = 0
-    return into
 
 
 def _rows(x: Array) -> Array:

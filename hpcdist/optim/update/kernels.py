@@ -66,12 +66,13 @@ def _launch_update(
     )
 
 
-def launch_sum_of_squares(values: Array) -> Array:
-    """Return the sum of squares in float64, as an array () on the GPU; 0 for none."""
-    blocks = min(max(1, -(-values.size // (THREADS * PACK))), BLOCKS)
-    partial = namespace(values).empty(blocks, np.float64)
-    types: dict[str, Any] = {"REAL": np.float64, "GRADIENT": values.dtype, "WORKING": np.float64}
-    CUDA_SOURCE.launch("squares", blocks, THREADS, values, partial, values.size, **types)
+def launch_sum_of_squares(*pieces: Array) -> Array:
+    """Return the sum of squares of one or more arrays in float64, as an array () on the GPU."""
+    blocks = min(max(1, -(-max(values.size for values in pieces) // (THREADS * PACK))), BLOCKS)
+    partial = namespace(pieces[0]).empty(blocks, np.float64)
+    for number, values in enumerate(pieces):
+        types: dict[str, Any] = {"REAL": np.float64, "GRADIENT": values.dtype, "WORKING": np.float64}
+        CUDA_SOURCE.launch("squares", blocks, THREADS, values, partial, values.size, int(number > 0), **types)
     total: Array = partial.sum()
     return total
 

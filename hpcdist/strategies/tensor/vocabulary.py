@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from hpcdist.arrays.backend import Array, Scalar, is_device, namespace
+from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.ranges import Range
 from hpcdist.models.documents import Documents
+from hpcdist.models.layers import cuda_kernels
 from hpcdist.models.layers.embedding import add_to_positions
 from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES, exp, row_maximum
 from hpcdist.models.stage import Gradients, Parameters, Saved, as_indices, check_tokens
@@ -35,9 +37,7 @@ class VocabularyEmbedding:
         partial = self.borders.partial((*tokens.shape, table.shape[1]), table.dtype, f"{prefix}.y", saved)
         rows, indices = partial.reshape(-1, table.shape[1]), as_indices(tokens, saved)
         if is_device(table):
-            near, inside = _nearest(indices, self.own)
-            namespace(table).take(table, near, axis=0, out=rows)
-            rows *= inside[:, None]
+            cuda_kernels.gather(table, indices - self.own.start, rows, missing=0.0)
         else:
             _own_rows(table, indices, self.own.start, rows)
         return self.borders.leave(partial, f"{prefix}.y", saved)
@@ -50,8 +50,7 @@ class VocabularyEmbedding:
         whole = self.borders.leave_backward(dy, saved)
         rows, indices = whole.reshape(-1, whole.shape[-1]), as_indices(saved[f"{prefix}.tokens"], saved)
         if is_device(dy):
-            near, inside = _nearest(indices, self.own)
-            namespace(dy).add.at(into, near, rows * inside[:, None])
+            cuda_kernels.scatter(rows, indices - self.own.start, into)
         else:
             _add_own_rows(rows, indices, self.own.start, into)
 
@@ -83,8 +82,13 @@ class RowPositions:
             return
         if not add:
             into[...] = 0
+        total = into
+        if is_16bit_float(into.dtype):  # of some samples: rounded once
+            total = into.astype(accumulation_dtype(into.dtype))
         for rows, _, place in self.borders.stretches(dy):
-            into[place : place + rows.stop - rows.start] += dy[rows]
+            total[place : place + rows.stop - rows.start] += dy[rows]
+        if total is not into:
+            into[...] = total
 
     def _places(self, documents: Documents, rows: Array) -> Array:
         """Return the place of each of the own rows in its document."""
@@ -113,28 +117,43 @@ class VocabularyCrossEntropy:
         saved.keep("cross_entropy.targets", targets)
         indices, tokens = as_indices(targets, saved), logits.shape[0]
         # Row 0: the sum of exponentials; row 1: the logit of the target, less the largest, 0 on ranks without it.
-        sums = saved.empty("cross_entropy.sums", (2, tokens), logits.dtype)
-        top = saved.scratch("cross_entropy.top", (tokens,), logits.dtype)
-        on_device = is_device(logits)
-        if on_device:
-            logits.max(axis=1, out=top)
-        else:
-            _largest(logits, top)
+        sums = saved.empty("cross_entropy.sums", (2, tokens), accumulation_dtype(logits.dtype))
+        top = saved.scratch("cross_entropy.top", (tokens,), sums.dtype)
+        if is_device(logits):
+            return self._forward_device(logits, indices, top, sums, saved)
+        _largest(logits, top)
         # The largest logit of all ranks first, so that no exponential overflows anywhere; then one sum for both rows.
         self.axis.allreduce(top, "max")
-        (_exponentials_device if on_device else _exponentials)(logits, indices, self.own.start, top, sums)
+        _exponentials(logits, indices, self.own.start, top, sums)
         self.axis.allreduce(sums.reshape(-1))
-        if self.axis.rank:
-            return 0.0
-        total: Scalar = (_loss_device if on_device else _loss)(indices, sums)
-        return total
+        loss: float = 0.0 if self.axis.rank else _loss(indices, sums)
+        return loss
+
+    def _forward_device(self, logits: Array, indices: Array, top: Array, sums: Array, saved: Saved) -> Scalar:
+        """As the host does, but the logits stay: maximum and sum of all ranks are statistics of the kernels."""
+        xp, tokens = namespace(logits), logits.shape[0]
+        statistics = saved.empty("cross_entropy.statistics", (tokens, 2), sums.dtype)
+        own = saved.empty("cross_entropy.own", (tokens,), np.int64)
+        near, inside = _nearest(indices, self.own)
+        own[...] = xp.where(inside, near, xp.where(indices < 0, -1, self.own.size))  # no class, but one that counts
+        cuda_kernels.cross_entropy(logits, own, statistics)
+        top[...] = statistics[:, 0]
+        self.axis.allreduce(top, "max")
+        sums[0] = statistics[:, 1] * xp.exp(statistics[:, 0] - top)
+        sums[1] = (logits[xp.arange(tokens), near].astype(sums.dtype) - top) * inside
+        self.axis.allreduce(sums.reshape(-1))
+        statistics[:, 0], statistics[:, 1] = top, sums[0]
+        return 0.0 if self.axis.rank else _loss_device(indices, sums)
 
     def backward(self, scale: float, saved: Saved) -> Array:
         """Return dlogits (tokens, own classes) = (softmax - onehot) scale, in the memory of the logits (local)."""
-        logits: Array = saved["cross_entropy.exponentials"]
+        logits: Array = saved["cross_entropy.exponentials"]  # on a GPU still the logits
+        if is_device(logits):
+            own, statistics = saved["cross_entropy.own"], saved["cross_entropy.statistics"]
+            cuda_kernels.cross_entropy_backward(logits, own, statistics, scale)
+            return logits
         indices, sums = as_indices(saved["cross_entropy.targets"], saved), saved["cross_entropy.sums"]
-        run = _gradient_device if is_device(logits) else _gradient
-        run(logits, indices, self.own.start, sums, logits.dtype.type(scale))
+        _gradient(logits, indices, self.own.start, sums, logits.dtype.type(scale))
         return logits
 
 
@@ -213,26 +232,11 @@ def _gradient(exponentials: Any, targets: Any, start: int, sums: Any, scale: Any
             row[own] -= scale
 
 
-def _exponentials_device(logits: Array, targets: Array, start: int, top: Array, sums: Array) -> None:
-    xp = namespace(logits)
-    near, inside = _nearest(targets, Range(start, start + logits.shape[1]))
-    logits -= top[:, None]
-    sums[1] = logits[xp.arange(targets.size), near] * inside
-    xp.exp(logits, out=logits)
-    logits.sum(axis=1, out=sums[0])
-
-
 def _loss_device(targets: Array, sums: Array) -> Array:
     xp = namespace(sums)
     wide = sums.astype(np.float64)
     total: Array = xp.where(targets >= 0, xp.log(wide[0]) - wide[1], 0.0).sum()
     return total
-
-
-def _gradient_device(exponentials: Array, targets: Array, start: int, sums: Array, scale: Any) -> None:
-    near, inside = _nearest(targets, Range(start, start + exponentials.shape[1]))
-    exponentials *= ((targets >= 0) * scale / sums[0])[:, None]
-    exponentials[namespace(sums).arange(targets.size), near] -= inside * scale
 
 
 for _dtype in SAMPLE_DTYPES:

@@ -212,13 +212,13 @@ class BlockedOptimizer(WrappedOptimizer):
     def _begin_read(self, store: FlatStore, where: Range, out: np.ndarray) -> Wait:
         if isinstance(store, FileStore):
             return self._io.submit(store.read, where, out).result
-        return staging.begin_to_host(store.range(where), out).synchronize  # type: ignore[no-any-return]
+        return staging.begin_to_host(store.range(where), out).synchronize
 
     def _begin_write(self, store: FlatStore, where: Range, values: np.ndarray) -> Wait:
         if isinstance(store, FileStore):
             return self._io.submit(store.write, where, values).result
         store.range(where).set(values)  # type: ignore[attr-defined]
-        return device.record().synchronize  # type: ignore[no-any-return]
+        return device.record().synchronize
 
 
 def _on_the_host(store: FlatStore) -> bool:

@@ -29,6 +29,7 @@ class Local(threading.local):
     def __init__(self) -> None:
         self.null: Stream | None = None
         self.opened: set[int] = set()
+        OPENED.append(self.opened)
 
 
 class Stream:
@@ -116,6 +117,7 @@ class Event:
         return stream._done >= number
 
 
+OPENED: list[set[int]] = []  # of all processes
 LOCAL = Local()
 WRITTEN: dict[int, tuple[Stream, int]] = {}  # address of an allocation -> the last kernel that wrote to it
 UNSEEN: list[tuple[int, int, Stream, int]] = []  # parts of shared memory, and kernels that wrote to them
@@ -303,6 +305,8 @@ def ipcOpenMemHandle(handle: bytes, flags: int = 1) -> int:
 
 
 def ipcCloseMemHandle(ptr: int) -> None:
-    if ptr not in LOCAL.opened:
+    # Where the collector closes it, it does so in any thread.
+    opened = next((own for own in (LOCAL.opened, *OPENED) if ptr in own), None)
+    if opened is None:
         raise CUDARuntimeError("cudaErrorInvalidValue: invalid argument")
-    LOCAL.opened.remove(ptr)
+    opened.remove(ptr)

@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,7 @@ class _Meeting:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size)
         self.brought: list[Any] = [None] * size
+        self.sent = {(rank, peer): queue.SimpleQueue() for rank in range(size) for peer in range(size)}
 
 
 def get_version() -> int:
@@ -49,13 +51,13 @@ def groupStart() -> None:
 
 def groupEnd() -> None:
     group, _local.group = _local.group, None
-    for call in group:
+    for _, call in sorted(group, key=lambda pair: pair[0]):  # all are under way at once: no send waits for a receive
         call()
 
 
-def _grouped(call: Callable[[], None]) -> None:
+def _grouped(call: Callable[[], None], waits: bool = False) -> None:
     if getattr(_local, "group", None) is not None:
-        _local.group.append(call)
+        _local.group.append((waits, call))
     else:
         call()
 
@@ -80,9 +82,26 @@ class NcclCommunicator:
         self._meeting.barrier.wait(LIMIT_S)
         return values
 
+    def send(self, address: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        current, sent = _ordered(stream), self._meeting.sent[self._rank, peer]
+
+        def call() -> None:
+            current._run(current._given)
+            sent.put(_at(address, count, dtype).copy())
+
+        _grouped(call)
+
+    def recv(self, address: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        current, sent = _ordered(stream), self._meeting.sent[peer, self._rank]
+
+        def call() -> None:
+            _at(address, count, dtype)[...] = sent.get(timeout=LIMIT_S)
+            current._give()
+
+        _grouped(call, waits=True)
+
     def _launch(self, stream: int, sent: np.ndarray, finish: Callable[[list[np.ndarray]], None]) -> None:
-        current = cuda_double.current_stream()
-        assert stream == current.ptr, "the stream is not the current one: nothing orders it behind the kernels"
+        current = _ordered(stream)
 
         def call() -> None:
             current._run(current._given)
@@ -109,6 +128,12 @@ class NcclCommunicator:
             _at(receive, count, dtype)[...] = parts[root]
 
         self._launch(stream, _at(send, count, dtype), finish)
+
+
+def _ordered(stream: int) -> cuda_double.Stream:
+    current = cuda_double.current_stream()
+    assert stream == current.ptr, "the stream is not the current one: nothing orders it behind the kernels"
+    return current
 
 
 def _at(address: int, count: int, dtype: int) -> np.ndarray:

@@ -1,6 +1,8 @@
 """Device buffers at the hand-over: produced, staged through pinned memory, or passed on; never copied by accident."""
 
 import gc
+import weakref
+from collections import deque
 
 import numpy as np
 import pytest
@@ -117,6 +119,66 @@ def test_a_block_is_kept_while_its_copy_to_the_device_is_under_way(gpu):
     gc.collect()
     staging.lease(1000, np.dtype(float))[...] = 9  # were it the same block, the copy would take this
     assert (target.get() == 7).all()
+
+
+def test_memory_of_the_device_is_kept_while_its_copy_to_the_host_is_under_way(gpu):
+    """Freed, it would be the next array of the stream that had it: of one that the copy does not wait for."""
+    empty_the_pool()
+    source, target = on_device(gpu, np.zeros(1000)), staging.lease(1000, np.dtype(float))
+    memory, event = weakref.ref(source), staging.begin_to_host(source, target)
+    del source
+    gc.collect()
+    staging.lease(8, np.dtype(float))
+    assert memory() is not None
+    event.synchronize()
+    staging.lease(8, np.dtype(float))  # the next call lets go of what is done
+    gc.collect()
+    assert memory() is None and (target == 1).all()
+
+
+def test_a_whole_copy_to_the_host_leaves_nothing_behind(gpu):
+    source = on_device(gpu, np.zeros(1000))
+    memory = weakref.ref(source)
+    assert staging.to_host(source).sum() == 1000
+    del source
+    gc.collect()
+    assert memory() is None
+
+
+def test_events_are_recorded_anew_when_nobody_has_them(gpu, monkeypatch):
+    monkeypatch.setattr(device, "_free_events", deque())
+    made = []
+    monkeypatch.setattr(cuda_double.Event, "__init__", counted(cuda_double.Event.__init__, made))
+    source, target = on_device(gpu, np.zeros(1000)), staging.lease(1000, np.dtype(float))
+    first, second = device.record(), device.record()
+    assert first._event is not second._event  # both are held
+    del first, second
+    for step in range(5):
+        source += 1
+        staging.begin_to_host(source, target).synchronize()
+        assert (target == step + 2).all()
+        device.produced()
+    assert len(made) == 2  # in front of the copy and behind it
+
+
+def test_a_stream_waits_for_the_place_of_an_event_that_was_recorded_anew(gpu, monkeypatch):
+    monkeypatch.setattr(device, "_free_events", deque())
+    copies, source, target = device.new_stream(), on_device(gpu, np.zeros(4)), staging.lease(4, np.dtype(float))
+    device.record().hold_back(copies)  # nobody has the event after this
+    device.record(device.new_stream())
+    device.to_host_on(copies, source, target)  # would raise if it did not come behind the kernel
+    copies.synchronize()
+    assert (target == 1).all()
+
+
+def counted(function, made):
+    """``function``, which adds each call to ``made``."""
+
+    def call(self, *args, **keywords):
+        made.append(self)
+        function(self, *args, **keywords)
+
+    return call
 
 
 def test_the_ledger_counts_what_is_taken(gpu):

@@ -68,8 +68,9 @@ extern "C" __global__ void plain(REAL* weights, const GRADIENT* gradient, WORKIN
   });
 }
 
-// partial (gridDim.x,): sums of squares in float64; the order depends on n and on the size of the grid alone
-extern "C" __global__ void __launch_bounds__(1024) squares(const GRADIENT* x, double* partial, long long n) {
+// Writes or adds to partial (gridDim.x,): sums of squares in float64, in an order that n and the grid alone decide
+extern "C" __global__ void __launch_bounds__(1024) squares(const GRADIENT* x, double* partial, long long n,
+    long long adds) {
   double sum = 0;
   over_grid<WIDTH>(n, aligned<WIDTH>(x), [&](auto width, long long i) {
     auto values = read<width.value>(x + i);
@@ -77,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(1024) squares(const GRADIENT* x, do
     for (int j = 0; j < width.value; ++j) sum += (double)values.v[j] * (double)values.v[j];
   });
   sum = sum_of_block(sum);
-  if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+  if (threadIdx.x == 0) partial[blockIdx.x] = adds ? partial[blockIdx.x] + sum : sum;
 }
 
 // working = (adds ? working : 0) + x, in the type that REAL is computed in, rounded once

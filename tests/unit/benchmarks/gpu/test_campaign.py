@@ -1,11 +1,11 @@
 """The campaign on a GPU, carried out on the double: its stages, what they leave behind, and its environment."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import h5py
@@ -13,8 +13,11 @@ import pytest
 
 from benchmarks import harness
 from benchmarks.gpu.campaign import environment, study
-from benchmarks.gpu.campaign.stages import STAGES, Command, Stage, suite
+from benchmarks.gpu.campaign.stages import STAGES, Command, Stage, check, suite, tool
+from benchmarks.gpu.campaign.stages import study as study_of
 from harness import jobs
+from harness.marks import cases
+from hpcdist.errors import ConfigurationError, HpcdistError, UsageError
 
 ROOT = Path(__file__).parents[4]
 CUPY = """
@@ -167,24 +170,36 @@ def test_every_stage_on_the_double(gpu, double, tmp_path, monkeypatch, capsys):
 
 
 def test_options_of_every_command_are_known():
-    """Of the sizes for a GPU, which no test runs: a word that a study does not know would waste its stage."""
+    """Of the sizes for a GPU, which no test runs: a word that a program does not know would waste its stage."""
     for stage in STAGES.values():
         for command in stage.full:
-            if not command.study:
-                continue
-            name = f"benchmarks.{study_module(command.study)}"
-            module = importlib.import_module(name)
-            options = [word.replace("RESULT", "/nowhere/x.h5") for word in command.line[3:]]
-            parsed = harness._parsed(harness.Study.of(module), module, command.study, options)
-            assert str(parsed.output) == "/nowhere/x.h5"
+            check(command)
     files = [word for each in STAGES.values() for own in each.full for word in own.line if word.startswith("tests/")]
     assert sorted(files) == sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/gpu").glob("test_*.py"))
 
 
-def study_module(name):
-    from benchmarks.__main__ import STUDIES
+@cases(
+    "command, error",
+    (study_of("step", "gpu.step", "--stepz 5"), SystemExit),
+    (Command("own", ("-m", "benchmarks", "own_runs", "--device", "tpu")), SystemExit),
+    (tool("doctor", "doctor --lunch"), UsageError),
+    (tool("calibrate", "plan calibrate --device gpu --seconds fast -o x.toml"), UsageError),
+    (tool("report", "energy repart FOLDER/run"), UsageError),
+    (tool("train", "train --set model.layers=12 --set model.hiden=8"), ConfigurationError),
+    (suite("fast", "tests/gpu/test_unreal.py", ""), UsageError),
+)
+def test_a_dry_run_refuses_words_that_no_program_takes(gpu, command, error, tmp_path, monkeypatch):
+    with pytest.raises(error):
+        check(command)
+    monkeypatch.setattr(study, "STAGES", {"one": Stage(60, (command,))})
+    monkeypatch.setitem(study.OPTIONS, "stages", ("one",))
+    with pytest.raises(error) if not issubclass(error, HpcdistError) else nullcontext():
+        assert run(tmp_path / "results", "--small") == error.exit_code
+    assert not (tmp_path / "results").exists()
 
-    return STUDIES[name]
+
+def test_the_stages_fit_into_half_an_hour():
+    assert sum(stage.limit_s for stage in STAGES.values()) <= 28 * 60 < 60 * study.OPTIONS["minutes"]
 
 
 def test_tests_are_told_by_their_number(gpu, tmp_path, monkeypatch):

@@ -153,7 +153,7 @@ def test_memory_that_was_not_written_shows(gpu):
 def test_a_copy_to_pinned_memory_is_there_when_its_event_has_passed(gpu):
     array, host = on_device(gpu), staging.lease(6, np.dtype(float)).reshape(2, 3)
     stream = device.new_stream()
-    stream.wait_event(device.record())
+    device.record().hold_back(stream)
     array.get(stream=stream, out=host, blocking=False)
     event = device.record(stream)
     assert not event.done and np.isnan(host).all()  # reading early shows
@@ -179,7 +179,7 @@ def test_a_copy_that_does_not_wait_for_the_producer_is_refused(gpu):
     stream = device.new_stream()
     before = device.record()
     array += 1.0
-    stream.wait_event(before)
+    before.hold_back(stream)
     with pytest.raises(cuda_double.StreamOrderError, match="does not wait for the kernels"):
         array.get(stream=stream, out=host, blocking=False)
 

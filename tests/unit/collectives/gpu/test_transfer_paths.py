@@ -1,5 +1,6 @@
 """The ways of a buffer on a GPU, on the double: segments in pinned memory, memory of the other ranks, and NCCL."""
 
+import gc
 import threading
 
 import numpy as np
@@ -10,6 +11,7 @@ from harness.marks import cases, on_threads
 from harness.trainings import LAYOUTS, Trained, assembled, check_same
 from hpcdist import collectives
 from hpcdist.arrays import backend
+from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.collectives.gpu import nccl, peer_memory, staging
 from hpcdist.collectives.reduction import native_allreduce
 from hpcdist.collectives.tuning import autotune
@@ -99,6 +101,19 @@ def test_sixteen_bits_are_summed_in_float32_and_rounded_once(gpu, rng):
         assert values.tobytes() == want.tobytes()
 
 
+def test_memory_of_a_communicator_that_is_dropped_is_unmapped(gpu, rng):
+    def body(comm, buffer):
+        part = comm.split(0, comm.rank)
+        peer_memory.device_shared_allreduce(part, buffer)
+        assert len(cuda_double.LOCAL.opened) == 2
+        comm.barrier()  # nobody frees what another one still reads
+        del part
+        gc.collect()
+        assert not cuda_double.LOCAL.opened
+
+    reduced(3, integers(rng, 3), body)
+
+
 def test_memory_that_cannot_be_mapped_is_refused_on_every_rank_and_staged(gpu, rng, monkeypatch):
     monkeypatch.setitem(cuda_double.LIMIT, "ipc", 0)
     inputs = integers(rng, 3)
@@ -150,6 +165,31 @@ def test_shards_of_nccl(gpu, size, rng):
 
     for values in reduced(size, inputs, body):
         assert np.array_equal(values, 2 * np.sum(inputs, axis=0) + 1)
+
+
+@pytest.mark.usefixtures("several_ranks_a_gpu")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_nccl_sums_16_bits_in_float32_and_sends_them_as_they_are(gpu, size, dtype, rng, monkeypatch):
+    inputs = [rng.standard_normal(COUNT).astype(dtype_of(dtype)) for _ in range(size)]
+    wide = np.sum([(2 * part).astype(np.float32) for part in inputs], axis=0, dtype=np.float32)
+    sent = []
+    send = nccl_double.NcclCommunicator.send
+    monkeypatch.setattr(nccl_double.NcclCommunicator, "send", lambda self, *of: sent.append(of[1]) or send(self, *of))
+
+    def halves(comm, buffer):
+        sharding = collectives.SHARDED_ON_GPUS["nccl"]
+        shares = sharding.shares(comm, COUNT, 2)
+        sharding.reduce_scatter(comm, buffer, shares)
+        sharding.all_gather(comm, buffer, shares)
+
+    for call in (lambda comm, buffer: collectives.allreduce(comm, buffer, "nccl"), halves):
+        sent.clear()
+        for values in reduced(size, inputs, call):
+            assert values.tobytes() == (wide.astype(dtype_of(dtype)) + dtype_of(dtype).type(1)).tobytes()
+        assert sum(sent) == (size > 1) * size * COUNT * 2
+    for values in reduced(size, inputs, lambda comm, buffer: collectives.allreduce(comm, buffer, "nccl", "max")):
+        assert np.array_equal(values, 2 * np.max(inputs, axis=0) + dtype_of(dtype).type(1))
 
 
 @cases(

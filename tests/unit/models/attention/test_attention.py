@@ -11,6 +11,7 @@ from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.attention.tiles import LONG, QUERY_BLOCK
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Draw
+from stubs.gpu import host_kernels
 
 TOLERANCE = {"float32": 3e-6, "float64": 1e-13}
 
@@ -106,9 +107,8 @@ def test_rows_that_go_on_in_other_tiles(context, dtype, causal, rng):
 )
 @pytest.mark.parametrize("on", ["cpu", "gpu"])
 def test_rows_see_a_window_of_their_past(context, window, shared, on, rng, monkeypatch):
-    if on == "gpu":  # its array expressions
-        for module in (flash, kernels, tiles):
-            monkeypatch.setattr(module, "is_device", lambda array: True)
+    if on == "gpu":
+        host_kernels.install(monkeypatch, flash, kernels, tiles)
     for dtype in TOLERANCE:
         _check(*_inputs(rng, dtype, 2, context, 2, 4, shared), 4, True, window)
 
@@ -149,9 +149,8 @@ def test_the_work_grows_with_the_window(rng, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shared", [None, 2])
 @pytest.mark.parametrize("context", [1, 70, LONG + 67])
-def test_array_expressions_of_a_gpu(context, shared, dtype, causal, rng, monkeypatch):
-    for module in (flash, kernels, tiles):
-        monkeypatch.setattr(module, "is_device", lambda array: True)
+def test_kernels_of_a_gpu(context, shared, dtype, causal, rng, monkeypatch):
+    host_kernels.install(monkeypatch, flash, kernels, tiles)
     _check(*_inputs(rng, dtype, 2, context, 4, 4, shared), 4, causal)
 
 

@@ -11,6 +11,7 @@ from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.attention.tiles import LONG
 from hpcdist.models.documents import PackedTokens, unpacked
 from hpcdist.models.runtime.arena import Arena
+from stubs.gpu import host_kernels
 
 
 def attention(qkv, kv, dy, size, places=None, **options):
@@ -55,10 +56,9 @@ def test_windows_inside_of_documents(shared, context, most, window, rng):
 
 
 @pytest.mark.parametrize("shared", [0, 2])
-def test_array_expressions_of_a_gpu(shared, rng, monkeypatch):
+def test_kernels_of_a_gpu(shared, rng, monkeypatch):
     places = drawn_places(rng, 3, 90)
-    for module in (flash, kernels, tiles):
-        monkeypatch.setattr(module, "is_device", lambda array: True)
+    host_kernels.install(monkeypatch, flash, kernels, tiles)
     check(places, 4, shared, True, rng)
     check(places, 4, shared, False, rng)
 

@@ -5,18 +5,19 @@ import pytest
 
 from hpcdist.models.attention import kernels
 from hpcdist.models.attention.tiles import band
+from stubs.gpu import host_kernels
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-14}
 PAIRS, BEFORE, SCALE = 3, 2, 0.3  # the pairs of the tiles are behind others
 ALL = band(0, 0, causal=False)
 
 
-@pytest.fixture(params=["loops", "arrays"])
-def functions(request):
-    """The compiled loops, and the array expressions of a GPU, here on numpy."""
-    if request.param == "loops":
-        return kernels.softmax_advance, kernels.softmax_gradient
-    return kernels._softmax_advance_device, kernels._softmax_gradient_device
+@pytest.fixture(params=["loops", "kernels"])
+def functions(request, monkeypatch):
+    """The compiled loops, and the kernels of a GPU, here on numpy."""
+    if request.param == "kernels":
+        host_kernels.install(monkeypatch, kernels)
+    return kernels.softmax_advance, kernels.softmax_gradient
 
 
 def _plain(x, causal, window=0):

@@ -10,6 +10,7 @@ from harness.marks import cases
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.errors import UsageError
+from hpcdist.models.attention import flash
 from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.documents import PackedTokens, unpacked
 from hpcdist.models.layers.dropout import ATTENTION, mask
@@ -170,3 +171,9 @@ def test_what_is_not_finite_shows_in_its_row_and_in_no_earlier_one(gpu, rng):
 def test_heads_that_no_kernel_has_are_refused(gpu):
     with pytest.raises(UsageError, match=r"heads of 144; its kernels have heads of at most 128: choose model.heads"):
         LocalAttention().forward(backend.zeros((1, 2, 432), np.dtype("float16"), "gpu"), 144, Arena(on="gpu").saved(0))
+
+
+def test_more_tokens_than_a_grid_has_blocks_for_are_refused(gpu, monkeypatch):
+    monkeypatch.setattr(flash, "MAX_FUSED_CONTEXT", 64)
+    with pytest.raises(UsageError, match=r"65 tokens of context; its kernels have at most 64: choose a shorter data"):
+        LocalAttention().forward(backend.zeros((1, 65, 48), np.dtype("float16"), "gpu"), 16, Arena(on="gpu").saved(0))

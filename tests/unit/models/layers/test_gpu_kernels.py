@@ -142,12 +142,13 @@ def test_norms(gpu, kind, dtype, shape, rng):
     if kind == "layer":
         cuda_kernels.norm(there(x), there(scale), there(bias), EPSILON, y, statistics)
         check(y, normal * s64 + wide(bias), dtype, many, (1 + size) * (np.abs(s64) + np.abs(wide(bias))))
-        cuda_kernels.norm_backward(there(dy), there(x), there(scale), statistics, dx, dscale, dbias)
+        sums_there = (dscale, True), (dbias, True)
+        cuda_kernels.norm_backward(there(dy), there(x), there(scale), statistics, dx, True, *sums_there)
         check(dbias, wide(sums[1]) + d64.sum(axis=0), dtype, 8 + np.sqrt(rows), np.abs(d64).sum(axis=0))
     else:
         cuda_kernels.rms(there(x), there(scale), EPSILON, y, statistics)
         check(y, normal * s64, dtype, many, (1 + size) * np.abs(s64))
-        cuda_kernels.rms_backward(there(dy), there(x), there(scale), statistics, dx, dscale)
+        cuda_kernels.norm_backward(there(dy), there(x), there(scale), statistics, dx, True, (dscale, True))
     size = (1 + size) ** 2 * (np.abs(terms[0]) + inverse * (1 + np.abs(g).max(axis=1, keepdims=True)))
     check(dx, wide(residual) + (g - lost) * inverse, dtype, many, size)
     check(dscale, wide(sums[0]) + terms[1].sum(axis=0), dtype, many + np.sqrt(rows),
@@ -163,6 +164,14 @@ def test_column_sums(gpu, dtype, shape, rng):
         into = there(before)
         cuda_kernels.column_sums(there(rows), into, add)
         check(into, total + add * wide(before), dtype, 8 + np.sqrt(shape[0]), size)
+
+
+def test_column_sums_of_more_columns_than_a_grid_has_threads(gpu, rng, monkeypatch):
+    monkeypatch.setattr(cuda_kernels, "elementwise", lambda n, width=1, threads=256: (2, 32))
+    rows = drawn(rng, (40, 150), "float32")
+    into = empty(150, np.float32)
+    cuda_kernels.column_sums(there(rows), into, add=False)
+    check(into, wide(rows).sum(axis=0), "float32", 8 + np.sqrt(40), np.abs(wide(rows)).sum(axis=0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

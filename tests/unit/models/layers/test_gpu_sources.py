@@ -12,6 +12,7 @@ from harness import jobs
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.gpu.kernels import OPTIONS, KernelSource
 from hpcdist.models.attention import flash
+from hpcdist.models.attention import kernels as attention_kernels
 from hpcdist.models.layers import cuda_kernels
 from hpcdist.optim.update import kernels as updates
 
@@ -21,8 +22,10 @@ SOURCES = {
     "norm": (cuda_kernels.NORM, {}),
     "cross entropy": (cuda_kernels.CROSS_ENTROPY, {}),
     "embedding": (cuda_kernels.EMBEDDING, {}),
+    "softmax": (attention_kernels.SOFTMAX, {}),
     "updates": (updates.CUDA_SOURCE, UPDATES),
     "attention": (flash.FUSED_KERNELS, {"HEAD": 64}),
+    "attention of large heads": (flash.FUSED_KERNELS, {"HEAD": 128}),
 }
 OF_CUPY = ("--device-as-default-execution-space", "-ftz=true")  # options that cupy adds to all
 SPILLED_BYTES = 64  # a thread, at most

@@ -5,10 +5,12 @@ import pytest
 
 from harness.devices import OPTIMIZERS, TENSORS, UPDATES, OptimizerRun, drawn
 from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
 from hpcdist.optim import norms
+from stubs.gpu import cuda_compiler
 
 BOUNDS = {"float32": 1e-5, "float64": 1e-12}
 WORKING = {"float32": "bfloat16", "float64": "float32"}
@@ -44,6 +46,21 @@ def test_the_norm_of_several_ranges_waits_once(gpu, dtype, rng):
     got = norms.sum_of_squares(device, parts)
     assert gpu.LOG.sites() == {(gpu.D2H, "norms.sum_of_squares"): 1} and gpu.LOG.nbytes(gpu.D2H) == 8
     np.testing.assert_allclose(got, sum(norms.sum_of_squares(host, part) for part in parts), rtol=1e-12)
+
+
+def test_tensors_that_touch_are_one_kernel(gpu, rng):
+    layout = Layout.of(
+        [TensorSpec(0, name, (4, 16)) for name in "abc"] + [TensorSpec(0, "odd", (5,)), TensorSpec(0, "z", (16,))]
+    )
+    host = FlatStore(layout, np.dtype(np.float32))
+    for segment in layout.segments:
+        host.view(segment.key)[...] = rng.standard_normal(segment.spec.shape)
+    device = FlatStore(layout, np.dtype(np.float32), on="gpu")
+    device.copy_from(host)
+    cuda_compiler.LAUNCHES.clear()
+    got = norms.sum_of_squares(device)
+    assert cuda_compiler.LAUNCHES == ["squares"] * 2  # padding behind "odd" is left out
+    np.testing.assert_allclose(got, norms.sum_of_squares(host), rtol=1e-12)
 
 
 def test_a_nan_on_the_device_is_refused_and_named(gpu, rng):

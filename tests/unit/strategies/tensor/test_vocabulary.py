@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from hpcdist.arrays import backend
+from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import split
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DataError
@@ -12,16 +14,17 @@ from hpcdist.models.runtime.arena import Arena
 from hpcdist.strategies.tensor import vocabulary
 from hpcdist.strategies.tensor.axis import ReplicatedBorders, TensorAxis
 from hpcdist.strategies.tensor.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding
+from stubs.gpu import host_kernels
 
 CLASSES, TOKENS, HIDDEN = 37, 50, 6
 LIMITS = {"float32": 3e-6, "float64": 1e-14}
 
 
-@pytest.fixture(params=["loops", "arrays"])
+@pytest.fixture(params=["loops", "kernels"])
 def path(request, monkeypatch):
-    """The compiled loops, and the array expressions that a GPU uses, here on numpy."""
-    if request.param == "arrays":
-        monkeypatch.setattr(vocabulary, "is_device", lambda array: True)
+    """The compiled loops, and the kernels and array expressions of a GPU, here on numpy."""
+    if request.param == "kernels":
+        host_kernels.install(monkeypatch, vocabulary)
 
 
 class Into:
@@ -60,6 +63,35 @@ def test_loss_and_gradient_are_those_of_the_whole(ranks, dtype, path, rng):
     assert abs(found[0][0] - want) <= LIMITS[dtype] * TOKENS
     got = np.concatenate([mine for _, mine in found], axis=1)
     assert np.abs(got - gradient).max() <= LIMITS[dtype] and not got[targets < 0].any()
+
+
+def test_sixteen_bits_are_summed_in_float32_over_the_ranks(gpu, rng):
+    """Each element of the gradient, and of a table's, is within one rounding to bfloat16 of the exact one."""
+    kind, unit = dtype_of("bfloat16"), 2.0**-8
+    logits, targets = (4 * rng.standard_normal((TOKENS, CLASSES))).astype(kind), rng.integers(0, CLASSES, TOKENS)
+    tokens, dy = rng.integers(0, 5, TOKENS), rng.standard_normal((TOKENS, HIDDEN)).astype(kind)
+    exact = np.exp(logits.astype(np.float64) - logits.astype(np.float64).max(axis=1, keepdims=True))
+    exact /= exact.sum(axis=1, keepdims=True)
+    loss = -np.log(exact[np.arange(TOKENS), targets]).sum()
+    exact[np.arange(TOKENS), targets] -= 1
+    sums = np.zeros((CLASSES, HIDDEN))
+    np.add.at(sums, tokens, dy.astype(np.float64))
+
+    def run(borders, own):
+        place, kept = (lambda array: backend.place(array, "gpu")), Arena(on="gpu").saved(0)
+        operation = VocabularyCrossEntropy(borders, own, CLASSES)
+        own_loss = operation.forward(place(logits[:, own.slice].copy()), place(targets), kept)
+        gradient = operation.backward(1.0, kept)
+        embedding, table = VocabularyEmbedding(borders, own, CLASSES), place(np.zeros((own.size, HIDDEN), kind))
+        embedding.forward({"t.weight": table}, "t", place(tokens), kept)
+        embedding.backward(Into(table, True), "t", place(dy), kept)
+        return float(own_loss), gradient.get(), table.get()
+
+    found = _each(3, run)
+    assert abs(sum(row[0] for row in found) - loss) <= 1e-5 * loss
+    gradient, table = np.concatenate([row[1] for row in found], axis=1), np.concatenate([row[2] for row in found])
+    for got, want in ((gradient, exact), (table, sums)):
+        assert (np.abs(got.astype(np.float64) - want) <= unit * np.abs(want) + 1e-5).all()
 
 
 @pytest.mark.parametrize("bad", [CLASSES, -2])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from harness.inputs import write_text
-from harness.trainings import LAYOUTS, Trained, check_same
+from harness.trainings import LAYOUTS, Trained, check_same, recipe_keys
 from hpcdist.arrays.gpu import device as arrays_device
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
@@ -51,3 +51,31 @@ def test_activations_of_16_bits_learn_as_those_of_float32(gpu, tmp_path, rng, la
     device = run_threads(2, lambda comm: Trained(comm, narrow))
     assert host[0].losses[-1] < host[0].losses[0] and gpu.LOG.events
     np.testing.assert_allclose(device[0].losses, host[0].losses, rtol={"float16": 2e-3, "bfloat16": 2e-2}[mode])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys"),
+    [
+        (2, ""),
+        (2, "parallel.sequence_parallel=true data.context=9"),
+        (4, "parallel.strategy=zero3"),
+        (4, "parallel.pipeline=2 model.tied=false"),
+    ],
+)
+def test_tensor_ranks_of_16_bits_learn_as_one_rank_of_float32(gpu, tmp_path, rng, ranks, keys):
+    """And closer to one rank of 16 bits, whose every sum is rounded at other places."""
+    settings = {"data.path": write_text(tmp_path / "text.txt", rng), **recipe_keys(keys)}
+    alone = {
+        **settings,
+        "parallel.pipeline": 1,
+        "parallel.sequence_parallel": "false",
+        "parallel.strategy": "allreduce",
+    }
+    narrow = {"precision.mode": "bfloat16", "precision.activations": "working", "run.device": "gpu"}
+    (wide,) = run_threads(1, lambda comm: Trained(comm, alone))
+    (whole,) = run_threads(1, lambda comm: Trained(comm, {**alone, **narrow}))
+    cut = run_threads(ranks, lambda comm: Trained(comm, {**settings, **narrow, "parallel.tensor": 2}))
+    assert whole.losses[-1] < whole.losses[0]
+    for run in cut:
+        np.testing.assert_allclose(run.losses, wide.losses, rtol=2e-2)
+        np.testing.assert_allclose(run.losses, whole.losses, rtol=5e-3)
