@@ -20,8 +20,12 @@ import pytest
 
 from harness.inputs import write_text
 
-UNIT_CUTS = ("tests/unit/n", "tests/unit/t")  # adapters to models; optim to strategies; telemetry and training
-LONGEST = ("test_rank_suites.py", "test_training_job.py", "test_slurm.py")  # begun first, so that none is the last
+# Begun first, so that none is the last: tests of Slurm, which mostly wait, and the longest files.
+FIRST = tuple(
+    f"tests/launch/{name}" for name in ("slurm/", "test_docs.py", "test_rank_suites.py", "test_training_job.py")
+)
+# Tests of Slurm are two parts, unit tests four: to benchmarks, to models, to strategies, the rest.
+CUTS = ("tests/launch/slurm/test_d", "tests/unit/", "tests/unit/c", "tests/unit/n", "tests/unit/t")
 LOCKS = pytest.StashKey[str]()  # directory of the locks of the processes of `pytest -n`
 SEED_VARIABLE = "HPCDIST_TEST_SEED"
 # One seed for all ranks and for the suites that a test starts; CI sets it, so that a run can be repeated.
@@ -59,7 +63,7 @@ def pytest_configure_node(node: Any) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     # JAX starts threads, and a process that has them should fork no more: its tests come after those that do.
-    items.sort(key=lambda item: ("jax" in item.path.name, item.path.name not in LONGEST))
+    items.sort(key=lambda item: ("jax" in item.path.name, not item.nodeid.startswith(FIRST)))
     # Of a test over a product of parameters, each value is tried once; the rest of the product is a matrix.
     cases = {}
     for item in items:
@@ -122,18 +126,18 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let the processes of `pytest -n` take the unit tests as three parts, jobs file by file, the longest files first.
+    """Let the processes of `pytest -n` take unit tests and those of Slurm as parts, other jobs file by file.
 
-    Unit tests of a part stay in one process and in order: which follows which does not depend on how fast they are.
+    Tests of a part stay in one process and in order: which follows which does not depend on how fast they are.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            if path.startswith("tests/launch/"):
+            if path.startswith("tests/launch/") and "/slurm/" not in path:
                 return path
-            return f"part {bisect.bisect(UNIT_CUTS, path)}"
+            return f"part {bisect.bisect(CUTS, path)}"
 
     config.option.loadscopereorder = False  # in the order of the collection, not by the number of tests
     return ByFile(config, log)

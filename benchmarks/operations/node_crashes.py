@@ -2,7 +2,7 @@
 
     python -m benchmarks node_crashes --launcher mpirun --crashes 10 -o crashes.h5 --anonymous
 
-Needs what tests/launch/test_slurm_crash.py needs: Slurm, munge, root and namespaces; for `--launcher srun` with Open
+Needs what tests/launch/slurm/test_crash.py needs: Slurm, munge, root and namespaces; for `--launcher srun` with Open
 MPI also libpmix-dev. The nodes are virtual: each is a slurmd in namespaces of its own, and a crash is SIGKILL of
 everything there, of which Slurm learns by its SlurmdTimeout alone. Drawn are the node (the first of the job, with its
 script, one in the middle, or the last) and the moment: after the job has begun (in its check, or before its first

@@ -2,7 +2,7 @@
 
     python -m benchmarks preemptions --launcher mpirun --preemptions 10
 
-Needs what tests/launch/test_slurm_preemption.py needs: Slurm, munge and root; for `--launcher srun` with Open MPI also
+Needs what tests/launch/slurm/test_preemption.py needs: Slurm, munge and root; for `--launcher srun` with Open MPI also
 libpmix-dev. `hydra` and `mpich` (srun) need an environment with MPICH. A job of a partition of higher priority takes
 all nodes from one training again and again, in a step, or in a start (which checks its nodes, or loads). Slurm tells it
 so (PreemptMode=REQUEUE with GraceTime), and by itself the training saves at no other time.

@@ -24,7 +24,7 @@ def test_rank_suite(mpiexec, size, tier):
 
 @pytest.mark.full
 def test_products_of_two_axes_on_four_ranks(mpiexec):
-    run_suite(mpiexec, 4, "not full and not matrix", TESTS / "ranks" / "test_rank_layouts.py")
+    run_suite(mpiexec, 4, "not full and not matrix", TESTS / "ranks" / "strategies" / "test_layouts.py")
 
 
 def run_suite(mpiexec, size, tier, *files):

@@ -70,6 +70,7 @@ def test_an_exception_ends_all_ranks_and_is_shown(program):
     assert "ValueError: the batch is bad" in done.stderr
 
 
+@pytest.mark.full
 def test_a_skipped_operation_is_named(program, tmp_path):
     """The rank that did not come, and the line of the script where the others wait."""
     done = program(

@@ -148,7 +148,7 @@ def test_control_characters_are_refused_in_directives(value):
 
 
 def sbatch_words(line):
-    """Split like sbatch does (checked against Slurm itself in tests/launch/test_slurm.py)."""
+    """Split like sbatch does (checked against Slurm itself in tests/launch/slurm/test_batch.py)."""
     words, word, quote, characters = [], "", "", iter(line)
     for character in characters:
         if character == "\\":

@@ -140,6 +140,7 @@ def test_every_kernel_is_set_against_its_bytes(gpu, dtype, tmp_path):
         assert len(written) == len(names)
 
 
+@pytest.mark.full
 def test_a_16_bit_step_has_the_losses_of_pytorch(gpu):
     pytest.importorskip("torch")
     shape = eager.StepShape(layers=1, hidden=32, heads=2, context=16, samples=2, vocabulary=17)

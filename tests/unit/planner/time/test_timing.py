@@ -417,7 +417,7 @@ def test_what_is_known_of_one_layout_is_not_told_of_another():
 
 
 def test_rows_of_experts_travel_out_and_back_forward_and_backward():
-    """Of loads that are even: what `tests/ranks/test_rank_experts.py` counts in a run."""
+    """Of loads that are even: what `tests/ranks/strategies/test_experts.py` counts in a run."""
     mixture = ModelConfig(layers=6, hidden=64, heads=4, experts=4, experts_per_token=2, expert_hidden=128)
     model, layout = of_config(mixture, context=32), replace(LAYOUT, data=4, expert=2)
     rows = 2 * 32 * layout.microbatch

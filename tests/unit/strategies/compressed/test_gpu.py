@@ -26,6 +26,7 @@ def test_a_compressed_run_on_the_gpu_is_that_of_the_cpu(gpu, words, name):
     check_same(host, device, BOUNDS.get(name, 5e-4))
 
 
+@pytest.mark.full
 def test_a_choice_is_measured_on_the_gpu(gpu, words, monkeypatch):
     monkeypatch.setenv("HPCDIST_TUNING", "on")
     candidates = '["int8", "topk", "powersgd"]'

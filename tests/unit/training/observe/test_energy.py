@@ -232,7 +232,7 @@ def test_each_gpu_is_told_by_the_ranks_that_compute_on_it(packages, monkeypatch)
 
 
 @pytest.mark.alone
-@pytest.mark.full
+@pytest.mark.matrix  # needs a quiet machine: its joules are those of intervals of 10 ms
 def test_ranks_of_two_nodes_tell_what_training_consists_of(packages, tmp_path, rng):
     seed = int(rng.integers(2**32))
     ranks = measured(packages, tmp_path, seed)

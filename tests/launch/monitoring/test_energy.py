@@ -84,6 +84,7 @@ def test_starts_of_a_run_add_up(text, tmp_path, driver):
         assert set(file["energy/samples/session"][...]) == {0, 1}
 
 
+@pytest.mark.full
 def test_without_any_source_there_is_no_number_but_a_reason(text, tmp_path):
     out = tmp_path / "run"
     found = train(text, out, {}, energy__powercap=tmp_path / "nowhere")

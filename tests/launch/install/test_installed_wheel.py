@@ -13,7 +13,7 @@ import pytest
 import hpcdist
 from harness import jobs
 
-CLONE = Path(__file__).parents[2]
+CLONE = Path(__file__).parents[3]
 
 pytestmark = [
     pytest.mark.full,

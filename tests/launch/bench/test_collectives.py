@@ -61,7 +61,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_measured(mpi, arguments,
 
 
 def test_the_driver_measures_a_library_beside_ours_and_prints_the_ratio(tmp_path, mpi):
-    clone = Path(__file__).parents[2]
+    clone = Path(__file__).parents[3]
     output = tmp_path / "all.h5"
     only = ["--only", "^hpcdist|default", "--ranks", "2", "--bytes", "4K", "--seconds", "0.05", "--rounds", "1"]
     line = [sys.executable, "-m", "benchmarks", "libraries", "--mpi", f"Here={sys.executable}@{mpi.path}", *only]

@@ -160,6 +160,7 @@ def test_killed_rank(die, tmp_path):
     assert line_of(tmp_path, "np.ones(16") in found.event.site
 
 
+@pytest.mark.full
 def test_skipped_collective_then_another_one(die, tmp_path):
     ended = die(
         3,

@@ -44,6 +44,7 @@ def train(ranks, text, out, *options, keys):
     return json.loads(done.stdout.splitlines()[-1]), steps["loss"]
 
 
+@pytest.mark.full
 def test_new_processes_take_the_places_of_the_dead(text, tmp_path, rng):
     steps = EVERY * (DEATHS + 1)
     keys = [f"run.steps={steps}", "parallel.strategy=zero1"]
