@@ -10,6 +10,7 @@ import errno
 import io
 import os
 import re
+import select
 import sys
 from contextlib import suppress
 from threading import Thread
@@ -19,12 +20,17 @@ from hpcdist.errors import INTERRUPTED, REQUEUE
 
 _NUMBERS: Final = {"stdout": 1, "stderr": 2}
 _CHUNK_BYTES: Final = 1 << 16
-# prterun's words about a rank that left with the code of a stop; all of them or none, and written at once.
+# prterun's words about a rank that left with the code of a stop; all of them or none.
 _NOTICE: Final = re.compile(
     rb"-{20,}\nprterun detected that one or more processes exited with non-zero status,\n"
     rb"thus causing the job to be terminated\. The first process to do so was:\n\n"
     rb" +Process name: \[[^\n]*\]\n +Exit code: +(%d|%d)\n-{20,}\n" % (REQUEUE, INTERRUPTED)
 )
+_BEGINNING: Final = re.compile(
+    rb"(?:-{20,}\n(?:pr?|prt.{0,400})?|-+)\Z", re.DOTALL
+)  # of a notice, at the end of a text
+_NOTICE_BYTES: Final = 600  # at most
+_REST_S: Final = 0.5  # in which the rest of a notice comes
 
 
 class _Descriptor(io.FileIO):
@@ -150,11 +156,17 @@ class Relay:
                 _write(number, text)
 
     def _pass_on(self, source: int, number: int, is_text: bool) -> None:
-        while chunk := os.read(source, _CHUNK_BYTES):
+        kept, ended = b"", False
+        while not ended:
+            late = bool(kept) and not select.select([source], [], [], _REST_S)[0]
+            chunk = b"" if late else os.read(source, _CHUNK_BYTES)
+            ended = not (chunk or late)
             if is_text:
-                chunk = chunk.replace(b"\0", b"")
+                chunk = kept + chunk.replace(b"\0", b"")
                 self._held += [(number, int(notice[1]), notice[0]) for notice in _NOTICE.finditer(chunk)]
                 chunk = _NOTICE.sub(b"", chunk)
+                begun = None if late or ended else _BEGINNING.search(chunk, max(0, len(chunk) - _NOTICE_BYTES))
+                chunk, kept = (chunk[: begun.start()], chunk[begun.start() :]) if begun else (chunk, b"")
             _write(number, chunk)
         os.close(source)
 

@@ -1,5 +1,6 @@
 """`hpcdist run`: exit codes come back, signals reach the ranks, and nothing outlives it. Shown failing, and killing."""
 
+import itertools
 import json
 import mmap
 import os
@@ -240,7 +241,7 @@ def test_a_stop_that_was_asked_for_has_no_notice_of_a_failure(training):
     until(lambda: job.output.count("\nstep ") > 2, "steps", limit_s=120.0)
     job.send(signal.SIGTERM)
     assert job.end() == 75, job.output
-    assert NOTICE not in job.output and "saved; go on with" in job.output
+    assert NOTICE not in job.output and "saved; go on with" in job.output, job.output
 
 
 def test_a_notice_is_held_back_whole_and_only_of_a_stop(capfd):
@@ -254,6 +255,32 @@ def test_a_notice_is_held_back_whole_and_only_of_a_stop(capfd):
     assert capfd.readouterr().err.encode() == b"before\n" + texts[1] + texts[75][:-2] + b"after\n"
     relay.release(75)
     assert capfd.readouterr().err.encode() == texts[130]
+
+
+def test_a_notice_that_comes_in_pieces_is_held_back_and_a_line_of_dashes_is_not(capfd, rng, monkeypatch):
+    monkeypatch.setattr(standard_streams, "_REST_S", 60.0)
+    text, relay = notice(75).encode(), standard_streams.Relay()
+    ours = os.dup(relay.stderr)
+    relay.begin()
+    cuts = [0, 10, *sorted(rng.integers(11, len(text), 3)), len(text)]
+    told = b""
+    for first, last in itertools.pairwise(cuts):
+        os.write(ours, text[first:last])
+        time.sleep(0.05)
+    until(lambda: relay._held, "the whole notice")
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(standard_streams, "_REST_S", 0.1)
+    os.write(ours, b"-" * 74 + b"\n")
+
+    def is_shown():
+        nonlocal told
+        told += capfd.readouterr().err.encode()
+        return told == b"-" * 74 + b"\n"
+
+    until(is_shown, "line of dashes")
+    os.close(ours)
+    until(lambda: relay.ended, "end of the pipe")
+    assert [code for _, code, _ in relay._held] == [75]
 
 
 def test_a_second_interrupt_kills_at_once(start):
