@@ -72,15 +72,15 @@ def pytest_collection_modifyitems(items):
             if kept is not None and item.callspec.id not in kept.args:
                 item.add_marker(pytest.mark.matrix)
             mark = item.get_closest_marker("full_except")
-            if mark is not None:
-                if item.callspec.id not in mark.args:
-                    item.add_marker(pytest.mark.full)
-                continue
+            if mark is not None and item.callspec.id not in mark.args:
+                item.add_marker(pytest.mark.full)
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for product in cases.values():
         covering = covering_cases([values_of(item) for item in product])
         for number in set(range(len(product))) - covering:
-            product[number].add_marker(pytest.mark.matrix)
+            named = product[number].get_closest_marker("full_except")
+            if named is None or product[number].callspec.id not in named.args:
+                product[number].add_marker(pytest.mark.matrix)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -162,7 +162,7 @@ with Training(wrap(model, loss_of, example=example), keys, out="run") as trainin
 """
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_masks_groups_and_a_sampler_in_a_pipeline_of_shards(mpiexec, tmp_path):
     """The losses are those of plain PyTorch; ranks that draw by themselves are named, and make no step."""
     (tmp_path / "train.py").write_text(SEVERAL + ON_RANKS)

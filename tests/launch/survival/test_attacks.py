@@ -145,6 +145,7 @@ def test_a_layout_trains_what_one_process_in_float64_does(layout, table, tmp_pat
 # -- kills, deaths, hangs, signals
 
 
+@pytest.mark.matrix
 def test_a_killed_job_goes_on_with_the_same_bits(table, tmp_path, rng):
     keys = ["parallel.strategy=zero2", "optimizer.momentum=0.9"]
     ends(line(2, table, tmp_path / "calm", *keys, "run.steps=12"))

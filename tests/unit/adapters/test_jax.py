@@ -66,7 +66,7 @@ def expected(functions, params, x, targets, loss):
     return float(value), gradient
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_gradients_of_a_transformer_are_those_of_jax(rng, x64):
     functions, params = models.gpt(rng, dtype="float64")
     x, targets = models.tokens(rng, 3)
@@ -331,7 +331,7 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_every_strategy_trains_as_jax_and_optax_do(rng, x64):
     """Three steps, on 1 to 4 ranks: losses to 1e-12, params to 1e-8; tied tensors across the pipeline."""
     functions, params, loss = tied_gpt(rng, "float64")

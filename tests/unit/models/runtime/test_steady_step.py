@@ -75,8 +75,7 @@ def test_a_step_of_two_ranks_allocates_nothing(case, monkeypatch):
 
 
 @pytest.mark.parametrize("case", ["sequential", "recompute", "lamb", "bfloat16"])
-@pytest.mark.full
-@pytest.mark.matrix_except("bfloat16")
+@pytest.mark.matrix
 def test_a_larger_model_allocates_no_more(case):
     small, large = steady(COMMON | ALONE[case]), steady(COMMON | ALONE[case] | LARGER)
     assert large.largest >= 4 * small.largest
