@@ -19,6 +19,8 @@ STUDIES: Final = {
     "context": "training.context",
     "energy_sensor": "operations.energy_sensor",
     "exchanges": "training.exchanges",
+    "experts": "training.experts",
+    "experts.losses": "training.expert_losses",
     "gpu.attention": "gpu.attention",
     "gpu.campaign": "gpu.campaign.study",
     "gpu.checkpoint": "gpu.checkpoint",
