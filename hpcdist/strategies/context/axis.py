@@ -1,9 +1,9 @@
 """The context axis of one rank: its part of each sample, and the blocks that travel round the ring."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import cast
 
 import numpy as np
 
@@ -12,11 +12,9 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.errors import DataError
 from hpcdist.models.stage import Saved
+from hpcdist.strategies.context.operations import GRADIENTS, MEMORY, MESSAGES, Action, RingOperation
 from hpcdist.strategies.context.passes import pieces, tokens
 from hpcdist.strategies.schedule.observers import NanFinder
-
-KEYS, GRADIENTS = range(2)  # tags
-SLOTS: Final = 2  # blocks of a kind in memory: one that is used, one on its way
 
 
 class ContextAxis:
@@ -32,6 +30,8 @@ class ContextAxis:
         self.pieces = pieces(context, comm.size)
         self.own = self.pieces[comm.rank]
         self.tokens, self.most_tokens = tokens(self.own), max(map(tokens, self.pieces))
+        # The messages of one attention, forward and back.
+        self.messages = tuple(MESSAGES[method](self.pieces, comm.rank, back) for back in (False, True))
         self.watch = NanFinder() if watch is None else watch
         self._spent_s = 0.0
 
@@ -57,11 +57,10 @@ class ContextAxis:
         taken: Array = namespace(whole).concatenate(parts, axis=dim)
         return taken
 
-    def wait(self, requests: Sequence[Request], like: Array) -> None:
-        """Wait for messages of arrays such as ``like``, and count the time."""
+    def wait(self, request: Request, like: Array) -> None:
+        """Wait for a message of an array such as ``like``, and count the time."""
         begin = time.perf_counter()
-        for request in requests:
-            request.wait()
+        request.wait()
         if not is_device(like):  # a call there waits for the computation before it
             self._spent_s += time.perf_counter() - begin
 
@@ -98,77 +97,47 @@ class Ring:
 
     def __init__(self, axis: ContextAxis, saved: Saved, like: Array, columns: int, most: int) -> None:
         self._axis, self._saved, self._like, self._columns, self._most = axis, saved, like, columns, most
-        self._next, self._before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-        self._passing: list[Request] = []
 
-    def block(self, name: str, source: int) -> Array:
-        """Return uninitialised scratch for the block of rank ``source``."""
+    def block(self, memory: str, source: int) -> Array:
+        """Return uninitialised scratch, one of `MEMORY`, for the block of rank ``source``."""
         batch, most = self._like.shape[0], self._axis.most_tokens
-        flat = self._saved.scratch(f"context.{name}", (batch * most * self._most,), self._like.dtype)
+        flat = self._saved.scratch(f"context.{memory}", (batch * most * self._most,), self._like.dtype)
         shape = batch, tokens(self._axis.pieces[source]), self._columns
         return flat[: shape[0] * shape[1] * shape[2]].reshape(shape)
 
-    def rounds(self, own: Array) -> Iterator[tuple[int, Array, Callable[[], None]]]:
-        """Yield rank and block: first ``own``, then those of the ranks before, each while the next is on its way.
+    def rounds(
+        self, own: Array, *, back: bool = False
+    ) -> Iterator[tuple[int, Array, Array | None, Callable[[], None]]]:
+        """Carry out the list of this rank; yield at its tiles rank and block: first ``own``, then those that come.
 
-        ``own`` lies in memory of the caller, or in ``block("keys0", ...)``. The third of what is yielded lets messages
-        progress. Collective over the axis.
+        ``own`` lies in memory of the caller, or in ``block("keys0", ...)``. The third of what is yielded is memory for
+        the gradients of the block where that is another rank's, the fourth lets messages progress. Afterwards the
+        gradients of the own block that the others have made are in ``block("gradients1", ...)``. Collective over the
+        axis.
         """
-        axis, current = self._axis, own
+        axis, blocks = self._axis, {"keys0": own}
+        under_way: dict[str, tuple[Request, RingOperation]] = {}  # by memory
         was_finite = axis.watch.sees_only_finite(own)
-        for step in range(axis.size):
-            requests: list[Request] = []
-            if step + 1 < axis.size:
-                coming = self.block(f"keys{(step + 1) % SLOTS}", (axis.rank - step - 1) % axis.size)
-                requests = [
-                    axis.comm.irecv(coming.reshape(-1), self._before, KEYS),
-                    axis.comm.isend(current.reshape(-1), self._next, KEYS),
-                ]
-            yield (axis.rank - step) % axis.size, current, partial(_poll, requests)
-            if requests:
-                axis.wait(requests, own)
-                current = coming
-                if was_finite:
-                    axis.watch.distrust(current)
-
-    def contribution(self, source: int) -> Array:
-        """Return memory for this rank's part of the gradients of the block of ``source``.
-
-        What it held before, on its way to the next rank, has been sent.
-        """
-        self._axis.wait(self._passing[1:], self._like)
-        del self._passing[1:]
-        return self.block("gradients0", source)
-
-    def pass_on(self, part: Array, source: int) -> None:
-        """Add to ``part`` what the ranks before have of it, and send the sum to the next rank."""
-        self._take(part, source)
-        after = (source - 1) % self._axis.size
-        arriving = self.block("gradients1", after)
-        comm = self._axis.comm
-        self._passing = [
-            comm.irecv(arriving.reshape(-1), self._before, GRADIENTS),
-            comm.isend(part.reshape(-1), self._next, GRADIENTS),
-        ]
-
-    def finish(self) -> Array:
-        """Return the gradients of the own block that the others have made, once all messages have come."""
-        home = self.block("gradients1", self._axis.rank)
-        self._axis.wait(self._passing, self._like)
-        self._axis.watch.distrust(home)
-        self._passing = []
-        return home
-
-    def _take(self, part: Array, source: int) -> None:
-        if not self._passing:
-            return  # this rank is the first that the block visits
-        arrived = self.block("gradients1", source)
-        self._axis.wait(self._passing, self._like)
-        self._axis.watch.distrust(arrived)
-        self._passing = []
-        part += arrived
+        for op in cast(tuple[RingOperation, ...], axis.messages[back]):
+            if op.action is Action.TILES:
+                if op.into:
+                    blocks[op.into] = self.block(op.into, op.source)
+                yield op.source, blocks[op.memory], blocks.get(op.into), partial(_poll, under_way)
+            elif op.action is Action.ADD:
+                blocks[op.into] += blocks[op.memory]
+            elif op.action is Action.WAIT:
+                request, begun = under_way.pop(op.memory)
+                axis.wait(request, blocks[op.memory])
+                if begun.action is Action.RECEIVE and (was_finite or MEMORY[op.memory] == GRADIENTS):
+                    axis.watch.distrust(blocks[op.memory])
+            else:
+                receives = op.action is Action.RECEIVE
+                if receives:
+                    blocks[op.memory] = self.block(op.memory, op.source)
+                start = axis.comm.irecv if receives else axis.comm.isend
+                under_way[op.memory] = start(blocks[op.memory].reshape(-1), op.peer, MEMORY[op.memory]), op
 
 
-def _poll(requests: Sequence[Request]) -> None:
-    for request in requests:
+def _poll(under_way: Mapping[str, tuple[Request, RingOperation]]) -> None:
+    for request, _ in under_way.values():
         request.test()
