@@ -10,6 +10,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array, ArrayGroup, is_device, namespace
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.comm.record.spans import NULL_SPANS, SpanSink, now_ns
 from hpcdist.errors import DataError
 from hpcdist.models.stage import Saved
 from hpcdist.strategies.context.operations import GRADIENTS, MEMORY, MESSAGES, Action, RingOperation
@@ -20,19 +21,20 @@ from hpcdist.strategies.schedule.observers import NanFinder
 class ContextAxis:
     """The ranks ``comm`` that share the samples of ``context`` tokens, each with its own pieces.
 
-    ``method`` is that of attention, never "auto". ``watch`` looks for this rank's own bad values: where those of
-    another rank come in, it stops. Methods are local unless they say otherwise.
+    ``method`` is that of attention, never "auto"; ``spans`` gets the waits for passes of a ring. ``watch`` looks for
+    this rank's own bad values: where those of another rank come in, it stops. Methods are local unless they say
+    otherwise.
     """
 
-    def __init__(self, comm: Communicator, context: int, method: str = "ring", watch: NanFinder | None = None) -> None:
-        self.comm, self.context, self.method = comm, context, method
+    def __init__(self, comm: Communicator, context: int, method: str = "ring", *, spans: SpanSink = NULL_SPANS) -> None:
+        self.comm, self.context, self.method, self._spans = comm, context, method, spans
         self.rank, self.size = comm.rank, comm.size
         self.pieces = pieces(context, comm.size)
         self.own = self.pieces[comm.rank]
         self.tokens, self.most_tokens = tokens(self.own), max(map(tokens, self.pieces))
         # The messages of one attention, forward and back.
         self.messages = tuple(MESSAGES[method](self.pieces, comm.rank, back) for back in (False, True))
-        self.watch = NanFinder() if watch is None else watch
+        self.watch = NanFinder()
         self._spent_s = 0.0
 
     def cut(self, samples: Array) -> Array:
@@ -57,12 +59,19 @@ class ContextAxis:
         taken: Array = namespace(whole).concatenate(parts, axis=dim)
         return taken
 
-    def wait(self, request: Request, like: Array) -> None:
-        """Wait for a message of an array such as ``like``, and count the time."""
-        begin = time.perf_counter()
-        request.wait()
-        if not is_device(like):  # a call there waits for the computation before it
-            self._spent_s += time.perf_counter() - begin
+    def wait(self, request: Request, like: Array, name: str) -> None:
+        """Wait for a message of an array such as ``like``; count the time, and leave a span of it called ``name``.
+
+        A message that is complete by now was hidden: it leaves none.
+        """
+        if is_device(like):  # a call there waits for the computation before it
+            request.wait()
+        elif not request.test():
+            begin_ns = now_ns()
+            request.wait()
+            end_ns = now_ns()
+            self._spent_s += (end_ns - begin_ns) / 1e9
+            self._spans.add("communication", name, -1, begin_ns, end_ns)
 
     def all_to_all(
         self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
@@ -127,7 +136,7 @@ class Ring:
                 blocks[op.into] += blocks[op.memory]
             elif op.action is Action.WAIT:
                 request, begun = under_way.pop(op.memory)
-                axis.wait(request, blocks[op.memory])
+                axis.wait(request, blocks[op.memory], f"WAIT {op.memory[:-1]}")
                 if begun.action is Action.RECEIVE and (was_finite or MEMORY[op.memory] == GRADIENTS):
                     axis.watch.distrust(blocks[op.memory])
             else:
