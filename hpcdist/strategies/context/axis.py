@@ -101,7 +101,7 @@ class ContextAxis:
 class Ring:
     """Blocks (batch, tokens of their rank, columns) that travel from each rank to the next.
 
-    Two of a kind are in memory, scratch of ``saved``, whatever the number of ranks: of ``most`` columns.
+    Those of `operations.MEMORY`, of ``most`` columns, are scratch of ``saved``, whatever the number of ranks.
     """
 
     def __init__(self, axis: ContextAxis, saved: Saved, like: Array, columns: int, most: int) -> None:
@@ -121,7 +121,7 @@ class Ring:
 
         ``own`` lies in memory of the caller, or in ``block("keys0", ...)``. The third of what is yielded is memory for
         the gradients of the block where that is another rank's, the fourth lets messages progress. Afterwards the
-        gradients of the own block that the others have made are in ``block("gradients1", ...)``. Collective over the
+        gradients of the own block that the others have made are in ``block(HOME, ...)``. Collective over the
         axis.
         """
         axis, blocks = self._axis, {"keys0": own}

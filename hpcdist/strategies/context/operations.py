@@ -14,8 +14,10 @@ from hpcdist.models.attention.tiles import Pieces
 from hpcdist.strategies.context.passes import tokens
 
 KEYS, GRADIENTS = range(2)  # tags
-# Memory of blocks: of a kind one that is used, and one on its way, whatever the number of ranks -> tag of its messages.
-MEMORY: Final = {"keys0": KEYS, "keys1": KEYS, "gradients0": GRADIENTS, "gradients1": GRADIENTS}
+# Memory of blocks, whatever the number of ranks -> tag of its messages. Of keys one is used and one comes; of gradients
+# one is made, one goes, and one comes: with a block less, the tiles would wait until the gradients before have gone.
+MEMORY: Final = {"keys0": KEYS, "keys1": KEYS, **dict.fromkeys(("gradients0", "gradients1", "gradients2"), GRADIENTS)}
+HOME: Final = "gradients2"  # where gradients come, in the end those of the own block
 
 
 class Action(Enum):
@@ -61,29 +63,32 @@ def ring_operations(ranks: int, rank: int, *, back: bool) -> tuple[RingOperation
     visited, follow it during the tiles over the next one, and come home with the last pass.
     """
     after, before, steps = (rank + 1) % ranks, (rank - 1) % ranks, []
-    part, arriving = "gradients0", "gradients1"
     for turn in range(ranks):
         source = (rank - turn) % ranks
         held, coming, last = f"keys{turn % 2}", f"keys{(turn + 1) % 2}", turn + 1 == ranks
         contributes = back and turn > 0  # to the gradients of another rank's block
+        part = f"gradients{(turn + 1) % 2}"
         if not last:
             steps.append(RingOperation(Action.RECEIVE, coming, (source - 1) % ranks, before))
             steps.append(RingOperation(Action.SEND, held, source, after))
-        if contributes and turn > 1:
-            steps.append(RingOperation(Action.WAIT, part, (source + 1) % ranks))  # it was sent, and is free again
+        if contributes and turn > 2:
+            steps.append(RingOperation(Action.WAIT, part, (source + 2) % ranks))  # it was sent, and is free again
         steps.append(RingOperation(Action.TILES, held, source, into=part if contributes else ""))
         if contributes:
             if turn > 1:
-                steps.append(RingOperation(Action.WAIT, arriving, source))
-                steps.append(RingOperation(Action.ADD, arriving, source, into=part))
-            steps.append(RingOperation(Action.RECEIVE, arriving, (source - 1) % ranks, before))
+                steps.append(RingOperation(Action.WAIT, HOME, source))
+                steps.append(RingOperation(Action.ADD, HOME, source, into=part))
+            steps.append(RingOperation(Action.RECEIVE, HOME, (source - 1) % ranks, before))
             steps.append(RingOperation(Action.SEND, part, source, after))
         if not last:
             steps.append(RingOperation(Action.WAIT, coming, (source - 1) % ranks))
             steps.append(RingOperation(Action.WAIT, held, source))
     if back and ranks > 1:
-        steps.append(RingOperation(Action.WAIT, arriving, rank))
-        steps.append(RingOperation(Action.WAIT, part, after))
+        steps.append(RingOperation(Action.WAIT, HOME, rank))
+        last_parts = range(max(1, ranks - 2), ranks)  # turns
+        steps += [
+            RingOperation(Action.WAIT, f"gradients{(turn + 1) % 2}", (rank - turn) % ranks) for turn in last_parts
+        ]
     return tuple(steps)
 
 

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from typing import TypeAlias
 
 from hpcdist.errors import ScheduleError
-from hpcdist.strategies.context.operations import MEMORY, Action, HeadExchange, Messages, RingOperation
+from hpcdist.strategies.context.operations import HOME, MEMORY, Action, HeadExchange, Messages, RingOperation
 
 Path: TypeAlias = tuple[int, int, int]  # from, to, tag
 Content: TypeAlias = tuple[int, frozenset[int]]  # rank whose block it is, and those who have added to its gradients
@@ -93,7 +93,7 @@ class _RingRun:
                 f"rank {self._names[rank]}: its queries see the keys of {self._seen[rank]} of its context axis, where "
                 f"those of each of {len(everyone)} are due once"
             )
-        home, others = self._holds[rank].get("gradients1"), everyone - {rank}
+        home, others = self._holds[rank].get(HOME), everyone - {rank}
         if back and others and home != (rank, frozenset(others)):
             raise ScheduleError(f"rank {self._names[rank]}: gradients of its keys do not come home: {home}")
 

@@ -28,6 +28,7 @@ from hpcdist.models.documents import Documents
 from hpcdist.models.stage import AttentionOptions, Saved
 from hpcdist.strategies.context.axis import ContextAxis, Ring
 from hpcdist.strategies.context.costs import AttentionShare, head_parts
+from hpcdist.strategies.context.operations import HOME
 from hpcdist.strategies.context.passes import Visit, visits
 
 
@@ -158,7 +159,7 @@ class _Travelling:
 
     def add_home(self, target: Array) -> None:
         """Add the gradients of the own keys and values that came home to those in ``target``, dqkv or dkv."""
-        home, width = self._ring.block("gradients1", self._rank), self._part.size * self._heads.size
+        home, width = self._ring.block(HOME, self._rank), self._part.size * self._heads.size
         for at, columns in enumerate(self._columns(target)):
             target[..., columns] += home[..., at * width : (at + 1) * width]
 
