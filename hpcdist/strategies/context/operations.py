@@ -21,7 +21,7 @@ HOME: Final = "gradients2"  # where gradients come, in the end those of the own 
 
 
 class Action(Enum):
-    """What an entry of a ring's list does with a block; SEND and RECEIVE go on beside what follows, until WAIT."""
+    """Kind of an entry of a ring's list; SEND and RECEIVE go on beside what follows, until WAIT."""
 
     RECEIVE = "receive"  # from the peer
     SEND = "send"  # to the peer
