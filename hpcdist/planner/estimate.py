@@ -50,8 +50,9 @@ class TimeEstimate:
     "forward", "backward", "recompute": computation; "tensor", "context", "expert": messages of these axes; "pipeline":
     messages between stages that nothing hides; "bubble"; "data": the exchange of gradients and parameters as far as it
     is exposed; "rows": the sum, once a step, of gradients that sequence parallelism leaves whole on each tensor rank;
-    "update"; "input". ``hidden_s`` is the part of the exchange behind computation. ``bubble`` is the share
-    as in `hpcdist.strategies.schedule.simulate.timeline`. ``bytes`` are those that a device sends in a step, by axis.
+    "update"; "input". ``hidden_s`` is the part of the exchange, and of passes round a ring of the context axis, behind
+    computation. ``bubble`` is the share as in `hpcdist.strategies.schedule.simulate.timeline`. ``bytes`` are those that
+    a device sends in a step, by axis.
     ``algorithms`` tells by which collective most bytes of each axis go.
     ``bucket_bytes`` are those of gradients that an allreduce of the data axis sums at a time, 0 where nothing goes so.
     "unproven": what is missing up to ``least_s``, a step with the best MFU that was published for such devices.

@@ -18,6 +18,8 @@ from hpcdist.reporting.rules import section_values
 from hpcdist.strategies import rules
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.context.operations import Messages
+from hpcdist.strategies.context.proof import prove_messages
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.logical_shards import LogicalShards
@@ -46,6 +48,7 @@ from hpcdist.strategies.schedule.generate.operation_list import (
 from hpcdist.strategies.schedule.generate.passes import Passes
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.step import StepObserver
+from hpcdist.strategies.schedule.verify.deadlock import PeerRanks
 from hpcdist.strategies.schedule.verify.proof import Proof, verify
 from hpcdist.strategies.zero.config import ShardingDegrees
 from hpcdist.strategies.zero.exchange import ZeroExchange
@@ -179,19 +182,24 @@ def prove(
 ) -> Proof | None:
     """Return the proof that the lists of all ranks are one step, None for more than `PROVEN_RANKS`. Collective.
 
+    Ranks that share samples compute together: the messages within one attention are proven first, and once.
     Raises ScheduleError on every rank, before anything has run. It takes a quarter of a second for 64 ranks
     and 32 micro-batches, a second with four chunks on each under zero3; 3 s for 64 ranks and 1024 micro-batches, 11 s
     with four chunks.
     """
     if context.world.size > PROVEN_RANKS:
         return None
-    written = context.world.allgather_object(pickle.dumps(steps))  # read by one rank: there can be millions
+    inside = None if context.context is None else context.context.messages
+    written = context.world.allgather_object(pickle.dumps((steps, inside)))  # read by one rank: there can be millions
     verdict: Proof | ScheduleError | None = None
     if context.world.rank == 0:
         units = {unit: context.layout.units[stage.layer] for unit, stage in enumerate(context.model.stages)}
+        lists, messages = zip(*map(pickle.loads, written), strict=True)
         try:
+            if grid.context > 1:
+                _prove_attention(grid, messages)
             verdict = verify(
-                list(map(pickle.loads, written)),
+                lists,
                 grid=grid,
                 units=units,
                 microbatches=microbatches,
@@ -207,3 +215,11 @@ def prove(
     if isinstance(verdict, ScheduleError):
         raise verdict
     return verdict
+
+
+def _prove_attention(grid: ProcessGrid, messages: Sequence[Sequence[Messages]]) -> None:
+    """Prove the ``messages`` of each rank within one attention, forward and back, on every context axis (local)."""
+    neighbours = PeerRanks(grid, grid.size)
+    for members in dict.fromkeys(neighbours.along(("context",), rank) for rank in neighbours.workers):
+        for back in (False, True):
+            prove_messages([messages[rank][back] for rank in members], members, back=back)

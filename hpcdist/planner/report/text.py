@@ -283,7 +283,7 @@ def step_lines(estimate: PlanEstimate) -> list[str]:
             part = taken / estimate.step_s
             lines.append(f"{name:{_NAME}}{seconds(taken):>10} {share(part):>7}  {'#' * round(40 * part)}")
     if timing.hidden_s:
-        lines.append(f"behind computation: {seconds(timing.hidden_s)} of the exchange")
+        lines.append(f"behind computation: {seconds(timing.hidden_s)} of messages")
     lines += rates(estimate)
     if estimate.layout.pipeline > 1:
         lines.append(

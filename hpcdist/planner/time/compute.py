@@ -46,7 +46,8 @@ class UnitSeconds(NamedTuple):
 
     ``again_s`` is what recomputation repeats before the backward, ``add_s`` what adding weight gradients to those of
     the micro-batches before takes beside ``weight_s``; ``cover_s`` is the part of the backward that does not wait for
-    the messages of the tensor axis (`hpcdist.planner.time.stage_load`).
+    the messages of the tensor axis (`hpcdist.planner.time.stage_load`). ``attention_s`` is that of attention, forward
+    and back.
     """
 
     forward_s: float
@@ -56,6 +57,7 @@ class UnitSeconds(NamedTuple):
     flags: tuple[str, ...] = ()
     add_s: float = 0.0
     cover_s: float = 0.0
+    attention_s: tuple[float, float] = (0.0, 0.0)
 
 
 def cached(cluster: Cluster, what: str) -> dict[Any, Any]:
@@ -150,7 +152,8 @@ class _Unit:
         elif layout.recompute == "selective" and layout.implementation == "megatron":
             again = forward  # tiles compute their scores again anyway
         cover = (2 if layout.sequence_parallel else 1) * begin
-        return UnitSeconds(whole, into, weight, again, tuple(sorted(self.flags)), self._add(), cover)
+        flags = tuple(sorted(self.flags))
+        return UnitSeconds(whole, into, weight, again, flags, self._add(), cover, (forward, back))
 
     def _extents(self, product: ProductShape) -> tuple[float, float, float, float]:
         """Return rows, inner and columns of a product on this device, and of how many experts it is."""

@@ -12,10 +12,11 @@ An embedding whose vocabulary is cut is the end of a region, a head the beginnin
 sums three float32 numbers a token. The allreduce, or the reduce-scatter, that goes back may run while the gradients
 of the weights at the beginning of the region are computed, and the second gathering while those of the input are
 (arXiv:2205.05198, section 6.2): `Layout.tensor_overlap`. The context axis gathers keys and values forward, and
-scatters the sums of their gradients back (arXiv:2407.21783, section 3.3.2); in hpcdist they travel round a ring, and
-once more in the backward, or heads are exchanged for tokens, as `hpcdist.strategies.context` chooses, and routers tell
-each other how often they chose which expert. The expert axis sends each token to its experts and back, and so its
-gradient. What is recomputed (`hpcdist.planner.model.stage_split`) sends again what its forward sent.
+scatters the sums of their gradients back (arXiv:2407.21783, section 3.3.2); in hpcdist they travel round a ring beside
+the tiles of attention, and once more in the backward with their gradients, or heads are exchanged for tokens, as
+`hpcdist.strategies.context` chooses, and routers tell each other how often they chose which expert. The expert axis
+sends each token to its experts and back, and so its gradient. What is recomputed
+(`hpcdist.planner.model.stage_split`) sends again what its forward sent.
 """
 
 from collections import Counter
@@ -29,7 +30,7 @@ from hpcdist.planner.model.description import AttentionShape, ModelDescription, 
 from hpcdist.planner.model.stage_split import UnitGroup, chunks, recomputed, stages
 from hpcdist.planner.time.compute import cached, local_experts, local_parameters, timed_fields, unit_seconds
 from hpcdist.planner.time.network import MessageCost, collective, span
-from hpcdist.strategies.context.costs import counts_bytes, sent_bytes
+from hpcdist.strategies.context.costs import counts_bytes, ring_exposed_s, sent_bytes
 
 FORWARD: Final = 0
 BACKWARD: Final = 1
@@ -40,12 +41,16 @@ LOSS_SUMS: Final = 3  # the maximum, the sum of exponentials, the logit of the r
 
 
 class AxisCollective(NamedTuple):
-    """A collective of a micro-batch: when, over which axis, what, and on how many bytes."""
+    """A collective of a micro-batch: when, over which axis, what, and on how many bytes.
+
+    Passes round a ring run beside ``tiles_s`` of attention; None: nothing is computed beside.
+    """
 
     when: int
     axis: str
     operation: str
     nbytes: float
+    tiles_s: float | None = None
 
 
 class StageLoad(NamedTuple):
@@ -70,7 +75,10 @@ class StageLoad(NamedTuple):
 
 
 class CollectiveWait(NamedTuple):
-    """Seconds that a micro-batch waits for its collectives, by axis; bytes, and by which algorithm most of them go."""
+    """Seconds that a micro-batch waits for its collectives, by axis; bytes, and by which algorithm most of them go.
+
+    ``hidden_s`` is what passes round a ring take behind attention.
+    """
 
     forward_s: dict[str, float]
     back_s: dict[str, float]
@@ -78,6 +86,7 @@ class CollectiveWait(NamedTuple):
     nbytes: dict[str, float]
     algorithms: dict[str, str]
     flags: tuple[str, ...]
+    hidden_s: float = 0.0
 
 
 def loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> tuple[tuple[StageLoad, int], ...]:
@@ -132,9 +141,9 @@ def collective_wait(
     algorithms: dict[str, str] = {}
     flags: tuple[str, ...] = ()
     most: dict[str, float] = {}
-    behind_s = 0.0
+    behind_s = hidden_s = 0.0
     for call, often in load.calls:
-        when, axis, operation, size = call
+        when, axis, operation, size, tiles_s = call
         cost = known.get((axis, operation, size))
         if cost is None:
             cost = collective(operation, size, span(layout, axis, cluster), cluster)
@@ -145,11 +154,23 @@ def collective_wait(
         flags += cost.flags
         if when == OVERLAPPED:
             behind_s += often * cost.seconds
+        taken_s = cost.seconds if tiles_s is None else _exposed_s(cost.seconds, tiles_s, layout, back=when == BACKWARD)
+        hidden_s += often * (cost.seconds - taken_s)
         wait = waits[_PLACES[when]]
-        wait[axis] = wait.get(axis, 0.0) + often * cost.seconds
+        wait[axis] = wait.get(axis, 0.0) + often * taken_s
     if behind_s and layout.tensor_overlap:
         waits[1]["tensor"] -= layout.tensor_overlap * min(behind_s, load.cover_s)
-    return CollectiveWait(*waits, nbytes, algorithms, tuple(dict.fromkeys(flags)))
+    return CollectiveWait(*waits, nbytes, algorithms, tuple(dict.fromkeys(flags)), hidden_s)
+
+
+def _exposed_s(gathered_s: float, tiles_s: float, layout: ParallelLayout, *, back: bool) -> float:
+    """Return the seconds of passes round the ring that no tiles hide, given those of a gathering.
+
+    Back there are two of these, of keys and of gradients: each has half of what both leave.
+    """
+    ranks = layout.context
+    exposed_s = ring_exposed_s(ranks, tiles_s / ranks, gathered_s / (ranks - 1), back=back)
+    return exposed_s / 2 if back else exposed_s
 
 
 def load_key(description: ModelDescription, layout: ParallelLayout) -> tuple[object, ...]:
@@ -185,7 +206,7 @@ def _load(
             float(unit.parameters - unit.cut_parameters),
         )
         sums = [total + count * each for total, each in zip(sums, whole, strict=True)]
-        for call in _calls(unit, description, layout):
+        for call in _calls(unit, description, layout, seconds.attention_s):
             calls[call] += count
             if call.when == FORWARD and again and layout.recompute == "full":
                 calls[call._replace(when=RECOMPUTE)] += again
@@ -208,13 +229,15 @@ def _load(
     )
 
 
-def _calls(unit: ModelUnit, description: ModelDescription, layout: ParallelLayout) -> Iterator[AxisCollective]:
-    """Yield the collectives of one unit."""
+def _calls(
+    unit: ModelUnit, description: ModelDescription, layout: ParallelLayout, attention_s: tuple[float, float]
+) -> Iterator[AxisCollective]:
+    """Yield the collectives of one unit; ``attention_s``: the seconds of its attention, forward and back."""
     item = ITEM_BYTES[layout.computes_in]
     each = layout.microbatch / layout.context * item
     attention = unit.attention
     if attention is not None and layout.context > 1:
-        yield from _context(unit, layout, attention, item)
+        yield from _context(unit, layout, attention, item, attention_s)
     if layout.tensor > 1:
         yield from _tensor(unit, description, layout, each)
         if unit.products and unit.products[-1].cut == "columns":  # logits
@@ -234,8 +257,13 @@ def _calls(unit: ModelUnit, description: ModelDescription, layout: ParallelLayou
             yield AxisCollective(when, "expert", "all_to_all", tokens * first.inner * each)
 
 
-def _context(unit: ModelUnit, layout: ParallelLayout, attention: AttentionShape, item: int) -> Iterator[AxisCollective]:
-    """Yield what one attention exchanges over the context axis. Passes round a ring cost as much as a gathering."""
+def _context(
+    unit: ModelUnit, layout: ParallelLayout, attention: AttentionShape, item: int, attention_s: tuple[float, float]
+) -> Iterator[AxisCollective]:
+    """Yield what one attention exchanges over the context axis.
+
+    Passes round a ring cost as much as a gathering, and run beside the tiles of attention.
+    """
     # The whole buffer: of all tokens.
     whole = layout.microbatch * attention.context * 2 * attention.kv_heads / layout.tensor * attention.size * item
     if layout.implementation == "hpcdist":
@@ -246,7 +274,10 @@ def _context(unit: ModelUnit, layout: ParallelLayout, attention: AttentionShape,
                 yield AxisCollective(FORWARD, "context", "all_to_all", there / 2)
                 yield AxisCollective(BACKWARD, "context", "all_to_all", back / 2)
             return
-        yield AxisCollective(BACKWARD, "context", "all_gather", whole)
+        yield AxisCollective(FORWARD, "context", "all_gather", whole, attention_s[0])
+        for _ in range(2):  # keys, and their gradients
+            yield AxisCollective(BACKWARD, "context", "all_gather", whole, attention_s[1])
+        return
     yield AxisCollective(FORWARD, "context", "all_gather", whole)
     yield AxisCollective(BACKWARD, "context", "reduce_scatter", whole)
 

@@ -161,7 +161,7 @@ def timing(
     terms["input"] = max(0.0, _input_s(description, layout, cluster, global_batch) - sum(terms.values()))
     return TimeEstimate(
         terms=terms,
-        hidden_s=swap.hidden_s,
+        hidden_s=swap.hidden_s + _full(layout, global_batch) * waits.hidden_s,
         bubble=known.bubble,
         bytes=_bytes(layout, _full(layout, global_batch), waits, hop, swap, tied, rows),
         algorithms=_algorithms(waits, swap),

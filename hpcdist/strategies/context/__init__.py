@@ -12,5 +12,6 @@ as many of values), a rank sends in each layer
     forward                (c - 1) blocks of 2 b / c       2 b (c - 1) / c
     backward               keys, values and gradients      4 b (c - 1) / c
 
-Begin with `passes.pieces`, `ring.RingAttention` and `model.cut_context`.
+What a rank sends and awaits within one attention is a list (`operations`), which is proven before anything runs.
+Begin with `passes.pieces`, `operations.ring_operations`, `ring.RingAttention` and `model.cut_context`.
 """

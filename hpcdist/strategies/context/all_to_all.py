@@ -6,7 +6,9 @@ their gradients are summed on the way back. With q and k bytes of the queries an
 ``(2 q + 2 k) (c - 1) / c^2`` in each layer forward, and as much backward.
 """
 
-from typing import TypeAlias, Unpack
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import TypeAlias, Unpack, cast
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
@@ -14,7 +16,7 @@ from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.attention.tiles import Heads, heads_of
 from hpcdist.models.stage import AttentionOptions, Saved
 from hpcdist.strategies.context.axis import ContextAxis
-from hpcdist.strategies.context.passes import tokens
+from hpcdist.strategies.context.operations import HeadExchange
 
 Target: TypeAlias = tuple[Array, bool]  # and whether to add to it
 
@@ -27,6 +29,7 @@ class AllToAllAttention:
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis, self._inner = axis, LocalAttention()
+        self._there, self._back = cast(tuple[HeadExchange, HeadExchange], axis.messages[0])
 
     def forward(self, qkv: Array, head_size: int, saved: Saved, **options: Unpack[AttentionOptions]) -> Array:
         """Return (batch, own tokens, width) for contiguous qkv (batch, own tokens, 3 width), or queries and kv."""
@@ -103,16 +106,15 @@ class AllToAllAttention:
         """Send each rank its columns of the own tokens; fill ``wholes`` (batch, context, columns) by what comes."""
         axis, like = self._axis, wholes[0]
         batch, columns = like.shape[0], sum(whole.shape[2] for whole in wholes)
-        own = batch * axis.tokens * columns
-        send = saved.scratch("context.send", (own * axis.size,), like.dtype)
-        for rank, parts in enumerate(sources):
-            message, at = send[rank * own : (rank + 1) * own].reshape(batch, axis.tokens, columns), 0
+        begins, ends = _ranges(self._there.sends, batch * columns), _ranges(self._there.receives, batch * columns)
+        send = saved.scratch("context.send", (begins[-1].stop,), like.dtype)
+        for where, parts in zip(begins, sources, strict=True):
+            message, at = send[where.slice].reshape(batch, axis.tokens, columns), 0
             for part in parts:
                 message[..., at : at + part.shape[2]] = part
                 at += part.shape[2]
-        receive = saved.scratch("context.receive", (batch * axis.context * columns,), like.dtype)
-        ends = self._ends(batch * columns)
-        axis.all_to_all(send, receive, [Range(rank * own, (rank + 1) * own) for rank in range(axis.size)], ends)
+        receive = saved.scratch("context.receive", (ends[-1].stop,), like.dtype)
+        axis.all_to_all(send, receive, begins, ends)
         for rank, where in enumerate(ends):
             came = receive[where.slice].reshape(batch, -1, columns)
             for start, end, place in axis.pieces[rank]:
@@ -126,34 +128,31 @@ class AllToAllAttention:
         """Send each rank its tokens of ``wholes``; write what rank r brings to the r-th of each of ``targets``."""
         axis, like = self._axis, wholes[0]
         batch, columns = like.shape[0], sum(whole.shape[2] for whole in wholes)
-        send = saved.scratch("context.send", (batch * axis.context * columns,), like.dtype)
-        ends = self._ends(batch * columns)
-        for rank, where in enumerate(ends):
+        begins, ends = _ranges(self._back.sends, batch * columns), _ranges(self._back.receives, batch * columns)
+        send = saved.scratch("context.send", (begins[-1].stop,), like.dtype)
+        for rank, where in enumerate(begins):
             message, at = send[where.slice].reshape(batch, -1, columns), 0
             for whole in wholes:
                 for start, end, place in axis.pieces[rank]:
                     message[:, start:end, at : at + whole.shape[2]] = whole[:, place : place + end - start]
                 at += whole.shape[2]
-        own = batch * axis.tokens * columns
-        receive = saved.scratch("context.receive", (own * axis.size,), like.dtype)
-        mine = [Range(rank * own, (rank + 1) * own) for rank in range(axis.size)]
-        axis.all_to_all(send, receive, ends, mine)
+        receive = saved.scratch("context.receive", (ends[-1].stop,), like.dtype)
+        axis.all_to_all(send, receive, begins, ends)
         at = 0
         for parts in targets:
             for rank, (target, adds) in enumerate(parts):
-                came = receive[mine[rank].slice].reshape(batch, -1, columns)[..., at : at + target.shape[2]]
+                came = receive[ends[rank].slice].reshape(batch, -1, columns)[..., at : at + target.shape[2]]
                 if adds:
                     target += came
                 else:
                     target[...] = came
             at += parts[0][0].shape[2]
 
-    def _ends(self, each: int) -> list[Range]:
-        """Return the ranges of messages with ``each`` elements a token, one for the tokens of each rank."""
-        stops = [0]
-        for own in self._axis.pieces:
-            stops.append(stops[-1] + each * tokens(own))
-        return [Range(start, stop) for start, stop in zip(stops, stops[1:], strict=False)]
+
+def _ranges(tokens: Sequence[int], each: int) -> list[Range]:
+    """Return consecutive ranges of messages with ``each`` elements a token, one for the ``tokens`` of each rank."""
+    stops = [each * stop for stop in accumulate(tokens, initial=0)]
+    return [Range(start, stop) for start, stop in pairwise(stops)]
 
 
 def _split(x: Array, parts: int) -> list[Array]:

@@ -1,38 +1,40 @@
 """The context axis of one rank: its part of each sample, and the blocks that travel round the ring."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import cast
 
 import numpy as np
 
 from hpcdist.arrays.backend import Array, ArrayGroup, is_device, namespace
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.comm.record.spans import NULL_SPANS, SpanSink, now_ns
 from hpcdist.errors import DataError
 from hpcdist.models.stage import Saved
+from hpcdist.strategies.context.operations import GRADIENTS, MEMORY, MESSAGES, Action, RingOperation
 from hpcdist.strategies.context.passes import pieces, tokens
 from hpcdist.strategies.schedule.observers import NanFinder
-
-KEYS, GRADIENTS = range(2)  # tags
-SLOTS: Final = 2  # blocks of a kind in memory: one that is used, one on its way
 
 
 class ContextAxis:
     """The ranks ``comm`` that share the samples of ``context`` tokens, each with its own pieces.
 
-    ``method`` is that of attention, never "auto". ``watch`` looks for this rank's own bad values: where those of
-    another rank come in, it stops. Methods are local unless they say otherwise.
+    ``method`` is that of attention, never "auto"; ``spans`` gets the waits for passes of a ring. ``watch`` looks for
+    this rank's own bad values: where those of another rank come in, it stops. Methods are local unless they say
+    otherwise.
     """
 
-    def __init__(self, comm: Communicator, context: int, method: str = "ring", watch: NanFinder | None = None) -> None:
-        self.comm, self.context, self.method = comm, context, method
+    def __init__(self, comm: Communicator, context: int, method: str = "ring", *, spans: SpanSink = NULL_SPANS) -> None:
+        self.comm, self.context, self.method, self._spans = comm, context, method, spans
         self.rank, self.size = comm.rank, comm.size
         self.pieces = pieces(context, comm.size)
         self.own = self.pieces[comm.rank]
         self.tokens, self.most_tokens = tokens(self.own), max(map(tokens, self.pieces))
-        self.watch = NanFinder() if watch is None else watch
+        # The messages of one attention, forward and back.
+        self.messages = tuple(MESSAGES[method](self.pieces, comm.rank, back) for back in (False, True))
+        self.watch = NanFinder()
         self._spent_s = 0.0
 
     def cut(self, samples: Array) -> Array:
@@ -57,13 +59,19 @@ class ContextAxis:
         taken: Array = namespace(whole).concatenate(parts, axis=dim)
         return taken
 
-    def wait(self, requests: Sequence[Request], like: Array) -> None:
-        """Wait for messages of arrays such as ``like``, and count the time."""
-        begin = time.perf_counter()
-        for request in requests:
+    def wait(self, request: Request, like: Array, name: str) -> None:
+        """Wait for a message of an array such as ``like``; count the time, and leave a span of it called ``name``.
+
+        A message that is complete by now was hidden: it leaves none.
+        """
+        if is_device(like):  # a call there waits for the computation before it
             request.wait()
-        if not is_device(like):  # a call there waits for the computation before it
-            self._spent_s += time.perf_counter() - begin
+        elif not request.test():
+            begin_ns = now_ns()
+            request.wait()
+            end_ns = now_ns()
+            self._spent_s += (end_ns - begin_ns) / 1e9
+            self._spans.add("communication", name, -1, begin_ns, end_ns)
 
     def all_to_all(
         self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
@@ -93,82 +101,52 @@ class ContextAxis:
 class Ring:
     """Blocks (batch, tokens of their rank, columns) that travel from each rank to the next.
 
-    Two of a kind are in memory, scratch of ``saved``, whatever the number of ranks: of ``most`` columns.
+    Those of `operations.MEMORY`, of ``most`` columns, are scratch of ``saved``, whatever the number of ranks.
     """
 
     def __init__(self, axis: ContextAxis, saved: Saved, like: Array, columns: int, most: int) -> None:
         self._axis, self._saved, self._like, self._columns, self._most = axis, saved, like, columns, most
-        self._next, self._before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-        self._passing: list[Request] = []
 
-    def block(self, name: str, source: int) -> Array:
-        """Return uninitialised scratch for the block of rank ``source``."""
+    def block(self, memory: str, source: int) -> Array:
+        """Return uninitialised scratch, one of `MEMORY`, for the block of rank ``source``."""
         batch, most = self._like.shape[0], self._axis.most_tokens
-        flat = self._saved.scratch(f"context.{name}", (batch * most * self._most,), self._like.dtype)
+        flat = self._saved.scratch(f"context.{memory}", (batch * most * self._most,), self._like.dtype)
         shape = batch, tokens(self._axis.pieces[source]), self._columns
         return flat[: shape[0] * shape[1] * shape[2]].reshape(shape)
 
-    def rounds(self, own: Array) -> Iterator[tuple[int, Array, Callable[[], None]]]:
-        """Yield rank and block: first ``own``, then those of the ranks before, each while the next is on its way.
+    def rounds(
+        self, own: Array, *, back: bool = False
+    ) -> Iterator[tuple[int, Array, Array | None, Callable[[], None]]]:
+        """Carry out the list of this rank; yield at its tiles rank and block: first ``own``, then those that come.
 
-        ``own`` lies in memory of the caller, or in ``block("keys0", ...)``. The third of what is yielded lets messages
-        progress. Collective over the axis.
+        ``own`` lies in memory of the caller, or in ``block("keys0", ...)``. The third of what is yielded is memory for
+        the gradients of the block where that is another rank's, the fourth lets messages progress. Afterwards the
+        gradients of the own block that the others have made are in ``block(HOME, ...)``. Collective over the
+        axis.
         """
-        axis, current = self._axis, own
+        axis, blocks = self._axis, {"keys0": own}
+        under_way: dict[str, tuple[Request, RingOperation]] = {}  # by memory
         was_finite = axis.watch.sees_only_finite(own)
-        for step in range(axis.size):
-            requests: list[Request] = []
-            if step + 1 < axis.size:
-                coming = self.block(f"keys{(step + 1) % SLOTS}", (axis.rank - step - 1) % axis.size)
-                requests = [
-                    axis.comm.irecv(coming.reshape(-1), self._before, KEYS),
-                    axis.comm.isend(current.reshape(-1), self._next, KEYS),
-                ]
-            yield (axis.rank - step) % axis.size, current, partial(_poll, requests)
-            if requests:
-                axis.wait(requests, own)
-                current = coming
-                if was_finite:
-                    axis.watch.distrust(current)
-
-    def contribution(self, source: int) -> Array:
-        """Return memory for this rank's part of the gradients of the block of ``source``.
-
-        What it held before, on its way to the next rank, has been sent.
-        """
-        self._axis.wait(self._passing[1:], self._like)
-        del self._passing[1:]
-        return self.block("gradients0", source)
-
-    def pass_on(self, part: Array, source: int) -> None:
-        """Add to ``part`` what the ranks before have of it, and send the sum to the next rank."""
-        self._take(part, source)
-        after = (source - 1) % self._axis.size
-        arriving = self.block("gradients1", after)
-        comm = self._axis.comm
-        self._passing = [
-            comm.irecv(arriving.reshape(-1), self._before, GRADIENTS),
-            comm.isend(part.reshape(-1), self._next, GRADIENTS),
-        ]
-
-    def finish(self) -> Array:
-        """Return the gradients of the own block that the others have made, once all messages have come."""
-        home = self.block("gradients1", self._axis.rank)
-        self._axis.wait(self._passing, self._like)
-        self._axis.watch.distrust(home)
-        self._passing = []
-        return home
-
-    def _take(self, part: Array, source: int) -> None:
-        if not self._passing:
-            return  # this rank is the first that the block visits
-        arrived = self.block("gradients1", source)
-        self._axis.wait(self._passing, self._like)
-        self._axis.watch.distrust(arrived)
-        self._passing = []
-        part += arrived
+        for op in cast(tuple[RingOperation, ...], axis.messages[back]):
+            if op.action is Action.TILES:
+                if op.into:
+                    blocks[op.into] = self.block(op.into, op.source)
+                yield op.source, blocks[op.memory], blocks.get(op.into), partial(_poll, under_way)
+            elif op.action is Action.ADD:
+                blocks[op.into] += blocks[op.memory]
+            elif op.action is Action.WAIT:
+                request, begun = under_way.pop(op.memory)
+                axis.wait(request, blocks[op.memory], f"WAIT {op.memory[:-1]}")
+                if begun.action is Action.RECEIVE and (was_finite or MEMORY[op.memory] == GRADIENTS):
+                    axis.watch.distrust(blocks[op.memory])
+            else:
+                receives = op.action is Action.RECEIVE
+                if receives:
+                    blocks[op.memory] = self.block(op.memory, op.source)
+                start = axis.comm.irecv if receives else axis.comm.isend
+                under_way[op.memory] = start(blocks[op.memory].reshape(-1), op.peer, MEMORY[op.memory]), op
 
 
-def _poll(requests: Sequence[Request]) -> None:
-    for request in requests:
+def _poll(under_way: Mapping[str, tuple[Request, RingOperation]]) -> None:
+    for request, _ in under_way.values():
         request.test()

@@ -1,4 +1,4 @@
-"""Costs of attention and of routers over a context axis: what a layer sends, keeps, and has in scratch. Pure integers.
+"""Costs of attention and of routers over a context axis: what a layer sends, waits for, keeps, and has in scratch.
 
 One place for the planner and for the tests that hold real runs against it. Bytes and elements are those of one rank,
 for a micro-batch of ``samples``.
@@ -7,6 +7,8 @@ for a micro-batch of ``samples``.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
+
+from hpcdist.strategies.context.operations import MEMORY
 
 PART_BYTES: Final = 1 << 20  # larger blocks travel in parts of their heads: less memory for what is on its way
 
@@ -49,6 +51,23 @@ def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
     return each, each
 
 
+def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> float:
+    """Return what the passes of one attention take beyond its tiles: ``tile_s`` those over a block, of each rank.
+
+    ``pass_s`` is a block on its way to the next rank, whose tiles go on meanwhile. Forward the passes of keys run
+    beside all tiles but the last ones. Back gradients follow, from the third block on two blocks beside the tiles of
+    one, and the last pass brings them home beside none.
+    """
+    if ranks == 1:
+        return 0.0
+    behind_s, both_behind_s = max(0.0, pass_s - tile_s), max(0.0, 2 * pass_s - tile_s)
+    if not back:
+        return (ranks - 1) * behind_s
+    if ranks == 2:
+        return behind_s + pass_s
+    return 3 * behind_s + (ranks - 3) * both_behind_s + pass_s
+
+
 def counts_bytes(ranks: int, samples: int, experts: int) -> int:
     """Return the bytes of the choices of each expert in all pieces of ``samples``, int32, which a router gathers."""
     return 4 * 2 * ranks * samples * experts
@@ -68,7 +87,7 @@ def scratch_elements(share: AttentionShare, method: str) -> Mapping[str, int]:
     own = share.samples * share.most_tokens
     if method == "ring":
         block = own * 2 * -(-share.shared // head_parts(share)) * share.size
-        return {f"context.{name}": block for name in ("keys0", "keys1", "gradients0", "gradients1")}
+        return {f"context.{name}": block for name in MEMORY if name != "gradients1" or share.ranks > 2}
     moved = own * share.ranks * share.exchanged_columns
     columns = (share.heads + 2 * share.shared) * share.size
     return {

@@ -28,6 +28,7 @@ from hpcdist.models.documents import Documents
 from hpcdist.models.stage import AttentionOptions, Saved
 from hpcdist.strategies.context.axis import ContextAxis, Ring
 from hpcdist.strategies.context.costs import AttentionShare, head_parts
+from hpcdist.strategies.context.operations import HOME
 from hpcdist.strategies.context.passes import Visit, visits
 
 
@@ -53,7 +54,7 @@ class RingAttention:
         dropped = mask_of_heads(saved, dropout, heads.queries, axis.context, part)
         forward, documents = TiledForward(heads, saved, qkv, y, sums, window, axis.most_tokens), saved.documents
         for travelling in self._parts(heads, saved, qkv, kv):
-            for source, block, poll in travelling.rounds():
+            for source, block, _, poll in travelling.rounds():
                 own, from_row = source == axis.rank, 0
                 keys = KeyRows(heads, axis.own, qkv, kv)
                 if not own:
@@ -78,9 +79,8 @@ class RingAttention:
         backward = TiledBackward(heads, saved, axis.own, (qkv, dy, dq), sums, dots, window, axis.most_tokens)
         keys, gradients = KeyRows(heads, axis.own, qkv, kv), KeyGradients(heads, dq, dkv)
         for travelling in self._parts(heads, saved, qkv, kv):
-            ring = travelling.ring
-            for source, block, poll in travelling.rounds():
-                if source == axis.rank:
+            for source, block, part, poll in travelling.rounds(back=True):
+                if part is None:  # the own block
                     for chunk in travelling.chunks(documents):
                         for span, _ in self._spans(documents, chunk, source):
                             for rows in blocks(axis.own, QUERY_BLOCK, *span):
@@ -90,7 +90,7 @@ class RingAttention:
                                 )
                         poll()
                     continue
-                visit, part = self._visits[causal][source], ring.contribution(source)
+                visit = self._visits[causal][source]
                 unseen = visit.keys[-1][1] if visit.keys and documents is None and not window else 0
                 part[:, unseen:] = 0  # what no own query sees
                 theirs, into = travelling.keys(visit, block), travelling.gradients(part)
@@ -100,8 +100,7 @@ class RingAttention:
                         for rows in blocks(visit.keys, QUERY_BLOCK, *seen) if span[0] < span[1] else ():
                             backward.block(chunk, rows, theirs, into, dropped, causal=False, begins=False, span=span)
                     poll()
-                ring.pass_on(part, source)
-            travelling.add(ring.finish(), dq if dkv is None else dkv)
+            travelling.add_home(dq if dkv is None else dkv)
         return dq if dkv is None else (dq, dkv)
 
     def _spans(self, documents: Documents | None, chunk: HeadChunk, source: int) -> Iterator[tuple[Span, Span]]:
@@ -132,19 +131,18 @@ class _Travelling:
     """Some of the shared heads, whose keys and values travel on ``ring``."""
 
     def __init__(self, ring: Ring, heads: Heads, part: Range, qkv: Array, kv: Array | None, rank: int) -> None:
-        self.ring, self._heads, self._part, self._rank = ring, heads, part, rank
+        self._ring, self._heads, self._part, self._rank = ring, heads, part, rank
         self._qkv, self._kv = qkv, kv
 
-    def rounds(self) -> Iterator[tuple[int, Array, Callable[[], None]]]:
-        """Yield what `Ring.rounds` does, beginning with the own keys and values, contiguous."""
+    def rounds(self, *, back: bool = False) -> Iterator[tuple[int, Array, Array | None, Callable[[], None]]]:
+        """Return what `Ring.rounds` does, beginning with the own keys and values, contiguous."""
         if self._kv is not None and self._part.size == self._heads.shared:
-            yield from self.ring.rounds(self._kv)
-            return
-        block, width = self.ring.block("keys0", self._rank), self._part.size * self._heads.size
+            return self._ring.rounds(self._kv, back=back)
+        block, width = self._ring.block("keys0", self._rank), self._part.size * self._heads.size
         array = self._qkv if self._kv is None else self._kv
         for at, columns in enumerate(self._columns(array)):
             block[..., at * width : (at + 1) * width] = array[..., columns]
-        yield from self.ring.rounds(block)
+        return self._ring.rounds(block, back=back)
 
     def chunks(self, documents: Documents | None) -> Iterator[HeadChunk]:
         """Yield the chunks of these heads, of one sample each where samples have documents."""
@@ -159,9 +157,9 @@ class _Travelling:
         """Return the gradients of a block of another rank."""
         return KeyGradients(self._of(block), block, block, self._part.start)
 
-    def add(self, home: Array, target: Array) -> None:
-        """Add ``home``, gradients of the own keys and values, to those in ``target``, dqkv or dkv."""
-        width = self._part.size * self._heads.size
+    def add_home(self, target: Array) -> None:
+        """Add the gradients of the own keys and values that came home to those in ``target``, dqkv or dkv."""
+        home, width = self._ring.block(HOME, self._rank), self._part.size * self._heads.size
         for at, columns in enumerate(self._columns(target)):
             target[..., columns] += home[..., at * width : (at + 1) * width]
 

@@ -4,18 +4,20 @@
 critical path, overlap, waits between ranks, and corrections of clocks. `hpcdist trace` calls all three.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from hpcdist.errors import StorageError, UsageError
-from hpcdist.reporting.units import counted, format_seconds
+from hpcdist.reporting.units import counted, format_bytes, format_seconds
 from hpcdist.telemetry.metrics import side_tables
 from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 from hpcdist.telemetry.trace import clock_correction, critical_path, matching, rank_log, timeline
 from hpcdist.telemetry.trace.clock_correction import ClockCorrections
 from hpcdist.telemetry.trace.critical_path import CommunicationOverlap, PathSegment, WaitGap
+from hpcdist.telemetry.trace.matching import MatchedMessage
 from hpcdist.telemetry.trace.rank_log import RankLog, RankLogs, ranks_text, steps_text
 from hpcdist.telemetry.trace.timeline import RunTimeline, TimelinePiece
 
@@ -222,6 +224,7 @@ def figures(trace: Trace) -> dict[str, Any]:
             }
             for rank, overlap in trace.overlaps.items()
         },
+        "message_paths": _message_paths(trace),
         "waited_s": [{"rank": rank, "for": by, "seconds": ns / 1e9} for (rank, by), ns in _longest_first(waited)],
         "waited_for_s": {rank: ns / 1e9 for rank, ns in critical_path.waits_by_cause(waited).items()},
         "longest_waits": [
@@ -241,6 +244,34 @@ def figures(trace: Trace) -> dict[str, Any]:
         "messages_without_counterpart": trace.timeline.matches.unmatched,
         "notes": list(trace.notes),
     }
+
+
+def _message_paths(trace: Trace) -> list[dict[str, Any]]:
+    """Return messages from one rank to another on a communicator, the most bytes first, as JSON values.
+
+    The hidden share is that of the time in which they were under way and the receiver computed.
+    """
+    paths: dict[tuple[int, int, str], list[MatchedMessage]] = defaultdict(list)
+    for message in trace.timeline.matches.messages:
+        paths[message.send.rank, message.receive.rank, message.send.comm].append(message)
+    rows = []
+    for (sender, receiver, comm), messages in paths.items():
+        under_way = critical_path.union(
+            [(max(m.send.begin_ns, m.receive.begin_ns), m.receive.end_ns) for m in messages]
+        )
+        whole_ns = sum(end - begin for begin, end in under_way)
+        hidden_ns = critical_path.communication_overlap(trace.pieces.get(receiver, ()), under_way).hidden_ns
+        rows.append(
+            {
+                "from": sender,
+                "to": receiver,
+                "comm": comm,
+                "messages": len(messages),
+                "sent_bytes": sum(max(0, m.send.sent_bytes) for m in messages),
+                "hidden_share": hidden_ns / whole_ns if whole_ns else None,
+            }
+        )
+    return sorted(rows, key=lambda row: (-row["sent_bytes"], row["from"], row["to"]))
 
 
 def clock_figures(trace: Trace) -> list[dict[str, Any]]:
@@ -280,6 +311,7 @@ def format_text(values: Mapping[str, Any]) -> str:
         _heading_lines(values),
         *_path_lines(values),
         *_communication_lines(values),
+        *_message_lines(values),
         *_wait_lines(values),
         *_clock_lines(values),
     ]
@@ -326,6 +358,21 @@ def _communication_lines(values: Mapping[str, Any]) -> list[str]:
         lines.append(f"  rank {rank:<7} {parts[0]:>9} {parts[1]:>9} {parts[2]:>9}{share}")
     if len(rows) > MAX_SHOWN:
         lines.append(f"  and {len(rows) - MAX_SHOWN} more ranks; --json lists them")
+    return lines
+
+
+def _message_lines(values: Mapping[str, Any]) -> list[str]:
+    rows = values["message_paths"]
+    if not rows:
+        return []
+    lines = ["messages       and the share of their time under way that their receiver computed"]
+    lines += [
+        f"  rank {row['from']} to rank {row['to']} on {row['comm']}: {counted(row['messages'], 'message')}, "
+        f"{format_bytes(row['sent_bytes'])} ({_format_percent(row['hidden_share'])} hidden)"
+        for row in rows[:MAX_SHOWN]
+    ]
+    if len(rows) > MAX_SHOWN:
+        lines.append(f"  and {len(rows) - MAX_SHOWN} more; --json lists them")
     return lines
 
 

@@ -13,6 +13,7 @@ from hpcdist.arrays.gpu import device
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.record.spans import SpanSink
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError
@@ -285,7 +286,7 @@ def _source_and_model(comm: Communicator, recipe: Recipe, script_model: Model | 
     return source, with_recomputation(whole) if recipe.parallel.recomputes_layers else whole
 
 
-def _context_axis(recipe: Recipe, axes: GridCommunicators) -> ContextAxis:
+def _context_axis(recipe: Recipe, axes: GridCommunicators, spans: SpanSink) -> ContextAxis:
     """Return the axis of the ranks that share samples. Collective."""
     model, parallel = recipe.model, recipe.parallel
     heads = (count // parallel.tensor for count in (model.heads, model.kv_heads or model.heads))
@@ -293,7 +294,7 @@ def _context_axis(recipe: Recipe, axes: GridCommunicators) -> ContextAxis:
     method = resolve_context_method(parallel.context_method, parallel.context, *heads, ring=ring)
     if model.kind in FOREIGN:
         method = "ring"  # how many heads a module has only it knows
-    return ContextAxis(axes.context, recipe.data.context, method)
+    return ContextAxis(axes.context, recipe.data.context, method, spans=spans)
 
 
 def _rank_context(
@@ -314,7 +315,7 @@ def _rank_context(
     selection = resolve_algorithm(session, recipe, cut_model(whole, tensor), axes.replicas, origin)
     settled = selection.source == "recipe"
     algorithm = algorithm_on(tensor, selection.algorithm, settled=settled, on=recipe.run.device)
-    cut = _context_axis(recipe, axes) if grid.context > 1 else None
+    cut = _context_axis(recipe, axes, session.spans) if grid.context > 1 else None
     model = cut_context(whole, cut)
     model = cut_model(model, tensor, algorithm, sequence_parallel=recipe.parallel.sequence_parallel, context=cut)
     experts = axes.experts(grid.expert) if grid.expert > 1 and computes else solo()

@@ -15,6 +15,7 @@ JOBS = {
     "ring": (2, {"communication.algorithm": "ring"}),
     "thread": (2, {"communication.algorithm": "ring", "communication.overlap": "thread"}),
     "tensor": (4, {"parallel.tensor": 2, "communication.algorithm": "recursive_doubling"}),
+    "context": (2, {"parallel.context": 2, "parallel.context_method": "ring", "communication.algorithm": "ring"}),
     "pipeline": (4, {"parallel.pipeline": 2, "parallel.microbatches": 2, "communication.algorithm": "ring"}),
 }
 
@@ -41,7 +42,7 @@ def check_nests(events):
 
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.full
-@pytest.mark.matrix_except("thread", "pipeline")
+@pytest.mark.matrix_except("thread", "context", "pipeline")
 def test_a_job(name, tmp_path, text):
     ranks, settings = JOBS[name]
     out, file = tmp_path / "run", tmp_path / "trace.json"
@@ -57,6 +58,8 @@ def test_a_job(name, tmp_path, text):
     assert figures["messages"] > 0 and figures["messages_without_counterpart"] == 0
     check_nests(told["traceEvents"])
     found = summary.collect(out)
+    if name == "context":
+        check_passes(found, figures)
     check_meetings(found)
     check_messages(found)
     check_steps(found, step_metrics.read(out / "metrics.h5"))
@@ -64,6 +67,20 @@ def test_a_job(name, tmp_path, text):
     measured = side_tables.read_clocks(out / "metrics.h5")
     assert [session.hosts.of_rank for session in measured] == [(0,) * ranks]
     assert {(one.offset_ns, one.rtt_ns) for one in measured[0].readings} == {(0, 0)}
+
+
+def check_passes(found, figures):
+    """Every pass of the ring is there, with its bytes, and waits for them are parts of the computation around them."""
+    # In a step of 8 samples, on either way and in each of 2 layers: keys twice and gradients once, of 4 tokens, 2 x 16.
+    ways = [row for row in figures["message_paths"] if "/context" in row["comm"]]
+    assert {(row["from"], row["to"]) for row in ways} == {(0, 1), (1, 0)}
+    for row in ways:
+        assert row["messages"] >= 12 * 2 * 3 and row["sent_bytes"] >= 12 * 2 * 3 * 8 * 4 * 32 * 4
+        assert 0 <= row["hidden_share"] <= 1
+    for line in found.timeline.lines.values():
+        around = [span for span in line.spans if span.name in ("FORWARD", "BACKWARD") or span.phase == "validation"]
+        for wait in (span for span in line.spans if span.name in ("WAIT keys", "WAIT gradients")):
+            assert any(op.begin_ns <= wait.begin_ns and wait.end_ns <= op.end_ns for op in around)
 
 
 def check_meetings(found):

@@ -29,7 +29,8 @@ OVER_DATA: Final = (
 OVER_COPIES: Final = (Kind.COPY_GRADIENT, Kind.COPY_VALUE)
 # Where that axis has several ranks, they compute together, and so do those that share out experts.
 OVER_TENSOR: Final = (*COMPUTE, Kind.SUM_ROWS)
-OVER_CONTEXT: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)  # as do those of a context axis
+# As do those of a context axis, whose messages inside of a stage `strategies.context.proof` has proven: they end there.
+OVER_CONTEXT: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
 REPLICAS: Final = ("data", "context")
 SERVED: Final = {Kind.COLLECT: Kind.PUSH, Kind.PULL: Kind.PUBLISH}  # what waits -> what it waits for
 

@@ -166,6 +166,6 @@ def test_ranks_of_the_context_axis_have_their_own_tokens(tensor):
     # Scratch of a model with as few tokens; keys, values and their gradients on their way, of one head at a time.
     few = describe(replace(shape, context=shape.context // ranks), "short")
     own = scratch_of(few, whole, (0, 1, 2), accumulates=True)
-    keys = 4 * 2 * 1024 * 2 * 128 * 4
+    keys = 5 * 2 * 1024 * 2 * 128 * 4
     assert scratch_of(found, cut, (0, 1, 2), accumulates=True) == pytest.approx(own + keys)
     assert scratch_of(found, cut, (2,), accumulates=False) == scratch_of(few, whole, (2,), accumulates=False)

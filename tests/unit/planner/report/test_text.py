@@ -73,7 +73,7 @@ def test_other_units():
     "rule: 18 bytes a parameter: 2 + 4 + 12",
     "10.0 s, 51,200 tokens/s",
     "backward         4.00 s  40.0 %  ################\n",
-    "behind computation: 250 ms of the exchange",
+    "behind computation: 250 ms of messages",
     "MFU 33.3 % (100 TFLOP/s of 300 TFLOP/s a device), HFU 40.0 % (120 TFLOP/s)\n",
     "attention over all pairs, as published; over those that are looked at MFU 30.0 %, HFU 36.7 %\n",
     "bubble 20.0 % of the span of the longest stage, as papers count it: its waits for slower stages",

@@ -25,6 +25,7 @@ from hpcdist.planner.time.network import collective, message, span
 from hpcdist.planner.time.pipeline import border, ranks_of
 from hpcdist.planner.time.stage_load import chunk_loads, loads
 from hpcdist.planner.time.step import bytes_each, owned, tied_sum, timing, update_s
+from hpcdist.strategies.context.costs import ring_exposed_s
 from hpcdist.strategies.context.passes import pairs, pieces
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
@@ -162,6 +163,29 @@ def test_the_context_axis_gathers_keys_and_values():
     keys_and_values = 2 * 128 * 2 * 4 * 32 * 4  # samples, tokens, both, heads, numbers, bytes
     assert found.bytes["context"] == pytest.approx(8 * 3 * keys_and_values / 2)  # round a ring again for gradients
     assert found.terms["context"] > 0
+
+
+@pytest.mark.parametrize("context", [2, 3, 4])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_passes_round_a_ring_hide_behind_the_tiles_of_attention(context, recompute):
+    layout = replace(LAYOUT, context=context, recompute=recompute)
+    model = describe(replace(SHAPE, heads=7, kv_heads=0, hidden=448, context=384), "gpt")  # no heads to exchange
+    ((stage, _),) = ranks_of(model, layout, CLUSTER, 1)
+    gathered = collective("all_gather", 2 * 384 * 2 * 448 * 4, span(layout, "context", CLUSTER), CLUSTER).seconds
+    tiles_s = [took / context for took in unit_seconds(model.units[1], layout, CLUSTER).attention_s]
+    there_s, back_s = (
+        ring_exposed_s(context, own_s, gathered / (context - 1), back=back) for back, own_s in enumerate(tiles_s)
+    )
+    waits = (stage.sent.forward_s, stage.sent.back_s, stage.sent.again_s)
+    again_s = there_s if recompute == "full" else 0.0
+    assert [wait.get("context", 0.0) for wait in waits] == pytest.approx([8 * there_s, 8 * back_s, 8 * again_s])
+    often = 4 if recompute == "full" else 3
+    assert stage.sent.hidden_s == pytest.approx(8 * (often * gathered - there_s - back_s - again_s))
+    found = timing(model, layout, CLUSTER, 2)
+    assert found.terms["context"] == pytest.approx(8 * (there_s + back_s + again_s))
+    assert found.hidden_s >= stage.sent.hidden_s > 0
+    at_once = timing(model, layout, FAST, 2)
+    assert at_once.terms["context"] < 1e-9 * at_once.step_s
 
 
 def test_the_expert_axis_sends_tokens_to_their_experts_and_back():

@@ -1,10 +1,13 @@
 """Attention over context ranks: which rank has and sees what; numbers, masks and bytes of the whole attention."""
 
+import time
+
 import numpy as np
 import pytest
 
 from harness.documents import documents_of, drawn_places
 from harness.marks import cases
+from hpcdist.comm.record.spans import SpanSink
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.attention.flash import LocalAttention
@@ -14,6 +17,7 @@ from hpcdist.strategies.context.axis import ContextAxis
 from hpcdist.strategies.context.costs import AttentionShare, sent_bytes
 from hpcdist.strategies.context.model import METHODS
 from hpcdist.strategies.context.passes import pairs, pieces, tokens, visits
+from hpcdist.strategies.context.ring import RingAttention
 
 
 def places(own):
@@ -141,3 +145,32 @@ def test_attention_inside_of_documents_is_that_of_whole_samples(
             assert np.abs(one - want).max() <= 1e-13 * (1 + np.abs(want).max())
 
     run_threads(ranks, body)
+
+
+def test_a_wait_for_a_pass_leaves_a_span(rng):
+    """Of a rank that comes late, the others wait: that is in their spans; what is there in time leaves none."""
+    qkv, draw = rng.standard_normal((1, 16, 24)), Draw(7, 2, 5)
+
+    class Kept(SpanSink):
+        def __init__(self):
+            self.spans = []
+
+        def add(self, phase, name, step, begin_ns, end_ns, microbatch=-1, unit=-1):
+            self.spans.append((phase, name, end_ns - begin_ns))
+
+    def body(comm):
+        kept = Kept()
+        axis = ContextAxis(comm, 16, "ring", spans=kept)
+        for late_s in (0.0, 0.2):  # the first time kernels are compiled
+            saved = Arena().saved(3)
+            saved.draw = draw
+            comm.barrier()
+            kept.spans.clear()
+            time.sleep(late_s * comm.rank)
+            RingAttention(axis).forward(axis.cut(qkv), 4, saved)
+        return kept.spans, axis.taken_s()
+
+    (waited, waited_s), (late, _) = run_threads(2, body)
+    assert [(phase, name) for phase, name, ns in waited if ns > 1e8] == [("communication", "WAIT keys")]
+    assert waited_s >= sum(ns for *_, ns in waited) / 1e9
+    assert all(ns < 1e8 for *_, ns in late)

@@ -18,6 +18,7 @@ from harness.trainings import (
 )
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError
+from hpcdist.strategies.context import operations
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.verify.proof import verify
@@ -177,6 +178,24 @@ def test_ranks_of_a_context_axis_compute_in_the_same_order(text):
     ]
     with pytest.raises(ScheduleError, match="same order"):
         verify([steps, swapped], grid=grid, units=units, microbatches=2)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+def test_messages_within_attention_are_proven_before_anything_runs(method, text, monkeypatch):
+    make = operations.MESSAGES[method]
+
+    def without_the_last(placed, rank, back):
+        messages = make(placed, rank, back)
+        return messages[:-1] if rank == 1 and back else messages
+
+    monkeypatch.setitem(operations.MESSAGES, method, without_the_last)
+    keys = {**KEYS, "data.path": text, **recipe_keys(f"parallel.context=2 context_method={method}")}
+
+    def body(comm):
+        with pytest.raises(ScheduleError, match="rank 1"):
+            trainer_of(comm, keys)
+
+    run_threads(2, body)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import gzip
 import json
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -94,6 +95,20 @@ def test_every_message_meets_its_own(tmp_path, rng):
         received = [r for a, b, _, r in made.messages if (a, b) == (one.send.rank, one.receive.rank)]
         assert min(abs(true_ns(one.receive.end_ns) - r) for r in received) <= RTT_NS // 2 + 2
         assert abs((one.receive.end_ns - one.send.begin_ns) - _latency(made, one)) <= RTT_NS + 4
+
+
+def test_messages_are_counted_by_their_way(tmp_path, rng):
+    """Receives of these ranks are under way beside no computation; a rank that computes meanwhile hides its own."""
+    planted(tmp_path, rng)
+    found = summary.collect(tmp_path)
+    paths = summary.figures(found)["message_paths"]
+    assert [(row["from"], row["to"]) for row in paths] == [(0, 1), (1, 2), (2, 3), (3, 0)]
+    assert all(row["messages"] == 20 and row["sent_bytes"] == 20 * 4096 and row["comm"] == "world" for row in paths)
+    assert all(row["hidden_share"] == 0.0 for row in paths)
+    computing = {rank: [replace(piece, phase="compute") for piece in row] for rank, row in found.pieces.items()}
+    paths = summary.figures(replace(found, pieces=computing))["message_paths"]
+    assert all(row["hidden_share"] == pytest.approx(1.0) for row in paths)
+    assert "rank 0 to rank 1 on world: 20 messages" in summary.format_text(summary.figures(found))
 
 
 def _latency(made, message):

@@ -1,0 +1,244 @@
+"""Messages within one attention over context ranks: the lists are proven, and each way to break them is refused."""
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hpcdist.errors import ScheduleError
+from hpcdist.strategies.context.costs import AttentionShare, ring_exposed_s, scratch_elements
+from hpcdist.strategies.context.operations import MEMORY, Action, HeadExchange, head_exchanges, ring_operations
+from hpcdist.strategies.context.passes import pieces
+from hpcdist.strategies.context.proof import prove_messages
+from hpcdist.strategies.schedule.generate.operation_list import compute_operations
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.strategies.schedule.operations import MESSAGES as MESSAGES_OF_STAGES
+from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.schedule.simulate import program
+from hpcdist.strategies.schedule.verify.deadlock import OVER_CONTEXT, RECEIVES
+
+MESSAGES = (Action.SEND, Action.RECEIVE)
+CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2}  # schedule -> chunks of a rank
+
+
+def rings(ranks, back):
+    return [list(ring_operations(ranks, rank, back=back)) for rank in range(ranks)]
+
+
+def heads(context, ranks):
+    placed = pieces(context, ranks)
+    return [list(head_exchanges(placed, rank)) for rank in range(ranks)]
+
+
+def refused(lists, back, match="rank"):
+    with pytest.raises(ScheduleError, match=match):
+        prove_messages(lists, range(10, 10 + len(lists)), back=back)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_rings_are_proven(back):
+    for ranks in (1, 2, 3, 4, 5, 8, 16):
+        lists = rings(ranks, back)
+        prove_messages(lists, range(ranks), back=back)
+        for row in lists:
+            sent = [op for op in row if op.action is Action.SEND]
+            assert len(sent) == (1 + back) * (ranks - 1), "blocks, as `costs.sent_bytes` has them"
+        used = {f"context.{memory}" for op in row for memory in (op.memory, op.into) if memory}
+        share = AttentionShare(ranks=ranks, samples=1, tokens=8 * ranks, heads=1, shared=1, size=4, itemsize=4)
+        assert not back or ranks == 1 or used == set(scratch_elements(share, "ring"))
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_no_operation_can_be_left_out_or_done_twice(ranks, back):
+    for rank in range(ranks):
+        for place, op in enumerate(rings(ranks, back)[rank]):
+            less, more = rings(ranks, back), rings(ranks, back)
+            del less[rank][place]
+            refused(less, back)
+            more[rank].insert(place, op)
+            refused(more, back)
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_wrong_neighbour_block_or_memory_is_found(ranks, back):
+    for rank in range(ranks):
+        for place, op in enumerate(rings(ranks, back)[rank]):
+            changes = [{"source": (op.source + 1) % ranks}]
+            changes += [{"memory": other} for other in MEMORY if other != op.memory]
+            if op.action in MESSAGES:
+                changes += [{"peer": peer} for peer in range(-1, ranks + 1) if peer != op.peer]
+            for change in changes:
+                if op.action is Action.WAIT and change == {"source": (op.source + 1) % ranks}:
+                    continue  # of a send it says only what is free again
+                lists = rings(ranks, back)
+                lists[rank][place] = replace(op, **change)
+                refused(lists, back)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_swapped_passes_are_found(back):
+    row = rings(4, back)[1]
+    for first, op in enumerate(row):
+        for second in range(first + 1, len(row)):
+            other = row[second]
+            if op.action is other.action and op.action in MESSAGES and MEMORY[op.memory] == MEMORY[other.memory]:
+                lists = rings(4, back)
+                lists[1][first], lists[1][second] = other, op
+                refused(lists, back)
+
+
+def test_waits_in_a_circle_are_found():
+    """Ranks that wait for their send before they post the receive: with messages that are not buffered nobody moves."""
+    lists = []
+    for rank in range(3):
+        row = rings(3, back=False)[rank]
+        receive = row.pop(0)
+        row.insert(1, row.pop(row.index(next(op for op in row if op.action is Action.WAIT and op.memory == "keys0"))))
+        row.insert(2, receive)
+        lists.append(row)
+    refused(lists, False, "rank 10: WAIT.* waits for ever")
+    mixed = rings(3, back=False)
+    mixed[2] = lists[2]
+    prove_messages(mixed, range(3), back=False)  # one such rank waits only for others
+
+
+def test_one_attention_takes_no_message_of_another():
+    lists = rings(3, back=True)
+    begun = replace(lists[1][0], memory="gradients0")
+    lists[1].append(begun)
+    refused(lists, True, "rank 11: RECEIVE.* is never waited for")
+
+
+def test_exchanges_of_heads_are_proven():
+    for context, ranks in ((8, 2), (37, 3), (13, 4)):
+        prove_messages(heads(context, ranks), range(ranks), back=False)
+    lists = heads(37, 3)
+    del lists[1][1]
+    refused(lists, True, "rank 11 makes 1 exchanges")
+    lists = heads(37, 3)
+    lists[2].reverse()
+    refused(lists, False, "tokens to rank")
+    lists = heads(37, 3)
+    lists[0][0] = HeadExchange(lists[0][0].sends, (1, 2, 3))
+    refused(lists, False, "exchange 0: rank 1[0-2] sends")
+    refused([*heads(37, 3)[:2], rings(3, back=False)[2]], False, "share samples")
+
+
+def simulated(ranks, back, tile_s, pass_s):
+    """Return the times of the lists in the simulator, and (message, entry behind it) of each wait for a send."""
+    code, target, starts, sends, numbers = [], [], [0], [], {}
+    for rank, row in enumerate(rings(ranks, back)):
+        under_way, sent, received = {}, Counter(), Counter()
+        for op in row:
+            tag = MEMORY[op.memory]
+            if op.action is Action.RECEIVE:
+                under_way[op.memory] = (op.peer, tag, received[tag]), True
+                received[tag] += 1
+            elif op.action is Action.SEND:
+                under_way[op.memory] = (rank, tag, sent[tag]), False
+                sent[tag] += 1
+            if op.action is Action.WAIT and not under_way[op.memory][1]:
+                sends.append((under_way[op.memory][0], len(code), rank))
+            elif op.action in (Action.SEND, Action.TILES, Action.WAIT):
+                kind = {Action.SEND: program.SEND, Action.TILES: program.WORK, Action.WAIT: program.RECV}[op.action]
+                code.append(kind)
+                message = under_way.get(op.memory, ((), True))[0]
+                target.append(-1 if kind == program.WORK else numbers.setdefault(message, len(numbers)))
+        starts.append(len(code))
+    seconds = [tile_s if kind == program.WORK else 0.0 for kind in code]
+    made = program.Program(
+        starts=np.array(starts),
+        code=np.array(code, np.int8),
+        target=np.array(target),
+        seconds=np.array(seconds),
+        work=np.full(len(code), program.OTHER, np.int8),
+        microbatch=np.full(len(code), -1),
+        chunk=np.full(len(code), -1),
+        links=np.array([sender for sender, *_ in numbers], np.int64),  # each rank sends to the next one alone
+        link=program.LinkCost(carries_s=pass_s),
+    )
+    waits = [(numbers[message], entry) for message, entry, rank in sends if entry < starts[rank + 1]]
+    return program.run(made), waits
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_passes_take_what_the_simulator_finds(back, rng):
+    """No send is waited for in front of tiles: neither keys nor gradients of others keep a rank from computing."""
+    for ranks in (2, 3, 4, 5, 8):
+        for tile_s in (0.0, *rng.uniform(0.1, 5.0, 4), 2.0, 1.0):
+            times, waits = simulated(ranks, back, tile_s, 1.0)
+            whole_s = ranks * tile_s + ring_exposed_s(ranks, tile_s, 1.0, back=back)
+            assert times.end_s.max() == pytest.approx(whole_s)
+            assert all(times.arrival_s[message] <= times.begin_s[entry] + 1e-12 for message, entry in waits)
+    assert ring_exposed_s(1, 1.0, 1.0, back=back) == 0.0
+
+
+def expanded(schedule, stages, ranks, microbatches):
+    """Return the lists of ``stages`` x ``ranks`` with the passes in their places: (entry of a Program, message)."""
+    placement = SCHEDULES[schedule].place([range(n, n + 1) for n in range(stages * CHUNKS[schedule])], stages)
+    for stage in range(stages):
+        steps = compute_operations(schedule, microbatches, placement, stage)
+        for rank in range(ranks):
+            row = []
+            for op in steps:
+                if op.kind in MESSAGES_OF_STAGES:
+                    send = RECEIVES[op.kind][0] if op.kind in RECEIVES else op.kind
+                    row.append(
+                        (program.RECV if op.kind in RECEIVES else program.SEND, (send, op.microbatch, op.unit, rank))
+                    )
+                elif op.kind in OVER_CONTEXT:
+                    row += passes_of(stage, rank, ranks, op)
+                else:
+                    row.append((program.WORK, None))
+            yield row
+
+
+def passes_of(stage, rank, ranks, op):
+    """Return the entries of one attention; a receive is named by what it is meant for."""
+    receives = {}
+    for step in ring_operations(ranks, rank, back=op.kind is not Kind.FORWARD):
+        name = op.kind, op.microbatch, op.unit, step.source
+        if step.action is Action.SEND:
+            receives.pop(step.memory, None)
+            yield program.SEND, ((stage, rank, MEMORY[step.memory]), name)
+        elif step.action is Action.RECEIVE:
+            receives[step.memory] = (stage, step.peer, MEMORY[step.memory]), name
+        elif step.action is Action.WAIT and step.memory in receives:
+            yield program.RECV, receives.pop(step.memory)
+
+
+@pytest.mark.parametrize("schedule", CHUNKS)
+@pytest.mark.parametrize(("stages", "ranks"), [(1, 3), (2, 2), (2, 3), (3, 4)])
+def test_attentions_of_a_schedule_stay_apart(schedule, stages, ranks):
+    """Whole lists without a meeting of the axis: nobody waits for ever, and in order each pass is the one meant."""
+    rows = list(expanded(schedule, stages, ranks, 2 * stages))
+    sent, received = defaultdict(list), defaultdict(list)
+    numbers, code, target = {}, [], []
+    for row in rows:
+        counts = Counter()
+        for kind, message in row:
+            if kind != program.WORK and isinstance(message[0], tuple):  # the n-th that is sent is the n-th received
+                path, name = message
+                (sent if kind == program.SEND else received)[path].append(name)
+                counts[kind, path] += 1
+                message = path, counts[kind, path]
+            code.append(kind)
+            target.append(-1 if kind == program.WORK else numbers.setdefault(message, len(numbers)))
+    assert sent == received and sent
+    nothing = np.full(len(code), -1)
+    program.run(
+        program.Program(
+            starts=np.cumsum([0, *map(len, rows)]),
+            code=np.array(code, np.int8),
+            target=np.array(target),
+            seconds=np.ones(len(code)),
+            work=nothing.astype(np.int8),
+            microbatch=nothing,
+            chunk=nothing,
+            links=np.arange(len(numbers)),
+            link=program.LinkCost(1.0, 2.0),
+        )
+    )
