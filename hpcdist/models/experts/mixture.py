@@ -8,7 +8,7 @@ Python:
     multiply   up, activation, down: a BLAS call on the rows of each expert      (rows, f)
     collect    token <- sum of its k rows times their gates                      (N, h)
 
-On a GPU the host waits once a layer in the forward, for how often each expert was chosen: the products have these sizes.
+On a GPU the host waits once in the forward, for how often each expert was chosen: products are of so many rows.
 
 The operations are those of k dense feed-forwards of width f, and of the router. Kept from forward to backward beside
 the input are k N (2 h + f + f') numbers, with f' = 2 f for "swiglu", and N (E + 3 k + h) small ones and the output.

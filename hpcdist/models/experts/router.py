@@ -63,7 +63,7 @@ class RouterState:
             if self._bias_there is None:
                 self._bias_there = backend.place(self.bias, "gpu")
             bias = self._bias_there
-        return bias[layer - self.first_layer]  # type: ignore[no-any-return]
+        return bias[layer - self.first_layer]
 
     def figures_of(self, layer: int, like: Array) -> Array:
         """Return the last three of `seen_of`, a view, where ``like`` is."""
