@@ -161,6 +161,7 @@ class ModelRun:
             d = model.loss.backward(0.25, model.operations, saved)
             for stage, views, into in stages:
                 saved = self.arena.saved(stage.layer, number)
+                saved.scale = 0.25
                 d = stage.backward(views, into, d, two_passes, saved)
                 split_backward.release_first_pass(saved)
             self._spoil()

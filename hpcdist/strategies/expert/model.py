@@ -64,7 +64,7 @@ class TravellingRows(StayingRows):
 
 
 class _Blocks:
-    """Where the rows of each rank for each expert lie sorted by rank, and sorted by expert. Local.
+    """Places of the rows of each rank for each expert, sorted by rank and sorted by expert. Local.
 
     ``received`` (rank, own expert) are their numbers; they are moved where ``like`` is.
     """
