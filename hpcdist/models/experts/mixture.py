@@ -262,8 +262,9 @@ def _products(
     weights, biases = parameters[f"{prefix}.weight"], parameters.get(f"{prefix}.bias") if biased else None
     weights = weights.reshape(len(weights), -1, weights.shape[-1])  # (experts, outputs, inputs)
     y = (saved.empty if keep else saved.scratch)(f"{prefix}.y", (len(rows), weights.shape[1]), rows.dtype)
+    matmul = namespace(rows).matmul
     for e, own in _slices(starts):
-        namespace(rows).matmul(rows[own], weights[e].T, out=y[own])
+        matmul(rows[own], weights[e].T, out=y[own])
         if biases is not None:
             add_to_rows(y[own], biases[e].reshape(-1))
     return y

@@ -30,6 +30,7 @@ def check(got, want, dtype, roundings=8):
 
 @pytest.mark.parametrize("dtype", UNIT)
 @pytest.mark.parametrize(("kind", "experts", "each"), [("softmax", 5, EACH), ("sigmoid", 70, EACH), ("softmax", 33, 1)])
+@pytest.mark.full_except("softmax-5-3-float32", "sigmoid-70-3-float64", "softmax-33-1-float64")
 def test_router(gpu, rng, dtype, kind, experts, each):
     logits, there = drawn(rng, (TOKENS, experts), dtype)
     chosen, gates, bias = np.empty((TOKENS, each), np.int32), np.empty((TOKENS, each)), rng.standard_normal(experts) / 5
@@ -58,6 +59,7 @@ def test_router(gpu, rng, dtype, kind, experts, each):
 
 @pytest.mark.parametrize("dtype", UNIT)
 @pytest.mark.parametrize("hidden", [6, 16])
+@pytest.mark.full_except("6-float64", "16-float32")
 def test_rows_of_tokens(gpu, rng, dtype, hidden):
     places = rng.permutation(TOKENS * EACH).reshape(TOKENS, EACH).astype(np.int32)
     places[places >= 40] = -1  # dropped
