@@ -15,9 +15,7 @@ import math
 from collections.abc import Iterator
 from typing import Final
 
-import numpy as np
-
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays.backend import Array, namespace
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
@@ -168,7 +166,8 @@ class TransformerBlock(DeclaredStage):
         operations.experts.backward(parameters, gradients, nothing, operations.activation, saved)
 
     def _no_samples(self, parameters: Parameters) -> Array:
-        return np.empty(self.output_shape(0), parameters["norm2.scale"].dtype)
+        scale = parameters["norm2.scale"]
+        return namespace(scale).empty(self.output_shape(0), scale.dtype)
 
     def _feed_forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         """Return the second half of the block for its normalised input: dense, or of experts and what is shared."""

@@ -45,6 +45,22 @@ MODELS = {
     "encoder with the options of Llama": model_case(
         kind="encoder", **LLAMA, layers=1, hidden=16, heads=4, vocabulary=11, context=9
     ),
+    "gpt of experts": model_case(
+        **GPT, experts=5, capacity_factor=0.8, shared_experts=1, balance_loss=0.2, z_loss=0.1, context=40
+    ),
+    "encoder of experts with the options of Llama": model_case(
+        kind="encoder",
+        **LLAMA,
+        layers=1,
+        hidden=16,
+        heads=4,
+        vocabulary=11,
+        context=9,
+        experts=6,
+        experts_per_token=3,
+        router="sigmoid",
+        balance_loss=0.2,
+    ),
     "convnet, bytes": model_case(
         kind="convnet", layers=3, hidden=4, activation="relu", height=5, width=6, channels=3, classes=4
     ),
@@ -81,6 +97,15 @@ def batches_of(case: str, rng: np.random.Generator) -> Batches:
 
 def placed(batches: Batches, on: str) -> Batches:
     return [(backend.place(x, on), backend.place(targets, on)) for x, targets in batches]
+
+
+def crossings(gpu: ModuleType, case: str, *, backward: bool = True) -> Counter[tuple[str, str]]:
+    """What the micro-batches of a step transfer, or one of an evaluation: a layer of experts waits once, for counts."""
+    config, _ = MODELS[case]
+    layers = config.layers * (MICROBATCHES if backward else 1)
+    sites = {(gpu.H2D, "mixture._route"): layers, (gpu.D2H, "router.count"): layers, (gpu.H2D, "router.place"): layers}
+    sites |= {(gpu.H2D, "router.bias_of"): 1, (gpu.H2D, "router.gradient_of_logits"): layers * backward}
+    return +Counter(sites if config.experts else {})
 
 
 class ModelRun:
@@ -136,6 +161,7 @@ class ModelRun:
             d = model.loss.backward(0.25, model.operations, saved)
             for stage, views, into in stages:
                 saved = self.arena.saved(stage.layer, number)
+                saved.scale = 0.25
                 d = stage.backward(views, into, d, two_passes, saved)
                 split_backward.release_first_pass(saved)
             self._spoil()

@@ -8,6 +8,8 @@ Python:
     multiply   up, activation, down: a BLAS call on the rows of each expert      (rows, f)
     collect    token <- sum of its k rows times their gates                      (N, h)
 
+On a GPU the host waits once in the forward, for how often each expert was chosen: products are of so many rows.
+
 The operations are those of k dense feed-forwards of width f, and of the router. Kept from forward to backward beside
 the input are k N (2 h + f + f') numbers, with f' = 2 f for "swiglu", and N (E + 3 k + h) small ones and the output.
 
@@ -17,15 +19,17 @@ all of them, or of samples, replace them by all-to-alls, by sums, and by a messa
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.models.attention.tiles import Pieces, one_piece
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.experts import router
+from hpcdist.models.experts import kernels, router
 from hpcdist.models.experts.router import RouterState
 from hpcdist.models.layers.linear import add_to_rows, column_sums
 from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES
@@ -134,7 +138,8 @@ class LocalExperts:
         x = self.borders.enter(x, saved)
         tokens, places, gates, starts = self._route(parameters, x, saved)
         rows = saved.empty("experts.rows", (int(starts[-1]), tokens.shape[1]), x.dtype)
-        _spread(tokens, places, rows)
+        on_device = is_device(x)
+        (kernels.spread if on_device else _spread)(tokens, places, rows)
         rows, starts = self.travel.send_out(rows, starts, saved)
         wide = _products(parameters, "experts.up", rows, starts, saved)
         active = activation.forward(wide, self.config.activation, saved, name=ACTIVATION)
@@ -143,7 +148,7 @@ class LocalExperts:
         out = self.travel.bring_back(out, "experts.out", saved)
         saved.keep("experts.collected", out)
         y = self.borders.partial(x.shape, x.dtype, saved)
-        _collect(out, places, gates, y.reshape(tokens.shape))
+        (kernels.collect if on_device else _collect)(out, places, gates, y.reshape(tokens.shape))
         return self.borders.leave(y, saved)
 
     def backward(
@@ -154,7 +159,9 @@ class LocalExperts:
         places, out = saved["experts.places"], saved["experts.collected"]
         tokens: Array = saved["experts.x"].reshape(-1, dy.shape[-1])
         dgates = saved.scratch("experts.dgates", places.shape, dy.dtype)
-        _collect_backward(dy.reshape(tokens.shape), places, saved["experts.gates"], out, dgates)
+        on_device = is_device(dy)
+        backward = kernels.collect_backward if on_device else _collect_backward
+        backward(dy.reshape(tokens.shape), places, saved["experts.gates"], out, dgates)
         dout, starts = self.travel.send_out(out, saved["experts.starts"], saved, back=True)
         active, rows, whole = saved[f"{ACTIVATION}.y"], saved["experts.received"], self.borders.writes_whole
         dactive = _products_backward(parameters, gradients, "experts.down", dout, active, starts, saved, biased=whole)
@@ -162,29 +169,28 @@ class LocalExperts:
         drows = _products_backward(parameters, gradients, "experts.up", dwide, rows, starts, saved)
         drows = self.travel.bring_back(drows, "experts.drows", saved, back=True)
         dx = self._router_backward(parameters, gradients, tokens, self.borders.sum_gates(dgates), saved)
-        _collect_onto(drows, places, dx)
+        (kernels.collect_onto if on_device else _collect_onto)(drows, places, dx)
         return self.borders.enter_backward(dx.reshape(dy.shape), saved)
 
     def _route(self, parameters: Parameters, x: Array, saved: Saved) -> tuple[Array, Array, Array, np.ndarray]:
         """Return the tokens (N, h), and of each the rows and gates of its choices (N, k); where each expert begins."""
         config, tokens = self.config, x.reshape(-1, x.shape[-1])
         logits = saved.empty("experts.logits", (len(tokens), config.experts), x.dtype)
-        np.matmul(tokens, parameters["router.weight"].T, out=logits)
+        namespace(x).matmul(tokens, parameters["router.weight"].T, out=logits)
         shape = len(tokens), config.experts_per_token
         chosen = saved.empty("experts.chosen", shape, np.int32)
         gates, places = saved.empty("experts.gates", shape, x.dtype), saved.empty("experts.places", shape, np.int32)
-        starts = np.empty(config.experts + 1, np.int64)
-        router.choose(logits, self.state.bias_of(saved.layer), config.router, chosen, gates)
+        router.choose(logits, self.state.bias_of(saved.layer, x), config.router, chosen, gates)
         whole, pieces = self.samples.placed(x.shape[1])
         sizes = np.full(len(x), whole) if saved.documents is None else saved.documents.filled
-        runs = _runs(pieces, x.shape[1], sizes)
+        runs = backend.place(_runs(pieces, x.shape[1], sizes), "gpu" if is_device(x) else "cpu")
         counts = router.count(chosen, runs, config.experts)
         before, loads = self.samples.join(counts)
         rooms = np.array([router.capacity(config, size) for size in sizes.tolist()], np.int64)
-        rows = router.place(chosen, runs, before, rooms, starts, places)
+        starts = router.place(chosen, runs, counts, before, rooms, places)
         saved.keep("experts.x", x)
         saved.keep("experts.starts", starts)
-        saved.keep("experts.routed", (sizes, runs, loads, int(counts.sum()) - rows))
+        saved.keep("experts.routed", (sizes, runs, loads, counts.sum(axis=(0, 1))))
         return tokens, places, gates, starts
 
     def _router_backward(
@@ -192,27 +198,29 @@ class LocalExperts:
     ) -> Array:
         """Write or add the gradient of the router; return that of the tokens (N, h), a scratch array."""
         config, chosen, logits = self.config, saved["experts.chosen"], saved["experts.logits"]
-        sizes, runs, loads, dropped = saved["experts.routed"]
+        sizes, runs, loads, own = saved["experts.routed"]
         seen = self.state.seen_of(saved.layer)
-        seen[config.experts] += dropped
+        seen[: config.experts] += own
+        seen[config.experts] += own.sum() - saved["experts.starts"][-1]
         of_token = saved.scale * np.array([self.predictions(size) / size for size in sizes.tolist()], np.float64)
+        shares = loads / (config.experts_per_token * sizes[:, None])
         router.gradient_of_logits(
             *(logits, chosen, saved["experts.gates"], dgates, config.router, runs),
-            loads / (config.experts_per_token * sizes[:, None]),
-            (config.balance_loss * of_token, config.z_loss * of_token),
-            seen,
+            np.column_stack([shares, config.balance_loss * of_token, config.z_loss * of_token]),
+            self.state.figures_of(saved.layer, logits),
         )
+        matmul = namespace(logits).matmul
         dweight, add = gradients.into("router.weight")
         product = saved.scratch("linear.dweight", dweight.shape, dweight.dtype) if add else dweight
         if self.borders.writes_whole:
-            np.matmul(logits.T, tokens, out=product)
+            matmul(logits.T, tokens, out=product)
         else:
             product[...] = 0
         if add:
             dweight += product
         dx = saved.scratch("experts.dx", tokens.shape, tokens.dtype)
         if self.borders.first:
-            np.matmul(logits, parameters["router.weight"], out=dx)
+            matmul(logits, parameters["router.weight"], out=dx)
         else:
             dx[...] = 0
         return dx
@@ -233,8 +241,8 @@ def _runs(pieces: Pieces, tokens: int, sizes: np.ndarray) -> np.ndarray:
 
 
 def _slices(starts: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """Yield each expert and the slice of its rows."""
-    return ((e, slice(int(starts[e]), int(starts[e + 1]))) for e in range(len(starts) - 1))
+    """Yield each expert that has rows, and their slice."""
+    return ((e, slice(start, end)) for e, (start, end) in enumerate(pairwise(starts.tolist())) if start < end)
 
 
 def _products(
@@ -254,8 +262,9 @@ def _products(
     weights, biases = parameters[f"{prefix}.weight"], parameters.get(f"{prefix}.bias") if biased else None
     weights = weights.reshape(len(weights), -1, weights.shape[-1])  # (experts, outputs, inputs)
     y = (saved.empty if keep else saved.scratch)(f"{prefix}.y", (len(rows), weights.shape[1]), rows.dtype)
+    matmul = namespace(rows).matmul
     for e, own in _slices(starts):
-        np.matmul(rows[own], weights[e].T, out=y[own])
+        matmul(rows[own], weights[e].T, out=y[own])
         if biases is not None:
             add_to_rows(y[own], biases[e].reshape(-1))
     return y
@@ -283,15 +292,21 @@ def _products_backward(
     biases, add_bias = gradients.into(f"{prefix}.bias") if f"{prefix}.bias" in parameters else (None, False)
     if biases is not None and not (biased or add_bias):
         biases[...] = 0
+    for e in np.flatnonzero(np.diff(starts) == 0).tolist():
+        if not add:
+            into[e] = 0
+        if biases is not None and biased and not add_bias:
+            biases[e] = 0
     dx = saved.scratch(f"{prefix}.dx", x.shape, x.dtype)
     product = saved.scratch("linear.dweight", into.shape[1:], into.dtype) if add else None
+    matmul = namespace(dy).matmul
     for e, own in _slices(starts):
-        np.matmul(dy[own].T, x[own], out=into[e] if product is None else product)
+        matmul(dy[own].T, x[own], out=into[e] if product is None else product)
         if product is not None:
             into[e] += product
         if biases is not None and biased:
             column_sums(dy[own], biases[e].reshape(-1), add_bias)
-        np.matmul(dy[own], weights[e], out=dx[own])
+        matmul(dy[own], weights[e], out=dx[own])
     return dx
 
 

@@ -30,9 +30,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.jit import jit
 from hpcdist.models.config import ModelConfig
+from hpcdist.models.experts import kernels
 from hpcdist.models.layers.vector_math import SAMPLE_DTYPES, exp
 
 EXTRA: Final = 4  # what `RouterState.seen` has behind the loads: dropped choices, entropy, balance loss, z loss
@@ -42,7 +44,8 @@ class RouterState:
     """Biases of the routers of a model, and what they did since `take`. Local.
 
     ``seen`` (layers, experts + EXTRA) has sums over tokens: choices of each expert before drops, dropped ones, the
-    entropy of their scores in nats, the balance loss of their sample and their z loss, without coefficients.
+    entropy of their scores in nats, the balance loss of their sample and their z loss, without coefficients. On a GPU
+    the last three wait there for `take`, and the biases are copied there when they have moved.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -50,11 +53,25 @@ class RouterState:
         self.rate, self.first_layer = config.balance_rate, 1
         self.bias = np.zeros((config.layers, config.experts))
         self.seen = np.zeros((config.layers, config.experts + EXTRA))
+        self._bias_there: Array | None = None
+        self._figures_there: Array | None = None
 
-    def bias_of(self, layer: int) -> np.ndarray:
-        """Return the biases of the router of ``layer``, a view (experts,)."""
-        row: np.ndarray = self.bias[layer - self.first_layer]
-        return row
+    def bias_of(self, layer: int, like: Array) -> Array:
+        """Return the biases of the router of ``layer``, a view (experts,), where ``like`` is."""
+        bias = self.bias
+        if is_device(like):
+            if self._bias_there is None:
+                self._bias_there = backend.place(self.bias, "gpu")
+            bias = self._bias_there
+        return bias[layer - self.first_layer]
+
+    def figures_of(self, layer: int, like: Array) -> Array:
+        """Return the last three of `seen_of`, a view, where ``like`` is."""
+        if not is_device(like):
+            return self.seen_of(layer)[self.experts + 1 :]
+        if self._figures_there is None:
+            self._figures_there = backend.zeros((len(self.seen), EXTRA - 1), self.seen.dtype, "gpu")
+        return self._figures_there[layer - self.first_layer]
 
     def seen_of(self, layer: int) -> np.ndarray:
         """Return what the router of ``layer`` did, a view (experts + EXTRA,)."""
@@ -63,12 +80,17 @@ class RouterState:
 
     def take(self) -> np.ndarray:
         """Return what the routers did since the last call, and forget it (layers, experts + EXTRA)."""
+        if self._figures_there is not None:
+            self.seen[:, self.experts + 1 :] += backend.to_host(self._figures_there)
+            self._figures_there = None
         taken, self.seen[...] = self.seen.copy(), 0
         return taken
 
     def balance(self, loads: np.ndarray) -> None:
         """Move the biases by ``loads`` (layers, experts), the choices in the whole batch of a step."""
-        self.bias += self.rate * np.sign(loads.sum(axis=1, keepdims=True) - self.experts * loads)
+        if self.rate:
+            self.bias += self.rate * np.sign(loads.sum(axis=1, keepdims=True) - self.experts * loads)
+            self._bias_there = None
 
     def state(self) -> dict[str, Any]:
         """Return the biases as JSON values, {} where they never moved and will not."""
@@ -79,6 +101,7 @@ class RouterState:
         rows = state.get("router_bias", [])
         if [len(row) for row in rows] == [self.experts] * len(self.bias):
             self.bias[...] = rows
+            self._bias_there = None
 
 
 def capacity(config: ModelConfig, context: int) -> int:
@@ -87,33 +110,42 @@ def capacity(config: ModelConfig, context: int) -> int:
     return min(context, math.ceil(config.capacity_factor * even - 1e-9)) if config.capacity_factor else context
 
 
-def choose(logits: Array, bias: np.ndarray, kind: str, chosen: Array, gates: Array) -> None:
+def choose(logits: Array, bias: Array, kind: str, chosen: Array, gates: Array) -> None:
     """Write the experts of each token to ``chosen`` (tokens, k), int32, and their gates; logits are (tokens, E)."""
-    _choose(logits, bias, kind == "sigmoid", chosen, gates)
+    (kernels.choose if is_device(logits) else _choose)(logits, bias, kind == "sigmoid", chosen, gates)
 
 
-def count(chosen: Array, runs: np.ndarray, experts: int) -> np.ndarray:
+def count(chosen: Array, runs: Array, experts: int) -> np.ndarray:
     """Return how many choices each expert has in each of ``runs``, (samples, pieces, experts) int32.
 
     A run (samples, pieces, 2) int64 are the tokens of a piece of a sample that are routed: the first, and the one
-    behind the last.
+    behind the last. Runs are where ``chosen`` is. From a GPU the host waits for the counts.
     """
-    counts = np.zeros((*runs.shape[:2], experts), np.int32)
-    _count(chosen, runs, counts)
-    return counts
+    counts = backend.zeros((*runs.shape[:2], experts), np.dtype(np.int32), "gpu" if is_device(chosen) else "cpu")
+    (kernels.count if is_device(chosen) else _count)(chosen, runs, counts)
+    return backend.to_host(counts)
 
 
 def place(
-    chosen: Array, runs: np.ndarray, before: np.ndarray, rooms: np.ndarray, starts: np.ndarray, places: Array
-) -> int:
-    """Sort the choices by expert: write their rows to ``places`` (tokens, k), -1 for dropped ones; return the rows.
+    chosen: Array, runs: Array, counts: np.ndarray, before: np.ndarray, rooms: np.ndarray, places: Array
+) -> np.ndarray:
+    """Sort the choices by expert: write their rows to ``places`` (tokens, k), -1 for dropped ones.
 
-    Expert e has the rows ``starts[e]`` to ``starts[e + 1]``, in the order of the tokens. Of each sample it takes the
-    first of ``rooms`` (samples,): ``before`` (samples, pieces, experts) lie in front of a piece. Tokens in none of
-    ``runs`` have no row.
+    Return where each expert begins: e has the rows ``starts[e]`` to ``starts[e + 1]``, in the order of the tokens. Of
+    each sample it takes the first of ``rooms`` (samples,): ``before`` (samples, pieces, experts) lie in front of a
+    piece, and ``counts``, those of `count`, in it. Tokens in none of ``runs`` have no row.
     """
+    kept = np.clip(rooms[:, None, None] - before, 0, counts).astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(kept.sum(axis=(0, 1)))])
+    by_run = kept.reshape(-1, kept.shape[-1])
+    first = starts[:-1] + np.cumsum(by_run, axis=0) - by_run
+    table = np.stack([first.reshape(kept.shape), kept], axis=-1)
     places[...] = -1
-    return int(_place(chosen, runs, before, rooms, starts, places))
+    if is_device(chosen):
+        kernels.place(chosen, runs, backend.place(table, "gpu"), places)
+    else:
+        _place(chosen, runs, table, places)
+    return starts
 
 
 def gradient_of_logits(
@@ -122,18 +154,20 @@ def gradient_of_logits(
     gates: Array,
     dgates: Array,
     kind: str,
-    runs: np.ndarray,
-    shares: np.ndarray,
-    coefficients: tuple[np.ndarray, np.ndarray],
-    seen: np.ndarray,
+    runs: Array,
+    table: np.ndarray,
+    figures: Array,
 ) -> None:
-    """Overwrite ``logits`` with their gradient, and add what the router did to ``seen`` but for dropped choices.
+    """Overwrite ``logits`` with their gradient, and add entropy and both losses of the tokens to ``figures`` (3,).
 
-    ``shares`` (samples, experts) are those of the choices of a whole sample that each expert has. ``coefficients``
-    (samples,) are those of the balance and of the z loss of a token in the scaled loss. Tokens in none of ``runs`` have
-    no gradient.
+    ``table`` (samples, experts + 2) has the share of the choices of a whole sample that each expert has, and the
+    coefficients of the balance and of the z loss of a token in the scaled loss. Tokens in none of ``runs`` have no
+    gradient.
     """
-    _choose_backward(logits, chosen, gates, dgates, kind == "sigmoid", runs, shares, *coefficients, seen)
+    on_device = is_device(logits)
+    run = kernels.choose_backward if on_device else _choose_backward
+    there = backend.place(table, "gpu") if on_device else table
+    run(logits, chosen, gates, dgates, kind == "sigmoid", runs, there, figures)
 
 
 @jit
@@ -189,28 +223,17 @@ def _count(chosen: Any, runs: Any, counts: Any) -> None:
 
 
 @jit
-def _place(chosen: Any, runs: Any, before: Any, rooms: Any, starts: Any, places: Any) -> Any:
-    tokens, count = chosen.shape
-    experts = starts.size - 1
-    of_sample, rows = np.zeros(experts, np.int64), np.zeros(experts, np.int64)
+def _place(chosen: Any, runs: Any, table: Any, places: Any) -> None:
+    rows = np.zeros(table.shape[2], np.int64)
     for s in range(runs.shape[0]):
         for p in range(runs.shape[1]):
-            of_sample[:] = before[s, p]
+            rows[:] = 0
             for t in range(runs[s, p, 0], runs[s, p, 1]):
-                for j in range(count):
+                for j in range(chosen.shape[1]):
                     e = chosen[t, j]
-                    if of_sample[e] < rooms[s]:
-                        places[t, j] = rows[e]
-                        rows[e] += 1
-                    of_sample[e] += 1
-    starts[0] = 0
-    for e in range(experts):
-        starts[e + 1] = starts[e] + rows[e]
-    for t in range(tokens):
-        for j in range(count):
-            if places[t, j] >= 0:
-                places[t, j] += starts[chosen[t, j]]
-    return starts[experts]
+                    if rows[e] < table[s, p, e, 1]:
+                        places[t, j] = table[s, p, e, 0] + rows[e]
+                    rows[e] += 1
 
 
 @jit
@@ -221,10 +244,8 @@ def _choose_backward(
     dgates: Any,
     sigmoid: Any,
     runs: Any,
-    shares: Any,
-    balance: Any,
-    z: Any,
-    seen: Any,
+    table: Any,
+    figures: Any,
 ) -> None:
     count, experts = chosen.shape[1], logits.shape[1]
     zero, one = logits.dtype.type(0), logits.dtype.type(1)
@@ -232,8 +253,9 @@ def _choose_backward(
     dscores, even = np.empty_like(scores), np.empty_like(scores)
     end = 0
     for s in range(runs.shape[0]):
+        balance, z = table[s, experts], table[s, experts + 1]
         for e in range(experts):  # the gradient of the balance loss of this sample for a normalised score of a token
-            even[e] = balance[s] * experts * shares[s, e]
+            even[e] = balance * experts * table[s, e]
         for p in range(runs.shape[1]):
             for t in range(end, runs[s, p, 0]):
                 logits[t] = 0
@@ -246,14 +268,12 @@ def _choose_backward(
                     share = scores[e] / total
                     inside += even[e] * share
                     if share > 0:
-                        seen[experts + 1] -= share * np.log(share)
-                    seen[experts + 2] += experts * shares[s, e] * share
-                seen[experts + 3] += log_sum * log_sum
+                        figures[0] -= share * np.log(share)
+                    figures[1] += experts * table[s, e] * share
+                figures[2] += log_sum * log_sum
                 # Softmax scores are normalised already, and their sum of 1 does not depend on the logits.
                 for e in range(experts):
                     dscores[e] = (even[e] - inside) / total if sigmoid else even[e]
-                for j in range(count):
-                    seen[chosen[t, j]] += 1
                 if count == 1:
                     dscores[chosen[t, 0]] += dgates[t, 0]
                 else:
@@ -266,25 +286,20 @@ def _choose_backward(
                 inside = zero
                 for e in range(experts):
                     inside += dscores[e] * scores[e]
-                slope = logits.dtype.type(2 * z[s]) * log_sum
+                slope = logits.dtype.type(2 * z) * log_sum
                 for e in range(experts):
                     own = dscores[e] * (one - scores[e]) if sigmoid else dscores[e] - inside
                     row[e] = own * scores[e] + slope * soft[e]
     logits[end:] = 0
 
 
-_runs, _numbers = np.zeros((1, 1, 2), np.int64), np.ones(1)
+_runs, _table = np.zeros((1, 1, 2), np.int64), np.zeros((1, 1, 2, 2), np.int64)
+_chosen = np.zeros((1, 1), np.int32)
 for _dtype in SAMPLE_DTYPES:
     _logits, _gates = np.ones((1, 2), _dtype), np.ones((1, 1), _dtype)
-    _chosen, _starts = np.zeros((1, 1), np.int32), np.zeros(3, np.int64)
-    _choose.sample(lambda x=_logits, g=_gates, c=_chosen: (x, np.zeros(2), False, c.copy(), g.copy()))
+    _choose.sample(lambda x=_logits, g=_gates: (x, np.zeros(2), False, _chosen.copy(), g.copy()))
     _choose_backward.sample(
-        lambda x=_logits, g=_gates, c=_chosen: (
-            *(x.copy(), c, g, g, False),
-            *(_runs, np.ones((1, 2)), _numbers, _numbers, np.zeros(2 + EXTRA)),
-        )
+        lambda x=_logits, g=_gates: (x.copy(), _chosen, g, g, False, _runs, np.ones((1, 4)), np.zeros(EXTRA - 1))
     )
-_count.sample(lambda c=_chosen: (c, _runs, np.zeros((1, 1, 2), np.int32)))
-_place.sample(
-    lambda c=_chosen, s=_starts: (c, _runs, np.zeros((1, 1, 2), np.int64), np.ones(1, np.int64), s.copy(), c.copy())
-)
+_count.sample(lambda: (_chosen, _runs, np.zeros((1, 1, 2), np.int32)))
+_place.sample(lambda: (_chosen, _runs, _table, _chosen.copy()))

@@ -127,7 +127,6 @@ def of_packed() -> Iterator[Rule]:
 
 def of_experts() -> Iterator[Rule]:
     """Yield the rules for mixtures of experts, and for ranks that share them out."""
-    yield rule("run.device!=cpu with model.experts", UNBUILT)
     yield rule("model.balance_rate with own steps", "biases follow the loads of the whole batch", LOCK_STEP)
     shared = "parallel.expert>1"
     yield rule(

@@ -6,15 +6,16 @@ its experts out. Initial values are those of the whole model, of which a rank ke
 """
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 
+from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.errors import ConfigurationError
+from hpcdist.models.experts import kernels
 from hpcdist.models.experts.mixture import LocalExperts, StayingRows
 from hpcdist.models.model import Model
 from hpcdist.models.stage import Parameters, Saved, Stage, StreamOf, WrappedStage
@@ -40,36 +41,55 @@ class TravellingRows(StayingRows):
         """Return the rows of all ranks for the experts here, sorted by expert, and where those of each begin."""
         if not back:
             sent = np.diff(starts).reshape(self.axis.size, -1)  # (rank, expert there)
-            saved.keep("experts.counts", (sent, self.axis.counts(sent)))
-        sent, received = saved["experts.counts"]
+            received = self.axis.counts(sent)
+            saved.keep("experts.counts", (sent, received, _Blocks(received, rows)))
+        sent, received, blocks = saved["experts.counts"]
         shape = int(received.sum()), rows.shape[1]
         arrived = saved.scratch("experts.arrived", shape, rows.dtype)
         self.axis.exchange(rows, arrived, sent.sum(axis=1), received.sum(axis=1))
         memory = saved.scratch if back else saved.empty
         own = memory("experts.dout" if back else "experts.received", shape, rows.dtype)
-        for by_rank, by_expert in _blocks(received):
-            own[by_expert] = arrived[by_rank]
+        blocks.sort(arrived, own)
         return own, np.concatenate([[0], np.cumsum(received.sum(axis=0))])
 
     def bring_back(self, rows: Array, name: str, saved: Saved, *, back: bool = False) -> Array:
         """Return what the experts of all ranks made of the rows of this rank, in the order in which it sent them."""
-        sent, received = saved["experts.counts"]
+        sent, received, blocks = saved["experts.counts"]
         leaving = saved.scratch("experts.arrived", rows.shape, rows.dtype)
-        for by_rank, by_expert in _blocks(received):
-            leaving[by_rank] = rows[by_expert]
+        blocks.sort_back(rows, leaving)
         memory = saved.scratch if back else saved.empty
         own = memory(name, (int(sent.sum()), rows.shape[1]), rows.dtype)
         self.axis.exchange(leaving, own, received.sum(axis=1), sent.sum(axis=1))
         return own
 
 
-def _blocks(received: np.ndarray) -> Iterator[tuple[slice, slice]]:
-    """Yield where the rows of each rank for each expert lie sorted by rank, and sorted by expert; received is both."""
-    by_rank = np.cumsum(received).reshape(received.shape) - received
-    by_expert = np.cumsum(received.T).reshape(received.T.shape).T - received
-    for start, other, count in zip(by_rank.flat, by_expert.flat, received.flat, strict=True):
-        if count:
-            yield slice(int(start), int(start + count)), slice(int(other), int(other + count))
+class _Blocks:
+    """Places of the rows of each rank for each expert, sorted by rank and sorted by expert. Local.
+
+    ``received`` (rank, own expert) are their numbers; they are moved where ``like`` is.
+    """
+
+    def __init__(self, received: np.ndarray, like: Array) -> None:
+        by_rank = np.cumsum(received).reshape(received.shape) - received
+        by_expert = np.cumsum(received.T).reshape(received.T.shape).T - received
+        table = np.stack([by_rank.ravel(), by_expert.ravel(), received.ravel()], axis=1)
+        self._table, self._longest = table[received.ravel() > 0], int(received.max(initial=0))
+        self._there = backend.place(self._table, "gpu") if backend.is_device(like) else None
+
+    def sort(self, arrived: Array, own: Array) -> None:
+        """Copy rows that are sorted by rank to where they are sorted by expert."""
+        self._move(arrived, own, back=False)
+
+    def sort_back(self, own: Array, leaving: Array) -> None:
+        """Copy rows that are sorted by expert to where they are sorted by rank."""
+        self._move(own, leaving, back=True)
+
+    def _move(self, source: Array, target: Array, *, back: bool) -> None:
+        if self._there is not None:
+            kernels.move_blocks(source, target, self._there, self._longest, back=back)
+            return
+        for start, end, count in (self._table[:, [1, 0, 2]] if back else self._table).tolist():
+            target[end : end + count] = source[start : start + count]
 
 
 class ExpertStage(WrappedStage):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.inputs import write_text
-from harness.trainings import LAYOUTS, Trained, check_same
+from harness.trainings import LAYOUTS, Trained, check_same, recipe_keys
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device
@@ -14,6 +14,10 @@ from stubs.gpu import cupy_double
 
 # All kinds of messages of device buffers; tests/unit/training/build/test_gpu.py has every architecture, on threads.
 CHOSEN = {"allreduce": True, "zero3": True, "1f1b": False, "a server": False, "servers that work": False}
+
+MIXTURE = recipe_keys(
+    "experts=4 expert_hidden=10 capacity_factor=1 shared_experts=1 balance_loss=0.1 z_loss=0.01 balance_rate=0.01"
+)
 
 
 @pytest.fixture
@@ -41,6 +45,19 @@ def test_rank_a_run_on_the_gpu_is_that_of_the_cpu(comm, gpu, text, layout):
     if comm.size not in sizes and not CHOSEN[layout]:
         pytest.skip(f"{layout} is for {sizes} ranks")
     settings = {**text, **keys, "precision.mode": "float64"}
+    host = Trained(comm, settings)
+    assert gpu.LOG.events == []
+    check_same([host], [Trained(comm, {**settings, "run.device": "gpu"})], 1e-12)
+    assert host.losses[-1] < host.losses[0]
+
+
+@pytest.mark.parametrize("keys", ["", "expert=2 strategy=zero1 algorithm=ring", "expert=4"], ids=str)
+@pytest.mark.full_except("expert=2 strategy=zero1 algorithm=ring")
+def test_rank_a_mixture_on_the_gpu_is_that_of_the_cpu(comm, gpu, text, keys):
+    """Rows go to the ranks of their experts as other device buffers do."""
+    settings = {**text, **MIXTURE, **recipe_keys(keys), "precision.mode": "float64"}
+    if comm.size % settings.get("parallel.expert", 1):
+        pytest.skip(f"{keys} is for a multiple of these ranks")
     host = Trained(comm, settings)
     assert gpu.LOG.events == []
     check_same([host], [Trained(comm, {**settings, "run.device": "gpu"})], 1e-12)

@@ -169,17 +169,20 @@ def test_parts_of_a_batch_add_up(rng):
 def test_drops_follow_the_order_of_the_tokens():
     """A token does not depend on later ones: the first ``room`` choices of an expert stay, whatever their rank."""
     chosen = np.array([[0, 1], [1, 0], [0, 1], [1, 2]], np.int32)
-    starts, places, none = np.empty(4, np.int64), np.empty_like(chosen), np.zeros((1, 1, 3), np.int64)
-    assert router.place(chosen, np.array([[[0, 4]]]), none, np.array([2]), starts, places) == 5
+    places, none = np.empty_like(chosen), np.zeros((1, 1, 3), np.int64)
+
+    def placed(runs, before, *rooms):
+        return router.place(chosen, runs, router.count(chosen, runs, 3), before, np.array(rooms), places)
+
+    np.testing.assert_array_equal(placed(np.array([[[0, 4]]]), none, 2), [0, 2, 4, 5])
     np.testing.assert_array_equal(places, [[0, 2], [3, 1], [-1, -1], [-1, 4]])
-    np.testing.assert_array_equal(starts, [0, 2, 4, 5])
     two = np.array([[[0, 2]], [[2, 4]]])
-    assert router.place(chosen, two, np.repeat(none, 2, 0), np.array([2, 2]), starts, places) == 8  # of each sample
+    assert placed(two, np.repeat(none, 2, 0), 2, 2)[-1] == 8  # of each sample
     head_and_tail, before = (
         np.array([[[0, 1], [2, 4]]]),
         np.array([[[0, 0, 0], [1, 2, 0]]]),
     )  # of the four tokens the second is padding
-    assert router.place(chosen, head_and_tail, before, np.array([2]), starts, places) == 4
+    assert placed(head_and_tail, before, 2)[-1] == 4
     np.testing.assert_array_equal(places, [[0, 2], [-1, -1], [1, -1], [-1, 3]])
 
 

@@ -13,6 +13,7 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.gpu.kernels import OPTIONS, KernelSource
 from hpcdist.models.attention import flash
 from hpcdist.models.attention import kernels as attention_kernels
+from hpcdist.models.experts import kernels as expert_kernels
 from hpcdist.models.layers import cuda_kernels
 from hpcdist.optim.update import kernels as updates
 
@@ -23,6 +24,7 @@ SOURCES = {
     "cross entropy": (cuda_kernels.CROSS_ENTROPY, {}),
     "embedding": (cuda_kernels.EMBEDDING, {}),
     "softmax": (attention_kernels.SOFTMAX, {}),
+    "experts": (expert_kernels.EXPERTS, {}),
     "updates": (updates.CUDA_SOURCE, UPDATES),
     "attention": (flash.FUSED_KERNELS, {"HEAD": 64}),
     "attention of large heads": (flash.FUSED_KERNELS, {"HEAD": 128}),

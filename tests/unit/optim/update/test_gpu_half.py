@@ -13,6 +13,7 @@ from hpcdist.optim.master_weights import MasterWeights
 
 # Of the loss, of the whole gradient: some roundings of activations, which do not add up in one direction
 BOUNDS = {"float16": (2e-3, 1e-2), "bfloat16": (1e-2, 6e-2)}
+SMOOTH = [case for case, (config, _) in MODELS.items() if not config.experts]  # a rounding may choose another expert
 
 
 def in_float64(run, case):
@@ -23,7 +24,7 @@ def in_float64(run, case):
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("case", SMOOTH)
 @pytest.mark.full_except("encoder with the options of Llama-float16")
 def test_forward_and_backward_are_those_of_float64(gpu, case, dtype, rng):
     batches = batches_of(case, rng)

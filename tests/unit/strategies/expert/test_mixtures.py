@@ -233,7 +233,6 @@ def test_drops_of_more_than_half_are_told_once(text, capsys):
     ("expert=2 experts=4 precision.mode=bfloat16", "precision.mode = 'bfloat16' with parallel.expert = 2"),
     ("expert=2 experts=4 logical_shards=8", "run.logical_shards = 8 with parallel.expert = 2 is not built"),
     ("expert=2 experts=4 noise_scale_every_steps=2", "the tokens of several replicas"),
-    ("experts=4 device=gpu", "run.device = 'gpu' with model.experts = 4 is not built in this version"),
     ("experts=4 balance_rate=0.1 strategy=gossip", "model.balance_rate = 0.1 with parallel.strategy = 'gossip'"),
 )
 def test_what_is_refused(keys, message):
