@@ -157,8 +157,19 @@ class RotaryOperation(Protocol):
 class NormOperation(Protocol):
     """Normalisation over the last dim: "layer" with scale and bias, "rms" with a scale alone."""
 
-    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, kind: str = "layer") -> Array:
-        """Return y of the shape of x; x itself is kept and must stay unchanged until backward."""
+    def forward(
+        self,
+        parameters: Parameters,
+        prefix: str,
+        x: Array,
+        saved: Saved,
+        kind: str = "layer",
+        residual: Array | None = None,
+    ) -> Array:
+        """Return y of the shape of x, to which ``residual`` is added before, in place.
+
+        x itself is kept and must stay unchanged until backward.
+        """
 
     def backward(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, residual: Array | None

@@ -135,8 +135,7 @@ class TransformerBlock(DeclaredStage):
         mixed = self._attention(parameters, normal, operations, saved)
         middle = operations.linear_row.forward(parameters, "projection", mixed, saved)
         middle = operations.dropout.forward(middle, self.dropout, PROJECTION, saved)
-        middle += x
-        normal = operations.norm.forward(parameters, "norm2", middle, saved, kind=self.norm)
+        normal = operations.norm.forward(parameters, "norm2", middle, saved, kind=self.norm, residual=x)  # middle += x
         y = self._feed_forward(parameters, normal, operations, saved)
         y = operations.dropout.forward(y, self.dropout, DOWN, saved)
         y += middle

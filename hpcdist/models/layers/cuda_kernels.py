@@ -71,18 +71,34 @@ def _elementwise(name: str, x: Array, *args: Array) -> None:
     ACTIVATION.launch(name, *elementwise(x.size, width_of(x.dtype)), *args, x.size, REAL=x.dtype)
 
 
-def norm(x: Array, scale: Array, bias: Array, epsilon: Any, y: Array, statistics: Array) -> None:
-    """Normalise the rows of x into y; statistics (rows, 2) are summed wide; see `hpcdist.models.layers.norm`."""
-    hidden = x.shape[1]
-    NORM.launch("norm_rows", x.shape[0], threads_for(-(-hidden // PACK)), x, scale, bias, float(epsilon), y, statistics,
-                hidden, 1, 1, REAL=x.dtype)  # fmt: skip
+def norm(
+    x: Array, scale: Array, bias: Array, epsilon: Any, y: Array, statistics: Array, residual: Array | None = None
+) -> None:
+    """Normalise the rows of x into y; statistics (rows, 2) are summed wide; see `hpcdist.models.layers.norm`.
+
+    A ``residual`` is added to x before, in place.
+    """
+    _norm(x, residual, (scale, bias), epsilon, y, statistics, 1)
 
 
-def rms(x: Array, scale: Array, epsilon: Any, y: Array, statistics: Array) -> None:
-    """Divide the rows of x by the root of their mean square; statistics (rows, 1)."""
+def rms(x: Array, scale: Array, epsilon: Any, y: Array, statistics: Array, residual: Array | None = None) -> None:
+    """Divide the rows of x by the root of their mean square; statistics (rows, 1); ``residual`` as in `norm`."""
+    _norm(x, residual, (scale, scale), epsilon, y, statistics, 0)
+
+
+def _norm(
+    x: Array,
+    residual: Array | None,
+    terms: tuple[Array, Array],
+    epsilon: Any,
+    y: Array,
+    statistics: Array,
+    centred: int,
+) -> None:
     hidden = x.shape[1]
-    NORM.launch("norm_rows", x.shape[0], threads_for(-(-hidden // PACK)), x, scale, scale, float(epsilon), y,
-                statistics, hidden, 0, 0, REAL=x.dtype)  # fmt: skip
+    NORM.launch("norm_rows", x.shape[0], threads_for(-(-hidden // PACK)), x, x if residual is None else residual,
+                *terms, float(epsilon), y, statistics, hidden, int(residual is not None), centred, centred,
+                REAL=x.dtype)  # fmt: skip
 
 
 def norm_backward(

@@ -155,6 +155,25 @@ def test_norms(gpu, kind, dtype, shape, rng):
           (1 + np.abs(x64).max() * inverse.max()) * np.abs(d64).sum(axis=0))  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ROWS)
+def test_a_norm_adds_a_residual_in_its_kernel(gpu, kind, dtype, shape, rng):
+    """The bits of a sum, rounded once, and of its norm."""
+    x, residual = drawn(rng, shape, dtype), drawn(rng, shape, dtype)
+    scale, bias = there(drawn(rng, shape[1], dtype)), there(drawn(rng, shape[1], dtype))
+    terms = (scale, bias) if kind == "layer" else (scale,)
+    run = cuda_kernels.norm if kind == "layer" else cuda_kernels.rms
+    total, ours = there((wide(x) + wide(residual)).astype(x.dtype)), there(x)
+    results = [(empty(shape, x.dtype), empty((shape[0], len(terms)), accumulation_dtype(x.dtype))) for _ in range(2)]
+    cuda_compiler.LAUNCHES.clear()
+    run(ours, *terms, EPSILON, *results[0], there(residual))
+    assert cuda_compiler.LAUNCHES == ["norm_rows"]
+    run(total, *terms, EPSILON, *results[1])
+    for got, want in zip((ours, *results[0]), (total, *results[1]), strict=True):
+        assert backend.to_host(got).tobytes() == backend.to_host(want).tobytes()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*ROWS, (700, 3)])
 def test_column_sums(gpu, dtype, shape, rng):
