@@ -176,8 +176,11 @@ class TransformerBlock(DeclaredStage):
             mixture = operations.experts.forward(parameters, x, operations.activation, saved)
             if not self.shared:
                 return mixture
-        wide = operations.linear_column.forward(parameters, f"{shared}up", x, saved)
-        active = operations.activation.forward(wide, self.activation, saved)
+        wide = operations.linear_column.forward(parameters, f"{shared}up", x, saved, biased=False)
+        bias = parameters.get(f"{shared}up.bias")
+        active = operations.activation.forward(
+            wide, self.activation, saved, bias=None if bias is None else bias.reshape(-1)
+        )
         y = operations.linear_row.forward(parameters, f"{shared}down", active, saved)
         if mixture is not None:
             y += mixture

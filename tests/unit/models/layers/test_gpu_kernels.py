@@ -109,6 +109,22 @@ def test_swiglu(gpu, dtype, shape, rng):
     check(dx, want, dtype, 8, size * (1 + np.abs(np.tile(g, 2))))
 
 
+@pytest.mark.parametrize("kind", ["gelu", "relu", "swiglu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ROWS)
+def test_an_activation_adds_a_bias_in_its_kernel(gpu, kind, dtype, shape, rng):
+    """The bits of a sum, rounded once, and of its activation."""
+    rows, width = shape
+    columns, run = width * (2 if kind == "swiglu" else 1), getattr(cuda_kernels, kind)
+    x, bias = drawn(rng, (rows, columns), dtype), drawn(rng, columns, dtype)
+    ours, total = there(x), there((wide(x) + wide(bias)).astype(x.dtype))
+    y, want = empty(shape, x.dtype), empty(shape, x.dtype)
+    run(ours, y, there(bias))
+    run(total, want)
+    for got, expected in ((ours, total), (y, want)):
+        assert backend.to_host(got).tobytes() == backend.to_host(expected).tobytes()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_in_place(gpu, dtype, rng):
     for shape, tail in (((3, 5, 7), (3, 5, 7)), ((3, 5, 16), (5, 16)), ((4, 6), (6,)), ((0, 4), (4,))):
