@@ -49,7 +49,10 @@ def cases(dtype: np.dtype, tokens: int, hidden: int) -> dict[str, Case]:
     weights, m, v = (made(8 * count, kind=exact) for _ in range(3))
     v *= v
     gradient = made(8 * count)
-    adam = (1.0, 0.9, 0.1, 0.99, 0.01, 1.0, 1.0, 1e-8, 0.1, 1e-4)
+    adam = (1.0, 0.9, 0.1, 0.99, 0.01, 1.0, 1.0, 1e-8, 1e-4)
+    ends = np.linspace(0, 8 * count, 149).astype(np.int64)  # of as many tensors as 12 blocks of a GPT have
+    tables = np.stack([ends[:-1], ends[1:]], axis=1), np.tile([0.1, 1.0], (148, 1))
+    options = optim.TensorOptions(*(backend.place(table, "gpu") for table in tables))
     whole, half = x.reshape(1, tokens, hidden), out.reshape(-1)[: 2 * count].reshape(tokens, -1)
     sums_of_columns = made(4 * hidden)
     copy = gradient if e != r else None
@@ -67,7 +70,7 @@ def cases(dtype: np.dtype, tokens: int, hidden: int) -> dict[str, Case]:
         "bias gradient": (lambda: models.column_sums(wide, sums_of_columns, False), 4 * count * e),
         "cross entropy": (lambda: models.cross_entropy(logits, targets, sums), logits.nbytes),
         "adamw": (
-            lambda: optim.launch_adam(weights, gradient, m, v, copy, *adam),
+            lambda: optim.launch_adam(weights, gradient, m, v, copy, options, *adam),
             8 * count * (6 * r + e + (e if e != r else 0)),
         ),
         "sum of squares": (lambda: optim.launch_sum_of_squares(gradient), gradient.nbytes),

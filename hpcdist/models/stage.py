@@ -99,8 +99,8 @@ class LinearOperation(Protocol):
     def weight_reads(self) -> tuple[str, ...]:
         """The names, behind ``PREFIX.``, of what `backward_weight` reads in ``saved``."""
 
-    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
-        """Return y (..., outputs) for x (..., inputs)."""
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
+        """Return y (..., outputs) for x (..., inputs); unless ``biased``, the caller adds the bias to it."""
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
         """Return dx, a scratch array that the next linear backward overwrites; write or add the other gradients.
@@ -157,8 +157,19 @@ class RotaryOperation(Protocol):
 class NormOperation(Protocol):
     """Normalisation over the last dim: "layer" with scale and bias, "rms" with a scale alone."""
 
-    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, kind: str = "layer") -> Array:
-        """Return y of the shape of x; x itself is kept and must stay unchanged until backward."""
+    def forward(
+        self,
+        parameters: Parameters,
+        prefix: str,
+        x: Array,
+        saved: Saved,
+        kind: str = "layer",
+        residual: Array | None = None,
+    ) -> Array:
+        """Return y of the shape of x, to which ``residual`` is added before, in place.
+
+        x itself is kept and must stay unchanged until backward.
+        """
 
     def backward(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, residual: Array | None
@@ -189,11 +200,13 @@ class AttentionOperation(Protocol):
 class ActivationOperation(Protocol):
     """An elementwise function."""
 
-    def forward(self, x: Array, kind: str, saved: Saved, *, name: str = "activation") -> Array:
+    def forward(
+        self, x: Array, kind: str, saved: Saved, *, name: str = "activation", bias: Array | None = None
+    ) -> Array:
         """Return "gelu" (tanh form), "relu" or "swiglu" of x; x is kept and must stay unchanged until backward.
 
-        "swiglu" of x (..., 2 w), gates before values, is (..., w); the others have the shape of x. Several in one
-        stage have a ``name`` each.
+        A ``bias`` of the last dim of x is added to it before, in place. "swiglu" of x (..., 2 w), gates before values,
+        is (..., w); the others have the shape of x. Several in one stage have a ``name`` each.
         """
 
     def backward(self, dy: Array, saved: Saved, *, name: str = "activation") -> Array:

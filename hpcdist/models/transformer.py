@@ -133,8 +133,7 @@ class TransformerBlock(DeclaredStage):
         mixed = self._attention(parameters, normal, operations, saved)
         middle = operations.linear_row.forward(parameters, "projection", mixed, saved)
         middle = operations.dropout.forward(middle, self.dropout, PROJECTION, saved)
-        middle += x
-        normal = operations.norm.forward(parameters, "norm2", middle, saved, kind=self.norm)
+        normal = operations.norm.forward(parameters, "norm2", middle, saved, kind=self.norm, residual=x)  # middle += x
         y = self._feed_forward(parameters, normal, operations, saved)
         y = operations.dropout.forward(y, self.dropout, DOWN, saved)
         y += middle
@@ -176,8 +175,11 @@ class TransformerBlock(DeclaredStage):
             mixture = operations.experts.forward(parameters, x, operations.activation, saved)
             if not self.shared:
                 return mixture
-        wide = operations.linear_column.forward(parameters, f"{shared}up", x, saved)
-        active = operations.activation.forward(wide, self.activation, saved)
+        wide = operations.linear_column.forward(parameters, f"{shared}up", x, saved, biased=False)
+        bias = parameters.get(f"{shared}up.bias")
+        active = operations.activation.forward(
+            wide, self.activation, saved, bias=None if bias is None else bias.reshape(-1)
+        )
         y = operations.linear_row.forward(parameters, f"{shared}down", active, saved)
         if mixture is not None:
             y += mixture

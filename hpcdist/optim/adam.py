@@ -7,7 +7,7 @@ from typing import ClassVar, Final
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.optim.base import ElementWise, LayerWise, SegmentWise
+from hpcdist.optim.base import Decay, ElementWise, LayerWise, SegmentWise
 from hpcdist.optim.update import fused, kernels
 
 
@@ -41,7 +41,7 @@ class AdamW(AdamMomentSlots, ElementWise):
     """
 
     def _step(
-        self, where: Range, weights: Array, gradient: Array, rate: float, decay: float, working: Array | None
+        self, where: Range, weights: Array, gradient: Array, rate: float, decay: Decay, working: Array | None
     ) -> None:
         fused.adam(
             weights,

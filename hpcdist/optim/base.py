@@ -18,7 +18,7 @@ from typing import ClassVar, Final, TypeAlias
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device, to_host
+from hpcdist.arrays.backend import Array, is_device, place, to_host
 from hpcdist.arrays.dtypes import is_16bit_float
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.memory import Ledger
@@ -32,6 +32,7 @@ from hpcdist.optim.update import kernels
 
 Copy: TypeAlias = FlatStore | None  # the rounded working copy of the weights, where there is one
 Sums: TypeAlias = np.ndarray | None  # partial norms, summed over the ranks; None where an optimizer needs none
+Decay: TypeAlias = float | kernels.TensorOptions  # of one tensor, or of all on a GPU
 
 
 class SegmentWise(ABC):
@@ -72,6 +73,7 @@ class SegmentWise(ABC):
         self._index = {segment.range.start: index for index, segment in enumerate(layout.segments)}
         self._norms: Norms | ExactNorms = Norms(len(layout.segments), on)
         self._groups = grouped(config, layout)
+        self._options = self._options_on_gpu() if on == "gpu" else None
 
     def _slots_of(self, config: OptimizerConfig) -> tuple[str, ...]:
         return self.slot_names
@@ -131,6 +133,15 @@ class SegmentWise(ABC):
         group = self._groups.get(spec.key) if self._groups else None
         return 1.0 if group is None else group.rate_factor
 
+    def _options_on_gpu(self) -> kernels.TensorOptions:
+        segments = self.layout.segments
+        bounds = [(segment.range.start, segment.range.stop) for segment in segments]
+        options = [(self._decay(segment.spec), self._rate_factor(segment.spec)) for segment in segments]
+        return kernels.TensorOptions(
+            place(np.array(bounds, np.int64).reshape(-1, 2), "gpu"),
+            place(np.array(options, np.float64).reshape(-1, 2), "gpu"),
+        )
+
 
 def grouped(config: OptimizerConfig, layout: Layout) -> dict[str, ParameterGroup]:
     """Return the group of each tensor of ``layout`` that has one, by its name (local).
@@ -184,6 +195,11 @@ class ElementWise(SegmentWise):
         """Step ``master`` on ``piece`` along the scaled gradient, and round it into ``working`` when given."""
         assert master.dtype == self.dtype, f"the master weights are {master.dtype}, the optimizer's {self.dtype}"
         common_rate = self.learning_rate
+        if is_device(direction.array) and not self._before:  # one kernel for all tensors
+            assert self._options is not None, "an optimizer of weights on a GPU is built with its state there"
+            copy, options = None if working is None else working.range(piece), self._options._replace(start=piece.start)
+            self._step(piece, master.range(piece), direction.range(piece), common_rate, options, copy)
+            return
         for _, spec, where in self._tensors(piece):
             rate = common_rate * self._rate_factor(spec)
             if self._before:
@@ -199,14 +215,12 @@ class ElementWise(SegmentWise):
 
     def _blocks(self, where: Range, direction: FlatStore, working: FlatStore | None) -> Iterable[Range]:
         """Return the ranges of one loop each: all at once, or blocks that stay in a cache for a second loop."""
-        if is_device(direction.array):  # one kernel does all
-            return (where,)
         if direction.dtype != self.dtype:
             return cut(where, self._scratch(direction).size)
         return (where,) if working is None else cut(where, BLOCK)
 
     def _widened(self, gradient: Array) -> Array:
-        if gradient.dtype == self.dtype or is_device(gradient):
+        if gradient.dtype == self.dtype:
             return gradient
         assert self.wide is not None
         wide = self.wide[: gradient.size]
@@ -223,12 +237,12 @@ class ElementWise(SegmentWise):
 
     @abstractmethod
     def _step(
-        self, where: Range, weights: Array, gradient: Array, rate: float, decay: float, working: Array | None
+        self, where: Range, weights: Array, gradient: Array, rate: float, decay: Decay, working: Array | None
     ) -> None:
         """Make the whole update of one stretch of a tensor, and of its ``working`` copy.
 
         The gradient counts ``_scale`` times, and is undefined afterwards. On a GPU it may be 16-bit floats beside
-        float32 weights.
+        float32 weights, and the stretch any number of tensors.
         """
 
 

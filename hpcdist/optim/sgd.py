@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.optim.base import ElementWise, LayerWise
+from hpcdist.optim.base import Decay, ElementWise, LayerWise
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.optim.update import fused, kernels
 
@@ -42,7 +42,7 @@ class Sgd(ElementWise):
         )
 
     def _step(
-        self, where: Range, weights: Array, gradient: Array, rate: float, decay: float, working: Array | None
+        self, where: Range, weights: Array, gradient: Array, rate: float, decay: Decay, working: Array | None
     ) -> None:
         if not self.slots:
             fused.sgd(weights, gradient, scale=self._scale, rate=rate, decay=decay, working=working)

@@ -66,6 +66,21 @@ def check_bfloat16() -> None:
         ) from error
 
 
+def check_tensor_cores(needs: str, instead: str) -> None:
+    """Raise MissingCapabilityError where the current GPU is older than compute capability 8.0, that of Ampere.
+
+    It has no tensor cores for bfloat16 then, and not the instruction of the kernels of attention. ``needs`` says what
+    is asked for, ``instead`` what to set.
+    """
+    properties = cupy().cuda.runtime.getDeviceProperties(index())
+    major, minor = int(properties["major"]), int(properties["minor"])
+    if (major, minor) < (8, 0):
+        raise MissingCapabilityError(
+            f"GPU {index()} is {properties['name'].decode()} of compute capability {major}.{minor}, and {needs} needs "
+            f"8.0 or newer; {instead}"
+        )
+
+
 def count() -> int:
     """Return the number of GPUs that this process may use. Raises MissingCapabilityError without a driver."""
     module = cupy()

@@ -1,4 +1,5 @@
 // Elementwise functions of a model: GELU (tanh form), ReLU, SwiGLU, sums in place. `n` counts elements, all contiguous.
+// With `biased` x (rows, columns) becomes x + bias (columns,) before, rounded as it is written.
 
 #define WIDTH (16 / sizeof(REAL))
 
@@ -8,9 +9,27 @@ __device__ __forceinline__ ACC gate(ACC x) {
   return ACC(1) / (ACC(1) + exponential(ACC(-2) * ROOT * (x + CUBIC * x * x * x)));
 }
 
-extern "C" __global__ void gelu(const REAL* x, REAL* y, long long n) {
-  over_grid<WIDTH>(n, aligned<WIDTH>(x) && aligned<WIDTH>(y), [=](auto width, long long i) {
-    auto values = read<width.value>(x + i);
+// x[i], with bias[column] added where `biased`: in memory, and as it is there then
+template <int N>
+__device__ __forceinline__ Pack<ACC, N> shifted(REAL* x, const REAL* bias, long long i, long long column, bool biased) {
+  auto values = read<N>(x + i);
+  if (biased) {
+    auto addend = read<N>(bias + column);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      REAL sum;
+      narrow(values.v[j] + addend.v[j], sum);
+      values.v[j] = widen(sum);
+    }
+    write<N>(x + i, values);
+  }
+  return values;
+}
+
+extern "C" __global__ void gelu(REAL* x, const REAL* bias, REAL* y, long long n, long long columns, long long biased) {
+  bool packed = (!biased || columns % WIDTH == 0) && aligned<WIDTH>(x) && aligned<WIDTH>(bias) && aligned<WIDTH>(y);
+  over_grid<WIDTH>(n, packed, [=](auto width, long long i) {
+    auto values = shifted<width.value>(x, bias, i, i % columns, biased);
 #pragma unroll
     for (int j = 0; j < width.value; ++j) values.v[j] *= gate(values.v[j]);
     write<width.value>(y + i, values);
@@ -33,9 +52,10 @@ extern "C" __global__ void gelu_backward(REAL* x, const REAL* dy, long long n) {
   });
 }
 
-extern "C" __global__ void relu(const REAL* x, REAL* y, long long n) {
-  over_grid<WIDTH>(n, aligned<WIDTH>(x) && aligned<WIDTH>(y), [=](auto width, long long i) {
-    auto values = read<width.value>(x + i);
+extern "C" __global__ void relu(REAL* x, const REAL* bias, REAL* y, long long n, long long columns, long long biased) {
+  bool packed = (!biased || columns % WIDTH == 0) && aligned<WIDTH>(x) && aligned<WIDTH>(bias) && aligned<WIDTH>(y);
+  over_grid<WIDTH>(n, packed, [=](auto width, long long i) {
+    auto values = shifted<width.value>(x, bias, i, i % columns, biased);
 #pragma unroll
     for (int j = 0; j < width.value; ++j) values.v[j] = values.v[j] < 0 ? ACC(0) : values.v[j];  // a NaN stays
     write<width.value>(y + i, values);
@@ -52,11 +72,12 @@ extern "C" __global__ void relu_backward(REAL* x, const REAL* dy, long long n) {
 }
 
 // y (rows, w) = silu(gate) value for x (rows, 2 w), the gate in the first w columns; n = rows w
-extern "C" __global__ void swiglu(const REAL* x, REAL* y, long long n, long long w) {
-  bool packed = w % WIDTH == 0 && aligned<WIDTH>(x) && aligned<WIDTH>(y);
+extern "C" __global__ void swiglu(REAL* x, const REAL* bias, REAL* y, long long n, long long w, long long biased) {
+  bool packed = w % WIDTH == 0 && aligned<WIDTH>(x) && aligned<WIDTH>(bias) && aligned<WIDTH>(y);
   over_grid<WIDTH>(n, packed, [=](auto width, long long i) {
-    const REAL* row = x + i / w * 2 * w + i % w;
-    auto g = read<width.value>(row), values = read<width.value>(row + w);
+    long long column = i % w, first = i / w * 2 * w + column;
+    auto g = shifted<width.value>(x, bias, first, column, biased);
+    auto values = shifted<width.value>(x, bias, first + w, column + w, biased);
 #pragma unroll
     for (int j = 0; j < width.value; ++j) values.v[j] *= g.v[j] / (ACC(1) + exponential(-g.v[j]));
     write<width.value>(y + i, values);

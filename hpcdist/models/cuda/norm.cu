@@ -4,12 +4,23 @@
 #define WIDTH 4
 #define PASSES 4  // so many packs of a row has a thread at most, in the backward
 
-extern "C" __global__ void __launch_bounds__(1024) norm_rows(const REAL* x, const REAL* scale, const REAL* bias, ACC epsilon,
-    REAL* y, ACC* statistics, long long hidden, long long centred, long long biased) {
-  const REAL* row = x + blockIdx.x * hidden;
+// With `adds` x becomes x + residual before, rounded as it is written: from then on a row is in the cache.
+extern "C" __global__ void __launch_bounds__(1024) norm_rows(REAL* x, const REAL* residual, const REAL* scale,
+    const REAL* bias, ACC epsilon, REAL* y, ACC* statistics, long long hidden, long long adds, long long centred,
+    long long biased) {
+  REAL* row = x + blockIdx.x * hidden;
+  const REAL* other = residual + blockIdx.x * hidden;
   REAL* out = y + blockIdx.x * hidden;
-  bool packed = hidden % WIDTH == 0 && aligned<WIDTH>(x) && aligned<WIDTH>(y) && aligned<WIDTH>(scale) &&
-                aligned<WIDTH>(bias);
+  bool packed = hidden % WIDTH == 0 && aligned<WIDTH>(x) && aligned<WIDTH>(residual) && aligned<WIDTH>(y) &&
+                aligned<WIDTH>(scale) && aligned<WIDTH>(bias);
+  if (adds) {  // a thread has the same columns in all loops
+    over_block<WIDTH>(hidden, packed, [&](auto width, long long i) {
+      auto values = read<width.value>(row + i), addend = read<width.value>(other + i);
+#pragma unroll
+      for (int j = 0; j < width.value; ++j) values.v[j] += addend.v[j];
+      write<width.value>(row + i, values);
+    });
+  }
   ACC mean = 0;
   if (centred) {
     over_block<WIDTH>(hidden, packed, [&](auto width, long long i) {

@@ -15,6 +15,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.jit import jit
 from hpcdist.models.layers import cuda_kernels
+from hpcdist.models.layers.linear import add_to_rows
 from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES, exp
 from hpcdist.models.stage import Saved
 
@@ -32,19 +33,28 @@ class LocalActivation:
     SwiGLU takes x (..., 2 w), first the gates, then the values, and gives silu(gate) value (..., w).
     """
 
-    def forward(self, x: Array, kind: str, saved: Saved, *, name: str = "activation") -> Array:
-        """Return the function ``kind`` of x; x is kept, as ``NAME.x``, and must stay unchanged until backward."""
+    def forward(
+        self, x: Array, kind: str, saved: Saved, *, name: str = "activation", bias: Array | None = None
+    ) -> Array:
+        """Return the function ``kind`` of x; x is kept, as ``NAME.x``, and must stay unchanged until backward.
+
+        A ``bias`` of the last dim of x is added to it before, in place: on a GPU by the same kernel.
+        """
         assert kind in KINDS, f"an activation is of the kind {kind!r}; there are {', '.join(KINDS)}"
         width = x.shape[-1] // 2 if kind == "swiglu" else x.shape[-1]
         y = saved.empty(f"{name}.y", (*x.shape[:-1], width), x.dtype)
         saved.keep(f"{name}.x", x)
         saved.keep(f"{name}.kind", kind)
+        if is_device(x):
+            run = {"relu": cuda_kernels.relu, "swiglu": cuda_kernels.swiglu, "gelu": cuda_kernels.gelu}[kind]
+            run(x.reshape(-1, x.shape[-1]), y.reshape(-1, width), bias)
+            return y
+        if bias is not None:
+            add_to_rows(x.reshape(-1, x.shape[-1]), bias)
         if kind == "relu":
-            cuda_kernels.relu(x, y) if is_device(x) else np.maximum(x, 0, out=y)
+            np.maximum(x, 0, out=y)
         elif kind == "swiglu":
-            (cuda_kernels.swiglu if is_device(x) else _swiglu)(x.reshape(-1, 2 * width), y.reshape(-1, width))
-        elif is_device(x):
-            cuda_kernels.gelu(x, y)
+            _swiglu(x.reshape(-1, 2 * width), y.reshape(-1, width))
         else:
             _gelu(x.reshape(-1), y.reshape(-1), x.dtype.type(_LINEAR), x.dtype.type(_CUBE))
         return y

@@ -27,9 +27,9 @@ ROWS: Final = 512  # blocks of a norm's backward: a constant, so that sums are t
 PARTS: Final = 64  # of the rows, in a sum over columns
 
 
-def gelu(x: Array, y: Array) -> None:
-    """Write the GELU of x to y."""
-    _elementwise("gelu", x, x, y)
+def gelu(x: Array, y: Array, bias: Array | None = None) -> None:
+    """Write the GELU of x to y; a ``bias`` of its last dims is added to x before, in place."""
+    _activate("gelu", x, y, bias)
 
 
 def gelu_backward(x: Array, dy: Array) -> None:
@@ -37,9 +37,9 @@ def gelu_backward(x: Array, dy: Array) -> None:
     _elementwise("gelu_backward", x, x, dy)
 
 
-def relu(x: Array, y: Array) -> None:
-    """Write max(x, 0) to y; a NaN stays one."""
-    _elementwise("relu", x, x, y)
+def relu(x: Array, y: Array, bias: Array | None = None) -> None:
+    """Write max(x, 0) to y; a NaN stays one; ``bias`` as in `gelu`."""
+    _activate("relu", x, y, bias)
 
 
 def relu_backward(x: Array, dy: Array) -> None:
@@ -47,10 +47,9 @@ def relu_backward(x: Array, dy: Array) -> None:
     _elementwise("relu_backward", x, x, dy)
 
 
-def swiglu(x: Array, y: Array) -> None:
-    """Write silu(gate) value to y (rows, w) for x (rows, 2 w)."""
-    grid = elementwise(y.size, width_of(y.dtype))
-    ACTIVATION.launch("swiglu", *grid, x, y, y.size, y.shape[1], REAL=x.dtype)
+def swiglu(x: Array, y: Array, bias: Array | None = None) -> None:
+    """Write silu(gate) value to y (rows, w) for x (rows, 2 w); ``bias`` (2 w) as in `gelu`."""
+    _activate("swiglu", x, y, bias)
 
 
 def swiglu_backward(x: Array, dy: Array) -> None:
@@ -67,22 +66,44 @@ def add(y: Array, x: Array) -> None:
         ACTIVATION.launch("add_to", *grid, y, x, y.size, x.size, REAL=y.dtype)
 
 
+def _activate(name: str, x: Array, y: Array, bias: Array | None) -> None:
+    # Without a bias the kernel gets x in its place, and a flag that there is none.
+    grid, addend = elementwise(y.size, width_of(y.dtype)), x if bias is None else bias
+    ACTIVATION.launch(name, *grid, x, addend, y, y.size, y.shape[-1], int(bias is not None), REAL=x.dtype)
+
+
 def _elementwise(name: str, x: Array, *args: Array) -> None:
     ACTIVATION.launch(name, *elementwise(x.size, width_of(x.dtype)), *args, x.size, REAL=x.dtype)
 
 
-def norm(x: Array, scale: Array, bias: Array, epsilon: Any, y: Array, statistics: Array) -> None:
-    """Normalise the rows of x into y; statistics (rows, 2) are summed wide; see `hpcdist.models.layers.norm`."""
-    hidden = x.shape[1]
-    NORM.launch("norm_rows", x.shape[0], threads_for(-(-hidden // PACK)), x, scale, bias, float(epsilon), y, statistics,
-                hidden, 1, 1, REAL=x.dtype)  # fmt: skip
+def norm(
+    x: Array, scale: Array, bias: Array, epsilon: Any, y: Array, statistics: Array, residual: Array | None = None
+) -> None:
+    """Normalise the rows of x into y; statistics (rows, 2) are summed wide; see `hpcdist.models.layers.norm`.
+
+    A ``residual`` is added to x before, in place.
+    """
+    _norm(x, residual, (scale, bias), epsilon, y, statistics, 1)
 
 
-def rms(x: Array, scale: Array, epsilon: Any, y: Array, statistics: Array) -> None:
-    """Divide the rows of x by the root of their mean square; statistics (rows, 1)."""
+def rms(x: Array, scale: Array, epsilon: Any, y: Array, statistics: Array, residual: Array | None = None) -> None:
+    """Divide the rows of x by the root of their mean square; statistics (rows, 1); ``residual`` as in `norm`."""
+    _norm(x, residual, (scale, scale), epsilon, y, statistics, 0)
+
+
+def _norm(
+    x: Array,
+    residual: Array | None,
+    terms: tuple[Array, Array],
+    epsilon: Any,
+    y: Array,
+    statistics: Array,
+    centred: int,
+) -> None:
     hidden = x.shape[1]
-    NORM.launch("norm_rows", x.shape[0], threads_for(-(-hidden // PACK)), x, scale, scale, float(epsilon), y,
-                statistics, hidden, 0, 0, REAL=x.dtype)  # fmt: skip
+    NORM.launch("norm_rows", x.shape[0], threads_for(-(-hidden // PACK)), x, x if residual is None else residual,
+                *terms, float(epsilon), y, statistics, hidden, int(residual is not None), centred, centred,
+                REAL=x.dtype)  # fmt: skip
 
 
 def norm_backward(

@@ -16,10 +16,10 @@ class LocalLinear:
 
     weight_reads = ("x",)
 
-    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
-        """Return y (..., outputs) for contiguous x (..., inputs)."""
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
+        """Return y (..., outputs) for contiguous x (..., inputs); unless ``biased``, the caller adds the bias to it."""
         saved.keep(f"{prefix}.x", x)
-        return affine(parameters, prefix, x, saved)
+        return affine(parameters, prefix, x, saved, biased=biased)
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
         """Write or add the gradients of weight and bias; return dx in the scratch that all linears share."""
@@ -39,7 +39,7 @@ class LocalLinear:
             gradient_of_bias(gradients, prefix, dy)
 
 
-def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
+def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
     """Return x weight^T + bias (..., outputs), kept as ``PREFIX.y``; x is contiguous, and not kept."""
     weight = as_matrix(parameters[f"{prefix}.weight"])
     outputs, inputs = weight.shape
@@ -47,7 +47,7 @@ def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array
     rows = y.reshape(-1, outputs)
     namespace(x).matmul(x.reshape(-1, inputs), weight.T, out=rows)
     bias = parameters.get(f"{prefix}.bias")
-    if bias is not None:
+    if bias is not None and biased:
         add_to_rows(rows, bias.reshape(-1))
     return y
 

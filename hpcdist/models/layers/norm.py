@@ -31,8 +31,19 @@ class LocalNorm:
     "rms": ``y = x / sqrt(mean of squares + EPSILON) * scale``, which has no tensor ``PREFIX.bias``.
     """
 
-    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, kind: str = "layer") -> Array:
-        """Return y of the shape of contiguous x, which must stay unchanged until backward."""
+    def forward(
+        self,
+        parameters: Parameters,
+        prefix: str,
+        x: Array,
+        saved: Saved,
+        kind: str = "layer",
+        residual: Array | None = None,
+    ) -> Array:
+        """Return y of the shape of contiguous x, which must stay unchanged until backward.
+
+        A ``residual`` of that shape is added to x before, in place: on a GPU by the same kernel.
+        """
         assert kind in KINDS, f"{prefix} is a norm of the kind {kind!r}; there are {', '.join(KINDS)}"
         scale = parameters[f"{prefix}.scale"]
         y = saved.empty(f"{prefix}.y", x.shape, x.dtype)
@@ -41,11 +52,20 @@ class LocalNorm:
         rows, out, epsilon = _rows(x), _rows(y), x.dtype.type(EPSILON)
         shape = rows.shape[0], 1 if kind == "rms" else 2
         statistics = saved.empty(f"{prefix}.statistics", shape, accumulation_dtype(x.dtype))
-        if kind == "rms":
-            (cuda_kernels.rms if is_device(x) else _rms)(rows, scale, epsilon, out, statistics)
+        bias = None if kind == "rms" else parameters[f"{prefix}.bias"]
+        if is_device(x):
+            addend = None if residual is None else _rows(residual)
+            if bias is None:
+                cuda_kernels.rms(rows, scale, epsilon, out, statistics, addend)
+            else:
+                cuda_kernels.norm(rows, scale, bias, epsilon, out, statistics, addend)
+            return y
+        if residual is not None:
+            x += residual
+        if bias is None:
+            _rms(rows, scale, epsilon, out, statistics)
         else:
-            run = cuda_kernels.norm if is_device(x) else _forward
-            run(rows, scale, parameters[f"{prefix}.bias"], epsilon, out, statistics)
+            _forward(rows, scale, bias, epsilon, out, statistics)
         return y
 
     def backward(

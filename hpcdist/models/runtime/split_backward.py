@@ -152,9 +152,9 @@ class SplitLinear:
         """As of the inner one."""
         return self.inner.weight_reads
 
-    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
         """Return y."""
-        return self.inner.forward(parameters, prefix, x, saved)
+        return self.inner.forward(parameters, prefix, x, saved, biased=biased)
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
         """Return dx; no gradient is written."""

@@ -2,16 +2,17 @@
 
 Each is a loop for the CPU (numba, fused), and a kernel of `hpcdist.optim.update.kernels` for a GPU. Buffers are 1-D
 contiguous views of equal length (n,) and of one dtype, float32 or float64, and scalars are cast to that dtype before
-a loop. On a GPU the gradient may be of another type than the weights. ``working``, where given, is a copy of the
-weights in another type, rounded once. ``gradient`` is multiplied by ``scale``, where the clipping and the loss scale
-are, and is undefined afterwards. A loop does what a direction and a descent would, operation by operation in the
-dtype of the buffers, so the bits are theirs.
+a loop. On a GPU the gradient may be of another type than the weights, and buffers have any number of tensors: in the
+place of the ``decay`` of one are the `TensorOptions` of all, whose factors multiply the ``rate``. ``working``, where
+given, is a copy of the weights in another type, rounded once. ``gradient`` is multiplied by ``scale``, where the
+clipping and the loss scale are, and is undefined afterwards. A loop does what a direction and a descent would,
+operation by operation in the dtype of the buffers, so the bits are theirs.
 """
 
-from hpcdist.arrays.backend import Array, is_device
+from hpcdist.arrays.backend import Array
 from hpcdist.arrays.jit import jit
 from hpcdist.optim.update import kernels
-from hpcdist.optim.update.kernels import adam_step
+from hpcdist.optim.update.kernels import TensorOptions, adam_step
 
 
 def adam(
@@ -24,7 +25,7 @@ def adam(
     rate: float,
     betas: tuple[float, float],
     epsilon: float,
-    decay: float,
+    decay: float | TensorOptions,
     count: int,
     working: Array | None = None,
 ) -> None:
@@ -33,11 +34,11 @@ def adam(
     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  w -= rate (m^ / (sqrt(v^) + epsilon) + decay w), where
     m^ and v^ are as in `kernels.adam_direction`: corrected for ``count`` applied updates, 0 for not at all.
     """
-    scalars = (scale, *kernels.moment_factors(betas, count), epsilon, decay, rate)
-    if is_device(weights):
-        kernels.launch_adam(weights, gradient, m, v, working, *scalars)
+    scalars = (scale, *kernels.moment_factors(betas, count), epsilon)
+    if isinstance(decay, TensorOptions):
+        kernels.launch_adam(weights, gradient, m, v, working, decay, *scalars, rate)
         return
-    _adam_loop(weights, gradient, m, v, *map(weights.dtype.type, scalars))
+    _adam_loop(weights, gradient, m, v, *map(weights.dtype.type, (*scalars, decay, rate)))
     _round(weights, working)
 
 
@@ -57,7 +58,7 @@ def momentum(
     rate: float,
     momentum: float,
     nesterov: bool,
-    decay: float,
+    decay: float | TensorOptions,
     working: Array | None = None,
 ) -> None:
     """Update ``velocity`` = momentum velocity + g, with g = ``scale * gradient`` + decay w, and step the weights.
@@ -65,11 +66,11 @@ def momentum(
     They move by -rate times the velocity, or g + momentum velocity with ``nesterov``.
     """
     own, ahead = kernels.shares_of_step(momentum, nesterov)
-    scalars = (scale, momentum, own, ahead, decay, rate)
-    if is_device(weights):
-        kernels.launch_momentum(weights, gradient, velocity, working, *scalars)
+    scalars = (scale, momentum, own, ahead)
+    if isinstance(decay, TensorOptions):
+        kernels.launch_momentum(weights, gradient, velocity, working, decay, *scalars, rate)
         return
-    _momentum_loop(weights, gradient, velocity, *map(weights.dtype.type, scalars))
+    _momentum_loop(weights, gradient, velocity, *map(weights.dtype.type, (*scalars, decay, rate)))
     _round(weights, working)
 
 
@@ -84,11 +85,17 @@ def _momentum_loop(weights, gradient, velocity, scale, momentum, own, ahead, dec
 
 
 def sgd(
-    weights: Array, gradient: Array, *, scale: float, rate: float, decay: float, working: Array | None = None
+    weights: Array,
+    gradient: Array,
+    *,
+    scale: float,
+    rate: float,
+    decay: float | TensorOptions,
+    working: Array | None = None,
 ) -> None:
     """Step the weights by -rate (``scale * gradient`` + decay w)."""
-    if is_device(weights):
-        kernels.launch_sgd(weights, gradient, working, scale, decay, rate)
+    if isinstance(decay, TensorOptions):
+        kernels.launch_sgd(weights, gradient, working, decay, scale, rate)
         return
     _sgd_loop(weights, gradient, *map(weights.dtype.type, (scale, decay, rate)))
     _round(weights, working)

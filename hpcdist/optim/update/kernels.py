@@ -4,14 +4,15 @@ The buffers of one call are 1-D contiguous views of equal length (n,) and, unles
 float64. Scalars are cast to that dtype before a loop: a Python float would pull float32 data through float64. The
 ufunc versions ask the buffer for its library, so they run on numpy too.
 
-The functions ``launch_*`` run kernels of ``cuda/updates.cu``: one kernel a tensor, which reads the gradient in the
-type that it has. Weights and slots are float32 or float64. ``working``, a copy of the weights in another type, is
-rounded from them in the same pass, None where there is none. They do not wait for the GPU.
+The functions ``launch_*`` run kernels of ``cuda/updates.cu``, which read the gradient in the type that it has. Those of
+an update are one kernel for all tensors of the buffers, which `TensorOptions` tell apart. Weights and slots are float32
+or float64. ``working``, a copy of the weights in another type, is rounded from them in the same pass, None where there
+is none. They do not wait for the GPU.
 """
 
 import math
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -29,41 +30,63 @@ from hpcdist.collectives.half_precision import (
 
 CUDA_SOURCE: Final = KernelSource(Path(__file__).parent / "cuda" / "updates.cu")
 PACK: Final = 4  # elements that a thread takes at a time
+TILE: Final = 4096  # elements that a block of an update takes at a time
 BLOCKS: Final = 1024  # of a sum at most: a constant, so that it is the same on every GPU
-THREADS: Final = 256  # of a block of a sum
+THREADS: Final = 256  # of a block of an update or a sum
 
 
-def launch_adam(weights: Array, gradient: Array, m: Array, v: Array, working: Array | None, *scalars: float) -> None:
+class TensorOptions(NamedTuple):
+    """Options of all tensors of a flat space, on a GPU, for updates of buffers that begin at ``start`` of it."""
+
+    bounds: Array  # (tensors, 2), int64: where each begins and ends, ascending
+    options: Array  # (tensors, 2), float64: weight decay, and factor of the rate
+    start: int = 0
+
+
+def launch_adam(
+    weights: Array, gradient: Array, m: Array, v: Array, working: Array | None, tensors: TensorOptions, *scalars: float
+) -> None:
     """Launch the kernel of `hpcdist.optim.update.fused.adam`; the gradient is kept.
 
-    ``scalars``: scale, beta1, 1 - beta1, beta2, 1 - beta2, the corrections of both, epsilon, decay, rate.
+    ``scalars``: scale, beta1, 1 - beta1, beta2, 1 - beta2, the corrections of both, epsilon, rate.
     """
-    _launch_update("adam", weights, gradient, (m, v), working, scalars)
+    _launch_update("adam", weights, gradient, (m, v), working, tensors, scalars)
 
 
-def launch_momentum(weights: Array, gradient: Array, velocity: Array, working: Array | None, *scalars: float) -> None:
+def launch_momentum(
+    weights: Array, gradient: Array, velocity: Array, working: Array | None, tensors: TensorOptions, *scalars: float
+) -> None:
     """Launch the kernel of `hpcdist.optim.update.fused.momentum`; the gradient is kept.
 
-    ``scalars``: scale, momentum, shares of g and of the velocity in the step, decay, rate.
+    ``scalars``: scale, momentum, shares of g and of the velocity in the step, rate.
     """
-    _launch_update("momentum", weights, gradient, (velocity,), working, scalars)
+    _launch_update("momentum", weights, gradient, (velocity,), working, tensors, scalars)
 
 
-def launch_sgd(weights: Array, gradient: Array, working: Array | None, scale: float, decay: float, rate: float) -> None:
+def launch_sgd(
+    weights: Array, gradient: Array, working: Array | None, tensors: TensorOptions, scale: float, rate: float
+) -> None:
     """Launch the kernel of `hpcdist.optim.update.fused.sgd`; the gradient is kept."""
-    _launch_update("plain", weights, gradient, (), working, (scale, decay, rate))
+    _launch_update("plain", weights, gradient, (), working, tensors, (scale, rate))
 
 
 def _launch_update(
-    name: str, weights: Array, gradient: Array, slots: tuple[Array, ...], working: Array | None, scalars: Any
+    name: str,
+    weights: Array,
+    gradient: Array,
+    slots: tuple[Array, ...],
+    working: Array | None,
+    tensors: TensorOptions,
+    scalars: Any,
 ) -> None:
     # Without a working copy the kernel gets the weights in its place, and a flag that it is not to be written.
     copy, n = weights if working is None else working, weights.size
-    numbers = map(float, scalars)
+    bounds, options, start = tensors
     types: dict[str, Any] = {"REAL": weights.dtype, "GRADIENT": gradient.dtype, "WORKING": copy.dtype}
     CUDA_SOURCE.launch(
-        name, *elementwise(n, PACK), weights, gradient, *slots, copy, n, int(working is not None), *numbers, **types
-    )
+        name, *elementwise(n, TILE // THREADS), weights, gradient, *slots, copy, bounds, options, len(bounds), start, n,
+        int(working is not None), *map(float, scalars), **types
+    )  # fmt: skip
 
 
 def launch_sum_of_squares(*pieces: Array) -> Array:

@@ -52,10 +52,10 @@ class ColumnLinear:
         self.borders = borders
         self.weight_reads = ("whole",) if borders.by_rows else ("x",)
 
-    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
         """Return y (..., own outputs) of all tokens for what this rank has of x (..., inputs)."""
         saved.keep(f"{prefix}.x", x)
-        return affine(parameters, prefix, self.borders.enter(x, saved), saved)
+        return affine(parameters, prefix, self.borders.enter(x, saved), saved, biased=biased)
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
         """Write or add the gradients of the own outputs; return this rank's part of dx, a scratch array."""
@@ -90,7 +90,7 @@ class RowLinear:
         self.borders = borders
         self.weight_reads = ("x", "whole") if borders.by_rows else ("x",)
 
-    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
         """Return this rank's part of y (..., outputs) for the own inputs x (..., inputs) of all tokens."""
         weight = as_matrix(parameters[f"{prefix}.weight"])
         outputs, inputs = weight.shape
@@ -99,7 +99,7 @@ class RowLinear:
         namespace(x).matmul(x.reshape(-1, inputs), weight.T, out=partial.reshape(-1, outputs))
         y = self.borders.leave(partial, f"{prefix}.y", saved)
         bias = parameters.get(f"{prefix}.bias")
-        if bias is not None:
+        if bias is not None and biased:
             add_to_rows(y.reshape(-1, outputs), bias)
         return y
 

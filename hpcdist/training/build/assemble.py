@@ -18,7 +18,7 @@ from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.models import factory as models_factory
-from hpcdist.models.config import FOREIGN
+from hpcdist.models.config import FOREIGN, TRANSFORMERS
 from hpcdist.models.model import Model
 from hpcdist.models.runtime.split_backward import with_recomputation
 from hpcdist.optim import rates
@@ -277,13 +277,24 @@ def _loss_scale(recipe: Recipe) -> NoLossScale:
 
 def _source_and_model(comm: Communicator, recipe: Recipe, script_model: Model | None) -> tuple[data.Source, Model]:
     """Return the data source, and the whole model. Collective."""
-    if recipe.run.device == "gpu" and recipe.precision.mode == "bfloat16":
-        device.check_bfloat16()
+    if recipe.run.device == "gpu":
+        _check_gpu(recipe)
     source = data.script_source() if script_model else data.open_source(recipe.data, recipe.model, comm)
     whole = script_model or models.build(recipe.model, recipe.precision.stages, **source.inputs)
     if source.targets is not None:
         whole = whole.predicting(source.targets)
     return source, with_recomputation(whole) if recipe.parallel.recomputes_layers else whole
+
+
+def _check_gpu(recipe: Recipe) -> None:
+    """Raise MissingCapabilityError where the GPU of this rank lacks the types that the recipe computes in (local)."""
+    if recipe.precision.mode == "bfloat16":
+        device.check_bfloat16()
+        device.check_tensor_cores(
+            "precision.mode = 'bfloat16'", "set precision.mode = 'float16' and precision.activations = 'float32'"
+        )
+    elif recipe.precision.activations == "working" and recipe.model.kind in TRANSFORMERS:
+        device.check_tensor_cores("attention in 16-bit floats", "set precision.activations = 'float32'")
 
 
 def _context_axis(recipe: Recipe, axes: GridCommunicators, spans: SpanSink) -> ContextAxis:

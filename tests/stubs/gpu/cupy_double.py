@@ -532,7 +532,7 @@ class cuda:  # noqa: N801
 
         @staticmethod
         def getDeviceProperties(device: int) -> dict[str, Any]:
-            return {"name": b"double"}
+            return {"name": b"double", "major": 8, "minor": 0}
 
         @staticmethod
         def driverGetVersion() -> int:

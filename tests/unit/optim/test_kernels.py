@@ -13,7 +13,7 @@ from stubs.gpu import host_kernels
 def path(request, monkeypatch):
     """The loops of the CPU, and what a GPU runs in their place, here on numpy."""
     if request.param == "gpu":
-        host_kernels.install(monkeypatch, kernels, fused)
+        host_kernels.install(monkeypatch, kernels)
     return request.param
 
 
@@ -112,6 +112,16 @@ UPDATES = {
 SLOTS = {"adam": 2, "momentum": 1, "sgd": 0}
 
 
+def update(path, case, arrays):
+    """Run the update on its arrays; on a GPU they are those of two tensors."""
+    name, options = UPDATES[case]
+    if path == "gpu":
+        size = arrays[0].size
+        bounds = np.array([(5, 5 + size // 3), (5 + size // 3, 5 + size)])
+        options = options | {"decay": kernels.TensorOptions(bounds, np.array([(options["decay"], 1.0)] * 2), 5)}
+    getattr(fused, name)(*arrays[: SLOTS[name] + 2], **options)
+
+
 def updated(name, options, w, g, m, v):
     """The update in float64, written down once more; returns new w, m and v."""
     g = options["scale"] * g
@@ -137,12 +147,12 @@ def drawn(rng, size, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("case", UPDATES)
 @pytest.mark.parametrize("size", [0, 1, 7, 16, 1001])
-def test_a_fused_update_is_the_formula(rng, case, size, dtype):
+def test_a_fused_update_is_the_formula(rng, case, size, dtype, path):
     """Per element within 16 roundings of the largest term of a sum."""
     name, options = UPDATES[case]
     arrays = drawn(rng, size, dtype)
     expected = updated(name, options, *(x.astype(np.float64) for x in arrays))
-    getattr(fused, name)(*arrays[: SLOTS[name] + 2], **options)
+    update(path, case, arrays)
     w, _, m, v = arrays
     for got, want in zip((w, m, v), expected, strict=True):
         assert got.dtype == dtype
@@ -152,15 +162,15 @@ def test_a_fused_update_is_the_formula(rng, case, size, dtype):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("case", UPDATES)
-def test_what_is_not_finite_stays_where_it_was(rng, case, bad):
-    name, options = UPDATES[case]
+def test_what_is_not_finite_stays_where_it_was(rng, case, bad, path):
+    name, _ = UPDATES[case]
     arrays, clean = drawn(rng, 37, np.float32), drawn(rng, 37, np.float32)
     for array, other in zip(clean, arrays, strict=True):
         array[...] = other
     arrays[1][5] = bad
     for each in (arrays, clean):
         with np.errstate(invalid="ignore"):
-            getattr(fused, name)(*each[: SLOTS[name] + 2], **options)
+            update(path, case, each)
     assert not np.isfinite(arrays[0][5])
     for got, want in zip(arrays[:1] + arrays[2 : SLOTS[name] + 2], clean[:1] + clean[2:], strict=False):
         assert np.array_equal(np.delete(got, 5), np.delete(want, 5))
@@ -173,7 +183,7 @@ def test_one_pass_has_the_bits_of_a_direction_and_a_descent(rng, case, dtype, pa
     once, twice = drawn(rng, 1003, dtype), drawn(rng, 1003, dtype)
     for array, other in zip(twice, once, strict=True):
         array[...] = other
-    getattr(fused, name)(*once[: SLOTS[name] + 2], **options)
+    update(path, case, once)
     rest = {key: value for key, value in options.items() if key != "rate"}
     getattr(kernels, f"{name}_direction")(*twice[: SLOTS[name] + 2], **rest)
     kernels.descend(twice[0], twice[1], options["rate"])
@@ -213,7 +223,7 @@ def test_kernels_write_through_views_and_nothing_beside_them(rng):
     np.testing.assert_allclose(w, moved - fast2, rtol=1e-5, atol=1e-6)
 
 
-def test_samples_are_of_the_types_that_training_uses(rng):
+def test_samples_are_of_the_types_that_training_uses(rng, path):
     """`hpcdist warmup` must leave nothing to compile for a float32 or float64 master."""
     mine = [k for k in jit._kernels if k.function.__module__ in (kernels.__name__, fused.__name__)]
     assert len(mine) == 12  # one of them, which others call, is compiled with those
@@ -228,7 +238,7 @@ def test_samples_are_of_the_types_that_training_uses(rng):
         kernels.descend(w, g, 1e-3)
         kernels.descend_with_velocity(w, g, m, rate=0.1, momentum=0.9, decay=0.0)
         kernels.sum_of_squares(w)
-        for name, options in UPDATES.values():
-            getattr(fused, name)(*(w, g, m, v)[: SLOTS[name] + 2], **options)
+        for case in UPDATES:
+            update(path, case, (w, g, m, v))
         kernels.round_into(w, np.zeros(16, BFLOAT16))
     assert {k.__name__: len(k.compiled.signatures) for k in mine} == compiled

@@ -1,8 +1,36 @@
 // Whole updates of optimizers in one pass over memory, and conversions. REAL: weights and slots; GRADIENT: the mean
 // gradient, in its own type; WORKING: the rounded copy of the weights, which is written where `rounds`. All of n
 // elements. What is clipped and unscaled is in `scale`.
+//
+// An update is one launch for all tensors of a flat space, of which the buffers have n elements from `start` on.
+// bounds (tensors, 2): where each begins and ends; options (tensors, 2): its weight decay and the factor of its rate.
 
 #define WIDTH 4
+#define TILE 4096  // elements that a block takes at a time, so that few blocks look for a tensor
+
+// Call body(width, i, decay, factor) for the elements i of all tensors, in packs where packed(i). Padding between
+// tensors is left out.
+template <typename P, typename F>
+__device__ __forceinline__ void over_tensors(const long long* bounds, const double* options, long long tensors,
+    long long start, long long n, P packed, F body) {
+  for (long long first = (long long)blockIdx.x * TILE; first < n; first += (long long)gridDim.x * TILE) {
+    long long last = first + TILE < n ? first + TILE : n, tensor = 0, beyond = tensors;
+    while (tensor < beyond) {  // of those that end behind `first`, the first
+      long long middle = (tensor + beyond) / 2;
+      if (bounds[2 * middle + 1] - start > first) {
+        beyond = middle;
+      } else {
+        tensor = middle + 1;
+      }
+    }
+    for (; tensor < tensors && bounds[2 * tensor] - start < last; ++tensor) {
+      long long from = bounds[2 * tensor] - start, to = bounds[2 * tensor + 1] - start;
+      from = from > first ? from : first, to = to < last ? to : last;
+      ACC decay = ACC(options[2 * tensor]), factor = ACC(options[2 * tensor + 1]);
+      over_block<WIDTH>(to - from, packed(from), [=](auto width, long long i) { body(width, from + i, decay, factor); });
+    }
+  }
+}
 
 template <int N>
 __device__ __forceinline__ void stepped(REAL* weights, WORKING* working, long long i, const Pack<ACC, N>& w, bool rounds) {
@@ -15,12 +43,15 @@ __device__ __forceinline__ void stepped(REAL* weights, WORKING* working, long lo
   }
 }
 
-extern "C" __global__ void adam(REAL* weights, const GRADIENT* gradient, REAL* m, REAL* v, WORKING* working,
-    long long n, long long rounds, ACC scale, ACC beta1, ACC rest1, ACC beta2, ACC rest2, ACC correct1, ACC correct2,
-    ACC epsilon, ACC decay, ACC rate) {
-  bool packed = aligned<WIDTH>(weights) && aligned<WIDTH>(gradient) && aligned<WIDTH>(m) && aligned<WIDTH>(v) &&
-                aligned<WIDTH>(working);
-  over_grid<WIDTH>(n, packed, [=](auto width, long long i) {
+extern "C" __global__ void __launch_bounds__(256) adam(REAL* weights, const GRADIENT* gradient, REAL* m, REAL* v,
+    WORKING* working, const long long* bounds, const double* options, long long tensors, long long start, long long n,
+    long long rounds, ACC scale, ACC beta1, ACC rest1, ACC beta2, ACC rest2, ACC correct1, ACC correct2, ACC epsilon,
+    ACC rate) {
+  auto packed = [=](long long i) {
+    return aligned<WIDTH>(weights + i) && aligned<WIDTH>(gradient + i) && aligned<WIDTH>(m + i) &&
+           aligned<WIDTH>(v + i) && aligned<WIDTH>(working + i);
+  };
+  over_tensors(bounds, options, tensors, start, n, packed, [=](auto width, long long i, ACC decay, ACC factor) {
     auto w = read<width.value>(weights + i), mean = read<width.value>(m + i), square = read<width.value>(v + i);
     auto given = read<width.value>(gradient + i);
 #pragma unroll
@@ -29,7 +60,7 @@ extern "C" __global__ void adam(REAL* weights, const GRADIENT* gradient, REAL* m
       mean.v[j] = mean.v[j] * beta1 + g * rest1;
       square.v[j] = square.v[j] * beta2 + g * g * rest2;
       ACC u = mean.v[j] * correct1 / (root(square.v[j] * correct2) + epsilon) + decay * w.v[j];
-      w.v[j] -= rate * u;
+      w.v[j] -= rate * factor * u;
     }
     write<width.value>(m + i, mean);
     write<width.value>(v + i, square);
@@ -38,32 +69,38 @@ extern "C" __global__ void adam(REAL* weights, const GRADIENT* gradient, REAL* m
 }
 
 // The step is own g + ahead velocity: (0, 1) is the heavy ball, (1, momentum) Nesterov's.
-extern "C" __global__ void momentum(REAL* weights, const GRADIENT* gradient, REAL* velocity, WORKING* working,
-    long long n, long long rounds, ACC scale, ACC keeps, ACC own, ACC ahead, ACC decay, ACC rate) {
-  bool packed = aligned<WIDTH>(weights) && aligned<WIDTH>(gradient) && aligned<WIDTH>(velocity) &&
-                aligned<WIDTH>(working);
-  over_grid<WIDTH>(n, packed, [=](auto width, long long i) {
+extern "C" __global__ void __launch_bounds__(256) momentum(REAL* weights, const GRADIENT* gradient, REAL* velocity,
+    WORKING* working, const long long* bounds, const double* options, long long tensors, long long start, long long n,
+    long long rounds, ACC scale, ACC keeps, ACC own, ACC ahead, ACC rate) {
+  auto packed = [=](long long i) {
+    return aligned<WIDTH>(weights + i) && aligned<WIDTH>(gradient + i) && aligned<WIDTH>(velocity + i) &&
+           aligned<WIDTH>(working + i);
+  };
+  over_tensors(bounds, options, tensors, start, n, packed, [=](auto width, long long i, ACC decay, ACC factor) {
     auto w = read<width.value>(weights + i), fast = read<width.value>(velocity + i);
     auto given = read<width.value>(gradient + i);
 #pragma unroll
     for (int j = 0; j < width.value; ++j) {
       ACC g = ACC(given.v[j]) * scale + decay * w.v[j];
       fast.v[j] = keeps * fast.v[j] + g;
-      w.v[j] -= rate * (own * g + ahead * fast.v[j]);
+      w.v[j] -= rate * factor * (own * g + ahead * fast.v[j]);
     }
     write<width.value>(velocity + i, fast);
     stepped<width.value>(weights, working, i, w, rounds);
   });
 }
 
-extern "C" __global__ void plain(REAL* weights, const GRADIENT* gradient, WORKING* working, long long n,
-    long long rounds, ACC scale, ACC decay, ACC rate) {
-  bool packed = aligned<WIDTH>(weights) && aligned<WIDTH>(gradient) && aligned<WIDTH>(working);
-  over_grid<WIDTH>(n, packed, [=](auto width, long long i) {
+extern "C" __global__ void __launch_bounds__(256) plain(REAL* weights, const GRADIENT* gradient, WORKING* working,
+    const long long* bounds, const double* options, long long tensors, long long start, long long n, long long rounds,
+    ACC scale, ACC rate) {
+  auto packed = [=](long long i) {
+    return aligned<WIDTH>(weights + i) && aligned<WIDTH>(gradient + i) && aligned<WIDTH>(working + i);
+  };
+  over_tensors(bounds, options, tensors, start, n, packed, [=](auto width, long long i, ACC decay, ACC factor) {
     auto w = read<width.value>(weights + i);
     auto given = read<width.value>(gradient + i);
 #pragma unroll
-    for (int j = 0; j < width.value; ++j) w.v[j] -= rate * (ACC(given.v[j]) * scale + decay * w.v[j]);
+    for (int j = 0; j < width.value; ++j) w.v[j] -= rate * factor * (ACC(given.v[j]) * scale + decay * w.v[j]);
     stepped<width.value>(weights, working, i, w, rounds);
   });
 }

@@ -109,6 +109,22 @@ def test_swiglu(gpu, dtype, shape, rng):
     check(dx, want, dtype, 8, size * (1 + np.abs(np.tile(g, 2))))
 
 
+@pytest.mark.parametrize("kind", ["gelu", "relu", "swiglu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ROWS)
+def test_an_activation_adds_a_bias_in_its_kernel(gpu, kind, dtype, shape, rng):
+    """The bits of a sum, rounded once, and of its activation."""
+    rows, width = shape
+    columns, run = width * (2 if kind == "swiglu" else 1), getattr(cuda_kernels, kind)
+    x, bias = drawn(rng, (rows, columns), dtype), drawn(rng, columns, dtype)
+    ours, total = there(x), there((wide(x) + wide(bias)).astype(x.dtype))
+    y, want = empty(shape, x.dtype), empty(shape, x.dtype)
+    run(ours, y, there(bias))
+    run(total, want)
+    for got, expected in ((ours, total), (y, want)):
+        assert backend.to_host(got).tobytes() == backend.to_host(expected).tobytes()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_in_place(gpu, dtype, rng):
     for shape, tail in (((3, 5, 7), (3, 5, 7)), ((3, 5, 16), (5, 16)), ((4, 6), (6,)), ((0, 4), (4,))):
@@ -153,6 +169,25 @@ def test_norms(gpu, kind, dtype, shape, rng):
     check(dx, wide(residual) + (g - lost) * inverse, dtype, many, size)
     check(dscale, wide(sums[0]) + terms[1].sum(axis=0), dtype, many + np.sqrt(rows),
           (1 + np.abs(x64).max() * inverse.max()) * np.abs(d64).sum(axis=0))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ROWS)
+def test_a_norm_adds_a_residual_in_its_kernel(gpu, kind, dtype, shape, rng):
+    """The bits of a sum, rounded once, and of its norm."""
+    x, residual = drawn(rng, shape, dtype), drawn(rng, shape, dtype)
+    scale, bias = there(drawn(rng, shape[1], dtype)), there(drawn(rng, shape[1], dtype))
+    terms = (scale, bias) if kind == "layer" else (scale,)
+    run = cuda_kernels.norm if kind == "layer" else cuda_kernels.rms
+    total, ours = there((wide(x) + wide(residual)).astype(x.dtype)), there(x)
+    results = [(empty(shape, x.dtype), empty((shape[0], len(terms)), accumulation_dtype(x.dtype))) for _ in range(2)]
+    cuda_compiler.LAUNCHES.clear()
+    run(ours, *terms, EPSILON, *results[0], there(residual))
+    assert cuda_compiler.LAUNCHES == ["norm_rows"]
+    run(total, *terms, EPSILON, *results[1])
+    for got, want in zip((ours, *results[0]), (total, *results[1]), strict=True):
+        assert backend.to_host(got).tobytes() == backend.to_host(want).tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,10 +1,13 @@
 """float16 working copies with run.device = "gpu" on the double: the numbers of the CPU."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
 from harness.inputs import write_text
-from harness.trainings import LAYOUTS, Trained, check_same, recipe_keys
+from harness.marks import on_threads
+from harness.trainings import LAYOUTS, Trained, assembled, check_same, recipe_keys
 from hpcdist.arrays.gpu import device as arrays_device
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
@@ -39,6 +42,31 @@ def test_an_older_cupy_is_told(gpu, monkeypatch):
     monkeypatch.setattr(arrays_device.cupy(), "zeros", refuse)
     with pytest.raises(MissingCapabilityError, match="has no bfloat16 .* install cupy 14 or newer"):
         arrays_device.check_bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ("precision.mode=bfloat16", r"precision.mode = 'bfloat16' needs 8.0 or newer; set precision.mode = 'float16'"),
+        ("precision.mode=bfloat16 model.kind=mlp model.tied=false", "precision.mode = 'bfloat16' needs 8.0"),
+        (
+            "precision.mode=float16 precision.activations=working",
+            "16-bit floats needs 8.0 .* set precision.activations = 'float32'",
+        ),
+        ("precision.mode=float16 precision.activations=working model.kind=mlp model.tied=false", ""),
+        ("precision.mode=float16", ""),
+        ("precision.mode=float32", ""),
+    ],
+)
+@on_threads(1)
+def test_a_gpu_without_tensor_cores_for_it_is_refused(comm, gpu, monkeypatch, words, keys, told):
+    properties = {"name": b"Tesla V100", "major": 7, "minor": 0}
+    monkeypatch.setattr(arrays_device.cupy().cuda.runtime, "getDeviceProperties", lambda index: properties)
+    settings = {**words, **recipe_keys(keys), "run.device": "gpu"}
+    with pytest.raises(MissingCapabilityError, match=told) if told else nullcontext() as error:
+        assembled(comm, settings)
+    if error is not None:
+        assert "GPU 0 is Tesla V100 of compute capability 7.0" in str(error.value)
 
 
 @pytest.mark.parametrize("layout", ["allreduce", "zero1", "zero3", "1f1b"])
