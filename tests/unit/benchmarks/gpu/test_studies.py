@@ -152,6 +152,7 @@ def test_a_16_bit_step_has_the_losses_of_pytorch(gpu):
 
 def test_strategies_that_are_apart_or_refused_are_told(gpu, monkeypatch, capsys):
     monkeypatch.setattr(strategies, "MODEL", (*SMALL, "run.global_batch=4"))
+    monkeypatch.setitem(strategies.LAYOUTS, "one expert", ("model.experts=1",))
     right = strategies.losses
 
     def wrong(session, keys, steps):
@@ -163,11 +164,15 @@ def test_strategies_that_are_apart_or_refused_are_told(gpu, monkeypatch, capsys)
         )
 
     monkeypatch.setattr(strategies, "losses", wrong)
-    results = on_threads(strategies, Namespace(only=["ring", "zero1", "experts"], steps=2, set=[]), 2)
-    assert results.arrays["loss"].shape == (2, 2, 2) and list(strategies.ratios(results)) == ["ring", "zero1"]
+    results = on_threads(strategies, Namespace(only=["ring", "zero1", "experts", "one expert"], steps=2, set=[]), 2)
+    assert results.arrays["loss"].shape == (3, 2, 2) and list(strategies.ratios(results)) == [
+        "ring",
+        "zero1",
+        "experts",
+    ]
     assert strategies.failures(results) == ["zero1 is 1.0e-03 apart, more than 0.0001"]
-    assert "model.experts = 4 is not built" in results.attributes["refused: experts"]
-    assert "experts: refused, " in capsys.readouterr().out
+    assert "a mixture has a choice" in results.attributes["refused: one expert"]
+    assert "one expert: refused, " in capsys.readouterr().out
 
 
 def test_attention_that_differs_from_that_of_pytorch_is_refused(gpu, monkeypatch):

@@ -328,7 +328,7 @@ def test_a_launch_refuses_what_a_kernel_would_misread(gpu, rng):
     x = there(drawn(rng, (4, 6), "float32"))
     with pytest.raises(TypeError, match="strides"):
         cuda_kernels.gelu(x[:, ::2], empty((4, 3), np.float32))
-    with pytest.raises(TypeError, match="argument 1 of gelu is .* float64; it takes float32 in memory of the device"):
+    with pytest.raises(TypeError, match="argument 2 of gelu is .* float64; it takes float32 in memory of the device"):
         cuda_kernels.gelu(x, empty((4, 6), np.float64))
     with pytest.raises(TypeError, match="gelu got <class 'numpy.ndarray'>; a kernel takes arrays of a GPU"):
         cuda_kernels.gelu(x, np.empty((4, 6), np.float32))
