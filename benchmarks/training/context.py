@@ -20,7 +20,7 @@ from benchmarks.training import turns
 from benchmarks.training.turns import ratios  # noqa: F401 - of the study
 from hpcdist.comm.start import Session
 
-SCHEMA, RANKS = "hpcdist-benchmark-context", 2
+SCHEMA, RANKS, COMMITTED = "hpcdist-benchmark-context", 2, "training/2026-11-28-context.h5"
 SMALL = {"context": 512, "steps": 4}
 
 SIZES: Final = {"layers": 4, "hidden": 256, "heads": 4, "context": 4096, "samples": 2}

@@ -19,7 +19,7 @@ from benchmarks.training import experts, turns
 from hpcdist.comm.start import Session
 from hpcdist.training.run.loop import mean_validation_loss
 
-SCHEMA = "hpcdist-benchmark-expert-losses"
+SCHEMA, COMMITTED = "hpcdist-benchmark-expert-losses", "training/2026-11-28-experts-losses.h5"
 SMALL = {"seeds": [1]}
 WORSE: Final = 1.02
 

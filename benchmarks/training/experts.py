@@ -21,7 +21,7 @@ from benchmarks.harness import Results
 from benchmarks.training import turns
 from hpcdist.comm.start import Session
 
-SCHEMA, RANKS = "hpcdist-benchmark-experts", 2
+SCHEMA, RANKS, COMMITTED = "hpcdist-benchmark-experts", 2, "training/2026-11-28-experts.h5"
 SMALL = {"steps": 6}
 
 SIZES: Final = {"layers": 4, "hidden": 256, "heads": 4, "context": 256, "samples": 16}
