@@ -22,7 +22,7 @@ from harness.inputs import write_text
 
 # Begun first, so that none is the last: tests of Slurm, which mostly wait, and the longest files.
 FIRST = tuple(
-    f"tests/launch/{name}" for name in ("slurm/", "test_docs.py", "test_rank_suites.py", "test_training_job.py")
+    f"tests/launch/{name}" for name in ("slurm/", "test_docs.py", "test_rank_suites.py", "training/test_job.py")
 )
 # Tests of Slurm are two parts, unit tests four: to benchmarks, to models, to strategies, the rest.
 CUTS = ("tests/launch/slurm/test_d", "tests/unit/", "tests/unit/c", "tests/unit/n", "tests/unit/t")
