@@ -361,7 +361,7 @@ def test_what_does_not_fit_is_an_answer(run, planned):
     ([*GPT, *ON, "--plot", "plan.xls"], 2, "choose an ending from"),
     ([*GPT, *ON, "--plot", "/nowhere/plan.png"], 74, "/nowhere is no directory"),
     (["no-such-recipe.toml", *ON], 74, "recipe no-such-recipe.toml: there is no such file"),
-    ([*GPT, "--cluster", "no-such-cluster.toml"], 74, "the cluster no-such-cluster.toml cannot be read"),
+    ([*GPT, "--cluster", "no-such-cluster.toml"], 74, "the cluster no-such-cluster.toml: there is no such file"),
     (["serch", *ON], 2, "did you mean `hpcdist plan search`?"),
     (["comapre", *ON], 2, "did you mean `hpcdist plan compare`?"),
     (["--no-such-option"], 2, "--no-such-option"),
