@@ -46,7 +46,6 @@ STUDIES: Final = {
     "packing": "training.packing",
     "planner": "planner.validation",
     "planner.search": "planner.search",
-    "planner.simulator": "planner.simulator",
     "preemptions": "operations.preemptions",
     "startup": "operations.startup",
     "survival": "operations.survival",
