@@ -45,7 +45,6 @@ STUDIES: Final = {
     "own_runs": "own_runs.study",
     "packing": "training.packing",
     "planner": "planner.validation",
-    "planner.search": "planner.search",
     "preemptions": "operations.preemptions",
     "startup": "operations.startup",
     "survival": "operations.survival",
