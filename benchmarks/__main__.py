@@ -44,7 +44,6 @@ STUDIES: Final = {
     "own_runs": "own_runs.study",
     "packing": "training.packing",
     "planner": "planner.validation",
-    "preemptions": "operations.preemptions",
     "startup": "operations.startup",
     "survival": "operations.survival",
     "telemetry": "operations.telemetry",
