@@ -116,7 +116,7 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 def _apart(batch: Batch, context: int) -> Batch:
     """Return the documents of packed samples in a sample each, with padding that bears no loss."""
-    tokens, places = batch[0].arrays  # type: ignore[attr-defined]
+    tokens, places, _ = batch[0].arrays  # type: ignore[attr-defined]
     rows: list[tuple[np.ndarray, np.ndarray]] = []
     for row, start in zip(*np.nonzero((places == 0) & (batch[1] >= 0)), strict=True):
         ends = np.flatnonzero(places[row, start + 1 :] == 0)
