@@ -108,8 +108,7 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     }
     values = harness.alternate(contenders, chosen.rounds)
     arrays = {"shares": np.array(shares), "context": np.array(chosen.context), "time_s": np.array([*values.values()])}
-    about = {name: getattr(chosen, name) for name in OPTIONS if name != "context"}
-    about |= {"contenders": ";".join(values), "ways": ";".join(NAMES)}
+    about = {"contenders": ";".join(values), "ways": ";".join(NAMES)}
     dims = {"shares": "context, (wasted, cut, seconds of packing), ways", "context": "context"}
     return Results(arrays, dims | {"time_s": "contenders, rounds"}, about)
 
