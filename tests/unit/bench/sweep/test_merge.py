@@ -1,6 +1,8 @@
 """Results of the parts of a sweep, put into one: the file of one process, in any order and any number of times."""
 
 import itertools
+import shutil
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -68,9 +70,16 @@ def content(path):
     return found
 
 
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parts")
+    return [measure(folder / f"{at}.h5", at) for at in range(len(TRIALS))]
+
+
 @pytest.fixture
-def parts(tmp_path):
-    return [measure(tmp_path / f"{at}.h5", at) for at in range(len(TRIALS))]
+def parts(measured, tmp_path):
+    """Return copies, which a test may change."""
+    return [Path(shutil.copy(part, tmp_path)) for part in measured]
 
 
 @pytest.mark.full
