@@ -311,6 +311,22 @@ def seconds(
     return clock() - begin
 
 
+def repeated(
+    call: Callable[[], object], count: int, comm: Communicator, before: Callable[[], object] = lambda: None
+) -> Callable[[], float]:
+    """Return what calls ``before`` and makes ``count`` calls from a barrier of ``comm`` on; it returns those of one."""
+
+    def calls() -> None:
+        for _ in range(count):
+            call()
+
+    def timed() -> float:
+        before()
+        return seconds(calls, comm) / count
+
+    return timed
+
+
 class Stopwatch:
     """Seconds and calls of this rank's main thread in the functions that it is put around, nested ones counted once."""
 
@@ -382,6 +398,18 @@ def time_table(
         cells = [f"{middle:.4g}", f"{low:.4g} to {high:.4g}", f"{ratio:.3f}", f"{least:.3f} to {most:.3f}"]
         rows.append([name, *cells, *(column[place] for column in extra.values())])
     return aligned(rows)
+
+
+def beyond_first(results: Results) -> np.ndarray:
+    """Return the median seconds of each contender beyond those of the first in the same round."""
+    times = slowest(results)
+    return np.asarray(np.median(times - times[0], axis=1))
+
+
+def overhead_table(results: Results) -> list[str]:
+    """Return the table of short calls in microseconds, with what each takes more than the first."""
+    more = {"more us": [f"{1e6 * value:+.2f}" for value in beyond_first(results)]}
+    return time_table(slowest(results), results.names(), unit="us", scale=1e6, more=more)
 
 
 def columns_of(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:

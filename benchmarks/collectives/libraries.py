@@ -162,6 +162,23 @@ def best(found: Sequence[CollectivesConfiguration]) -> CollectivesConfiguration 
     return min(good, key=lambda one: float(np.median(one.slowest_s))) if good else None
 
 
+def bests(
+    found: Sequence[CollectivesConfiguration],
+) -> dict[tuple[int, int], dict[str, CollectivesConfiguration | None]]:
+    """Return by ranks and bytes the best of all others, of ours in both kinds of memory, and of the memcpys."""
+    of: dict[tuple[int, int], dict[str, CollectivesConfiguration | None]] = {}
+    for place in sorted({(one.key.ranks, one.key.bytes) for one in found}):
+        here = [one for one in found if (one.key.ranks, one.key.bytes) == place]
+        ours = [one for one in here if one.key.implementation == OURS and one.key.algorithm in OUR_ALGORITHMS]
+        of[place] = {
+            "best of all others, forced": best([one for one in here if one.key.implementation != OURS]),
+            "hpcdist, shared memory": best([one for one in ours if one.key.buffers == "shared"]),
+            "hpcdist, ordinary arrays": best([one for one in ours if one.key.buffers == "ordinary"]),
+            "memcpy": best([one for one in here if one.reference]),
+        }
+    return of
+
+
 def _us(one: CollectivesConfiguration | None) -> float:
     return np.nan if one is None else 1e6 * float(np.median(one.slowest_s))
 
@@ -170,14 +187,9 @@ def table(found: Sequence[CollectivesConfiguration]) -> list[str]:
     """Return the lines for people: for each size the best of the others, and ours with how many times it is faster."""
     head = ["ranks", "bytes", "best other", "us", "shared", "faster", "ordinary", "faster", "memcpy", "shared / memcpy"]
     rows = [head]
-    for ranks, nbytes in sorted({(one.key.ranks, one.key.bytes) for one in found}):
-        here = [one for one in found if (one.key.ranks, one.key.bytes) == (ranks, nbytes)]
-        ours = [one for one in here if one.key.algorithm in OUR_ALGORITHMS and one.key.implementation == OURS]
-        other = best([one for one in here if one.key.implementation != OURS])
-        shared, ordinary = (
-            _us(best([one for one in ours if one.key.buffers == kind])) for kind in ("shared", "ordinary")
-        )
-        memcpy, least = _us(best([one for one in here if one.reference])), _us(other)
+    for (ranks, nbytes), members in bests(found).items():
+        other = next(iter(members.values()))
+        least, shared, ordinary, memcpy = map(_us, members.values())
         times = [f"{value:,.1f}" for value in (least, shared, least / shared, ordinary, least / ordinary, memcpy)]
         cells = [*times[:2], f"{times[2]}x", times[3], f"{times[4]}x", times[5], f"{shared / memcpy:.2f}"]
         rows.append([f"{ranks}", f"{nbytes}", "-" if other is None else other.key.label, *cells])
@@ -222,16 +234,9 @@ def shown(found: Sequence[CollectivesConfiguration]) -> list[CollectivesConfigur
     whatever MPI library it was measured under.
     """
     lines = [one for one in found if one.key.algorithm == AS_IT_COMES or one.key.implementation == "gloo"]
-    for ranks, nbytes in {(one.key.ranks, one.key.bytes) for one in found}:
-        here = [one for one in found if (one.key.ranks, one.key.bytes) == (ranks, nbytes)]
-        ours = [one for one in here if one.key.implementation == OURS and one.key.algorithm in OUR_ALGORITHMS]
-        for name, members in (
-            ("best of all others, forced", [one for one in here if one.key.implementation != OURS]),
-            ("hpcdist, shared memory", [one for one in ours if one.key.buffers == "shared"]),
-            ("hpcdist, ordinary arrays", [one for one in ours if one.key.buffers == "ordinary"]),
-            ("memcpy", [one for one in here if one.reference]),
-        ):
-            if (winner := best(members)) is not None:
+    for members in bests(found).values():
+        for name, winner in members.items():
+            if winner is not None:
                 key = replace(winner.key, algorithm=name, implementation=OURS, buffers="ordinary", mpi_library="")
                 lines.append(replace(winner, key=key))
     return lines

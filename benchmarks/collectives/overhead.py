@@ -11,7 +11,7 @@ the calls. "more us" is the difference to `mpi4py.MPI.Comm.Allreduce(MPI.IN_PLAC
 import argparse
 import gc
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +32,7 @@ SMALL, WORSE = {"rounds": 40}, 1.5
 BASE: Final = "mpi4py"
 EVENT: Final = ("world", "allreduce", "float32", 1024, -1, -1, 0)
 OPTIONS: Final = {"rounds": 200, "calls": 200}  # calls of a turn
+lines = harness.overhead_table
 
 
 def contenders(comm: Communicator, recorder: Recorder, calls: int) -> dict[str, Callable[[], float]]:
@@ -41,15 +42,7 @@ def contenders(comm: Communicator, recorder: Recorder, calls: int) -> dict[str, 
     buffer, world = np.zeros(1), MPI.COMM_WORLD
 
     def turn(call: Callable[[], object], sink: EventSink) -> Callable[[], float]:
-        def many() -> None:
-            for _ in range(calls):
-                call()
-
-        def timed() -> float:
-            comm.events = sink
-            return harness.seconds(many, comm) / calls
-
-        return timed
+        return harness.repeated(call, calls, comm, lambda: setattr(comm, "events", sink))
 
     source = "def record(sink):\n    sink.end(sink.begin('world', 'sendrecv', 'float32', 1024, 4096, 1, 0))\n"
     module: dict[str, Any] = {}
@@ -79,9 +72,3 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
         recorder.close()
     about = {"contenders": ";".join(values), "calls": chosen.calls, "bytes": 8}
     return Results({"time_s": harness.of_ranks(comm, values)}, {"time_s": "contenders, rounds, ranks"}, about)
-
-
-def lines(results: Results) -> Sequence[str]:
-    times = harness.slowest(results)
-    more = {"more us": [f"{1e6 * value:+.2f}" for value in np.median(times - times[0], axis=1)]}
-    return harness.time_table(times, results.names(), unit="us", scale=1e6, more=more)

@@ -4,18 +4,21 @@ With `Hosts` as a context manager nothing is left behind, however the block is l
 may run at once. After SIGKILL, `ip netns list` shows the names, and `down PREFIX` removes them.
 """
 
+import json
 import os
 import secrets
 import shutil
 import signal
 import string
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+from benchmarks import harness
 from hpcdist.comm.launch import mpirun
 from hpcdist.errors import MissingCapabilityError
 
@@ -23,6 +26,12 @@ HERE = Path(__file__).resolve().parent
 NETWORK = "10.99.0"
 TOOLS = ("ip", "tc", "unshare", "hostname", "awk", "bash")
 SET_UP_S = 60.0
+LIMIT_S = 600.0
+
+
+def tuned(launcher: mpirun.Launcher) -> list[str]:
+    """Return the options of collectives without HAN, Open MPI's default, which is ten times slower now and then."""
+    return ["--mca", "coll", "^han"] if launcher.vendor == mpirun.OPEN_MPI else []
 
 
 class Hosts:
@@ -79,27 +88,13 @@ class Hosts:
         """
         slots = ",".join(f"{NETWORK}.{host + 1}:{ranks_per_host}" for host in range(self.count))
         if launcher.vendor == mpirun.OPEN_MPI:
-            agent = [
-                "--prtemca",
-                "plm_ssh_agent",
-                str(HERE / "agent"),
-                "--prtemca",
-                "prte_if_include",
-                f"{NETWORK}.0/24",
-            ]
-            wire = [
-                "--mca",
-                "pml",
-                "ob1",
-                "--mca",
-                "btl",
-                "tcp,self,sm",
-                "--mca",
-                "btl_tcp_if_include",
-                f"{NETWORK}.0/24",
-            ]
+            net = f"{NETWORK}.0/24"
+            agent = {"plm_ssh_agent": str(HERE / "agent"), "prte_if_include": net}
             # Each host believes to have all cores of this machine: ranks that wait must let the others' compute.
-            options = [*agent, *wire, "--mca", "mpi_yield_when_idle", "1", "--host", slots]
+            wire = {"pml": "ob1", "btl": "tcp,self,sm", "btl_tcp_if_include": net, "mpi_yield_when_idle": "1"}
+            options = [word for name, value in agent.items() for word in ("--prtemca", name, value)]
+            options += [word for name, value in wire.items() for word in ("--mca", name, value)]
+            options += ["--host", slots]
         else:
             options = ["-launcher", "ssh", "-launcher-exec", str(HERE / "agent"), "-hosts", slots]
         ranks = self.count * ranks_per_host
@@ -107,6 +102,22 @@ class Hosts:
         first = f"{self.prefix}1"
         start = ["ip", "netns", "exec", first, "unshare", "--uts", "bash", "-c", 'hostname "$0"; exec "$@"', first]
         return [*start, *line]
+
+    def results(
+        self, launcher: mpirun.Launcher, ranks_per_host: int, module: str, asked: Mapping[str, Any],
+        extra: Sequence[str] = (),
+    ) -> dict[str, Any]:  # fmt: skip
+        """Run ``module`` on every host, and return what its first rank writes. Raises SystemExit."""
+        os.environ["PYTHONPATH"] = harness.search_path()  # the hosts take it from there
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "result.json"
+            program = [sys.executable, "-m", module, json.dumps(asked), str(result)]
+            line = self.command(launcher, ranks_per_host, program, extra)
+            done = self.run(line, self.environment(launcher), LIMIT_S)
+            if done.returncode != 0 or not result.exists():
+                raise SystemExit(f"the ranks ended with {done.returncode}\n{done.stdout}")
+            found: dict[str, Any] = json.loads(result.read_text())
+        return found
 
     def environment(self, launcher: mpirun.Launcher) -> dict[str, str]:
         """Return the environment to start `command` in."""

@@ -25,12 +25,10 @@ MPI's TCP (0.92 to 0.99 under MPICH), on two busy cores.
 
 import argparse
 import json
-import os
 import re
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -42,7 +40,7 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.harness import Results
-from benchmarks.hosts.cluster import Hosts
+from benchmarks.hosts.cluster import Hosts, tuned
 from hpcdist import collectives
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator, Request
@@ -58,7 +56,6 @@ ALGORITHMS: Final = ("native", "hierarchical", "ring")
 DRAIN_BYTES: Final = 2 << 20
 SEGMENT_BYTES: Final = 256 << 10
 WINDOW: Final = 16  # messages under way; see above
-LIMIT_S: Final = 600.0
 OPTIONS: Final = {"hosts": 2, "ranks": 2, "rate": "1gbit", "repetitions": 9}  # ranks: of each host
 
 
@@ -170,30 +167,18 @@ def timed(comm: Communicator, asked: dict[str, Any]) -> dict[str, Any]:
     return {"names": list(runs), "times": times, "sent": sent, "payload": payload}
 
 
-def settings_of(launcher: mpirun.Launcher) -> dict[str, list[str]]:
-    """Return, by name, the launcher's options of each run."""
-    if launcher.vendor == mpirun.OPEN_MPI:
-        return {"tuned collectives": ["--mca", "coll", "^han"], "default collectives": []}
-    return {"default collectives": []}
-
-
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
     """Make the hosts, and return what their ranks measured."""
     harness.at_least(chosen, hosts=2, ranks=1, repetitions=1)
-    launcher, runs = mpirun.find(), {}
-    os.environ["PYTHONPATH"] = harness.search_path()  # the hosts take it from there
+    launcher = mpirun.find()
     asked = {name: getattr(chosen, name) for name in ("hosts", "ranks", "rate", "bytes")}
-    words = json.dumps(asked | {name: getattr(chosen, name) for name in ("algorithms", "repetitions")})
-    with Hosts(chosen.hosts, chosen.rate) as hosts, tempfile.TemporaryDirectory() as folder:
-        for title, extra in settings_of(launcher).items():
-            result = Path(folder) / f"{title}.json"
-            line = hosts.command(
-                launcher, chosen.ranks, [sys.executable, "-m", __spec__.name, words, str(result)], extra
-            )
-            done = hosts.run(line, hosts.environment(launcher), LIMIT_S)
-            if done.returncode != 0 or not result.exists():
-                raise SystemExit(f"{title}: the ranks ended with {done.returncode}\n{done.stdout}")
-            runs[title] = json.loads(result.read_text())
+    more = {name: getattr(chosen, name) for name in ("algorithms", "repetitions")}
+    settings = {"tuned collectives": tuned(launcher)} if launcher.vendor == mpirun.OPEN_MPI else {}
+    with Hosts(chosen.hosts, chosen.rate) as hosts:
+        runs = {
+            title: hosts.results(launcher, chosen.ranks, __spec__.name, asked | more, extra)
+            for title, extra in (settings | {"default collectives": []}).items()
+        }
     first = next(iter(runs.values()))
     about = {**asked, "runs": ",".join(runs), "contenders": ",".join(first["names"]), "dtype": "float32"}
     about |= {"payload_bytes": first["payload"], "mpi_library": first["library"]}

@@ -21,7 +21,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import Results
 from benchmarks.hosts import hierarchical as wires
-from benchmarks.hosts.cluster import Hosts
+from benchmarks.hosts.cluster import Hosts, tuned
 from benchmarks.wrapped import process_groups
 from benchmarks.wrapped import torch as wrapped
 from hpcdist.bench.step import contenders
@@ -108,17 +107,9 @@ def timed(session: Session, chosen: argparse.Namespace) -> dict[str, Any]:
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
     """Make the hosts, and return what their ranks measured."""
     harness.at_least(chosen, hosts=2, rounds=1)
-    launcher = mpirun.find()
-    os.environ["PYTHONPATH"] = harness.search_path()  # the hosts take it from there
-    words = json.dumps({name: getattr(chosen, name) for name in OPTIONS})
-    extra = ["--mca", "coll", "^han"] if launcher.vendor == mpirun.OPEN_MPI else []
-    with Hosts(chosen.hosts, chosen.rate) as hosts, tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        line = hosts.command(launcher, 1, [sys.executable, "-m", __spec__.name, words, str(result)], extra)
-        done = hosts.run(line, hosts.environment(launcher), wires.LIMIT_S)
-        if done.returncode != 0 or not result.exists():
-            raise SystemExit(f"the ranks ended with {done.returncode}\n{done.stdout}")
-        found = json.loads(result.read_text())
+    launcher, asked = mpirun.find(), {name: getattr(chosen, name) for name in OPTIONS}
+    with Hosts(chosen.hosts, chosen.rate) as hosts:
+        found = hosts.results(launcher, 1, __spec__.name, asked, tuned(launcher))
     about = {"contenders": ";".join(found["names"]), "payload_bytes": found["payload"], "torch": found["torch"]}
     about |= {"mpi_library": found["library"]}
     arrays = {"time_s": np.array(found["times"]), "sent_bytes": np.array(found["sent"])}

@@ -37,7 +37,6 @@ SMALL = {"modes": [], "architectures": ["allreduce"], "repeats": 2}
 
 WORLD: Final = 4
 EVERY: Final = 6  # steps between two deaths
-SIZES: Final = {"layers": 4, "hidden": 256, "context": 128}
 ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
     "allreduce": {},
     "zero1": {"parallel.strategy": "zero1"},
@@ -51,7 +50,7 @@ MODES: Final[Mapping[str, tuple[str, ...]]] = {
     "new process": ("--survive", "replace"),
 }
 FIGURES: Final = ("seconds", "repeated", "pss_bytes", "world")
-OPTIONS: Final = {"kills": 3, **SIZES, "steps": 30, "repeats": 2, "limit_s": 600.0}
+OPTIONS: Final = {"kills": 3, "layers": 4, "hidden": 256, "context": 128, "steps": 30, "repeats": 2, "limit_s": 600.0}
 OPTIONS |= {"architectures": tuple(ARCHITECTURES), "modes": tuple(MODES)}
 
 
@@ -132,8 +131,11 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     figures = np.full((len(deaths), most, len(FIGURES)), np.nan)
     for case, rows in enumerate(deaths.values()):
         figures[case, : len(rows)] = rows
-    about = {"ranks": WORLD} | {name: getattr(chosen, name) for name in SIZES}
-    about |= {"cases": "; ".join(" by ".join(case) for case in deaths), "architectures": "; ".join(steps)}
+    about = {
+        "ranks": WORLD,
+        "cases": "; ".join(" by ".join(case) for case in deaths),
+        "architectures": "; ".join(steps),
+    }
     dims = {"deaths": f"cases, deaths, ({', '.join(FIGURES)})", "step_s": "architectures, (ready, plain)"}
     return Results({"deaths": figures, "step_s": np.array(list(steps.values()))}, dims, about)
 

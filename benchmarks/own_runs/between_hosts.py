@@ -36,13 +36,11 @@ def measured(options: argparse.Namespace, base: Path, folder: Path) -> tuple[lis
     """Return the trainings and the collectives between hosts, measured and predicted."""
     os.environ["PYTHONPATH"] = harness.search_path()  # the hosts take it from there
     launcher = mpirun.find()
-    # HAN, Open MPI's default between hosts, is ten times slower now and then.
-    extra = ["--mca", "coll", "^han"] if launcher.vendor == mpirun.OPEN_MPI else []
     where = f"{HOSTS} hosts, {RATE}"
     with network.Hosts(HOSTS, RATE, BURST) as hosts:
 
         def run(ranks: int, program: list[str]) -> None:
-            line = hosts.command(launcher, ranks, [*PINNED, *program], extra)
+            line = hosts.command(launcher, ranks, [*PINNED, *program], network.tuned(launcher))
             done = hosts.run(line, hosts.environment(launcher), LIMIT_S)
             if done.returncode != 0:
                 raise SystemExit(f"between hosts: the ranks ended with {done.returncode}\n{done.stdout}")

@@ -6,6 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from benchmarks.harness import rows_of
 from hpcdist.hdf5 import files
 from hpcdist.planner.calibrate import line_fits
 from hpcdist.planner.cluster.hardware import Cluster
@@ -46,31 +47,27 @@ def unseen(points: Path, where: str) -> list[Time]:
 def _series(points: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
     """Yield what was measured, its sizes, seconds, and the sizes at borders."""
     with files.open_read(points, SCHEMA, 1) as file:
-        group = file["messages"]
-        names = _texts(group["level"])
-        for level in dict.fromkeys(names):
-            own = np.array([name == level for name in names])
-            nbytes, seconds = group["nbytes"][:][own], group["seconds"][:, 1][own]
-            order = np.argsort(nbytes)
-            yield f"message, {level}", nbytes[order], seconds[order], nbytes[group["border"][:][own]]
-        for key, nbytes, seconds, borders in _collectives(file):
-            yield f"{key[1]} {key[0]}, {key[2]}, {key[3]} ranks", nbytes, seconds, borders
+        for (level,), *rest in _measured(file["messages"], "level", place=1):
+            yield f"message, {level}", *rest
+        for (operation, algorithm, level, ranks), *rest in _collectives(file):
+            yield f"{algorithm} {operation}, {level}, {ranks} ranks", *rest
 
 
-def _collectives(file: Any) -> Iterator[tuple[tuple[str, str, str, int], np.ndarray, np.ndarray, np.ndarray]]:
+def _collectives(file: Any) -> Iterator[tuple[tuple[Any, ...], np.ndarray, np.ndarray, np.ndarray]]:
     """Yield operation, algorithm, level and ranks, with sizes, seconds, and the sizes at borders."""
-    group = file["collectives"]
-    columns = [_texts(group[name]) for name in ("operation", "algorithm", "level")]
-    keys = list(zip(*columns, group["ranks"][:].tolist(), strict=True))
+    return _measured(file["collectives"], "operation", "algorithm", "level", "ranks", place=0)
+
+
+def _measured(
+    group: Any, *names: str, place: int
+) -> Iterator[tuple[tuple[Any, ...], np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield what has the same in the columns ``names``, with sizes, ascending, seconds, and the sizes at borders."""
+    keys = [tuple(row.values()) for row in rows_of({name: group[name][:] for name in names})]
     for key in dict.fromkeys(keys):
         own = np.array([one == key for one in keys])
-        nbytes, seconds = group["nbytes"][:][own], group["seconds"][:, 0][own]
+        nbytes, seconds = group["nbytes"][:][own], group["seconds"][:, place][own]
         order = np.argsort(nbytes)
         yield key, nbytes[order], seconds[order], nbytes[group["border"][:][own]]
-
-
-def _texts(dataset: Any) -> list[str]:
-    return [one.decode() if isinstance(one, bytes) else str(one) for one in dataset[:]]
 
 
 def by_formula(points: Path, cluster: Cluster, where: str, least_bytes: int) -> list[Time]:

@@ -23,9 +23,8 @@ from hpcdist.comm.start import Session
 SCHEMA, RANKS, COMMITTED = "hpcdist-benchmark-context", 2, "training/2026-11-28-context.h5"
 SMALL = {"context": 512, "steps": 4}
 
-SIZES: Final = {"layers": 4, "hidden": 256, "heads": 4, "context": 4096, "samples": 2}
 CONTENDERS: Final = ("data", "ring", "all_to_all")  # the first is the measure
-OPTIONS: Final = {**SIZES, "steps": 8}
+OPTIONS: Final = {"layers": 4, "hidden": 256, "heads": 4, "context": 4096, "samples": 2, "steps": 8}
 
 
 def keys_of(name: str, ranks: int) -> dict[str, Any]:
@@ -37,17 +36,12 @@ def keys_of(name: str, ranks: int) -> dict[str, Any]:
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
     """Return times and bytes of all contenders. Collective."""
     contenders = {name: keys_of(name, session.comm.size) for name in CONTENDERS}
-    times, figures, about = turns.measure_sizes(chosen, session, contenders, SIZES)
-    dims = {"time_s": "contenders, (step, waits for messages), ranks, steps", "bytes": turns.BYTES}
-    return Results({"time_s": times[:, :2], "bytes": figures}, dims, about)
+    return turns.measured(chosen, session, contenders)
 
 
 def lines(results: Results) -> Sequence[str]:
-    most, (step_s, waits_s) = results.arrays["bytes"].max(axis=0) / 1e6, results.arrays["time_s"].swapaxes(0, 1)
+    step_s, waits_s = results.arrays["time_s"].swapaxes(0, 1)
     computes_s = np.median(step_s - waits_s, axis=-1)
     uneven = computes_s.max(axis=1) / computes_s.mean(axis=1) - 1
-    more = {
-        title: [f"{value:.1f}" for value in most[:, place]] for place, title in ((0, "sent MB"), (2, "activations MB"))
-    }
-    more["uneven"] = [f"{value:.1%}" for value in uneven]
+    more = {**turns.megabytes(results, "sent", "activations"), "uneven": [f"{value:.1%}" for value in uneven]}
     return harness.time_table(turns.slowest(results), results.names(), more=more)

@@ -23,8 +23,6 @@ from hpcdist.comm.start import Session
 SCHEMA, RANKS, COMMITTED = "hpcdist-benchmark-exchanges", 2, "training/2026-11-21-exchanges-openmpi.h5"
 SMALL = {"steps": 8, "only": ["zero1", "zero3", "shared parameters"]}
 
-SIZES: Final = {"layers": 4, "hidden": 256, "context": 256, "samples": 4}
-
 
 def _keys(strategy: str, algorithm: str = "node_shared", **more: Any) -> dict[str, Any]:
     keys = {key.replace("__", "."): value for key, value in more.items()}
@@ -50,7 +48,7 @@ CONTENDERS: Final[Mapping[str, turns.Keys]] = {  # the first is what the others 
     "parameter server, shared": _servers("shared"),
     "parameter server, rma": _servers("rma"),
 }
-OPTIONS: Final = {**SIZES, "steps": 20, "only": tuple(CONTENDERS)}
+OPTIONS: Final = {"layers": 4, "hidden": 256, "context": 256, "samples": 4, "steps": 20, "only": tuple(CONTENDERS)}
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
@@ -66,7 +64,7 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     memory = np.array(comm.allgather_object(held))
     for training in made.values():
         training.close()
-    about = {name: getattr(chosen, name) for name in SIZES} | {"ranks": comm.size, "contenders": "; ".join(made)}
+    about = {"ranks": comm.size, "contenders": "; ".join(made)}
     dims = {"time_s": "contenders, (step, communication), ranks, steps", "memory_bytes": "ranks, contenders"}
     return Results({"time_s": times[:, :2], "memory_bytes": memory}, dims, about)
 

@@ -14,8 +14,6 @@ import argparse
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from benchmarks import harness
 from benchmarks.harness import Results
 from benchmarks.training import turns
@@ -36,20 +34,10 @@ def contenders_of(chosen: argparse.Namespace) -> dict[str, dict[str, int]]:
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
     """Return times and bytes of all contenders. Collective."""
-    comm, ranks = session.comm, session.comm.size
     contenders = contenders_of(chosen)
-    if ranks > 1:
-        contenders["expert ranks"] = {**contenders["experts"], "parallel.expert": ranks}
-    common = turns.gpt_keys(chosen, **{"run.global_batch": chosen.samples})
-    made, times = turns.measure(session, contenders, common, chosen.steps)
-    if ranks > 1:
-        turns.check_weights(comm, {name: made[name] for name in ("experts", "expert ranks")})
-    figures = np.array(comm.allgather_object([training.bytes(comm) for training in made.values()]))
-    for training in made.values():
-        training.close()
-    about = {name: getattr(chosen, name) for name in OPTIONS} | {"ranks": ranks, "contenders": "; ".join(made)}
-    dims = {"time_s": "contenders, (step, waits for messages), ranks, steps", "bytes": turns.BYTES}
-    return Results({"time_s": times[:, :2], "bytes": figures}, dims, about)
+    if session.comm.size > 1:
+        contenders["expert ranks"] = {**contenders["experts"], "parallel.expert": session.comm.size}
+    return turns.measured(chosen, session, contenders, [name for name in contenders if name != "dense"])
 
 
 def ratios(results: Results) -> harness.Ratios:
@@ -59,7 +47,7 @@ def ratios(results: Results) -> harness.Ratios:
 
 
 def lines(results: Results) -> Sequence[str]:
-    steps, most = turns.slowest(results), results.arrays["bytes"].max(axis=0) / 1e6
+    steps = turns.slowest(results)
     apart = [f"{harness.interval(steps[place] / steps[1])[0]:.3f}" if place > 1 else "" for place in range(len(steps))]
-    more = {title: [f"{value:.1f}" for value in most[:, place]] for place, title in ((0, "sent MB"), (1, "states MB"))}
-    return harness.time_table(steps, results.names(), more={"x experts": apart, **more})
+    more = {"x experts": apart, **turns.megabytes(results, "sent", "states")}
+    return harness.time_table(steps, results.names(), more=more)

@@ -33,8 +33,8 @@ from hpcdist.strategies.zero.config import STAGES
 SCHEMA, RANKS, COMMITTED = "hpcdist-benchmark-overlap", 2, "training/2026-11-21-overlap.h5"
 SMALL = {"steps": 8}
 
-SIZES: Final = {"layers": 4, "hidden": 384, "context": 64, "samples": 2, "bucket_bytes": 1 << 20}
-OPTIONS: Final = {**SIZES, "steps": 30, "ahead": [1, 2]}  # ahead: units that zero3 gathers ahead
+OPTIONS: Final = {"layers": 4, "hidden": 384, "context": 64, "samples": 2, "bucket_bytes": 1 << 20, "steps": 30}
+OPTIONS |= {"ahead": [1, 2]}  # units that zero3 gathers ahead
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -81,8 +81,7 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     turns.check_bits(comm.rank, made, groups)
     for training in made.values():
         training.close()
-    about = {name: getattr(chosen, name) for name in SIZES}
-    about |= {"ranks": comm.size, "algorithm": chosen.algorithm, "contenders": ",".join(made)}
+    about = {"ranks": comm.size, "contenders": ",".join(made)}
     return Results({"time_s": times}, {"time_s": f"contenders, ({', '.join(turns.FIGURES)}), ranks, steps"}, about)
 
 

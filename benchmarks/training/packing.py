@@ -108,15 +108,14 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     }
     values = harness.alternate(contenders, chosen.rounds)
     arrays = {"shares": np.array(shares), "context": np.array(chosen.context), "time_s": np.array([*values.values()])}
-    about = {name: getattr(chosen, name) for name in OPTIONS if name != "context"}
-    about |= {"contenders": ";".join(values), "ways": ";".join(NAMES)}
+    about = {"contenders": ";".join(values), "ways": ";".join(NAMES)}
     dims = {"shares": "context, (wasted, cut, seconds of packing), ways", "context": "context"}
     return Results(arrays, dims | {"time_s": "contenders, rounds"}, about)
 
 
 def _apart(batch: Batch, context: int) -> Batch:
     """Return the documents of packed samples in a sample each, with padding that bears no loss."""
-    tokens, places = batch[0].arrays  # type: ignore[attr-defined]
+    tokens, places, _ = batch[0].arrays  # type: ignore[attr-defined]
     rows: list[tuple[np.ndarray, np.ndarray]] = []
     for row, start in zip(*np.nonzero((places == 0) & (batch[1] >= 0)), strict=True):
         ends = np.flatnonzero(places[row, start + 1 :] == 0)

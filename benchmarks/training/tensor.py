@@ -21,7 +21,6 @@ from hpcdist.comm.start import Session
 SCHEMA, RANKS, COMMITTED = "hpcdist-benchmark-tensor", 2, "training/2026-11-21-tensor.h5"
 SMALL = {"steps": 6}
 
-SIZES: Final = {"layers": 4, "hidden": 256, "heads": 8, "context": 256, "samples": 4}
 # name -> (algorithm, whether over the tensor axis, whether activations are cut by tokens); the first is the measure
 CONTENDERS: Final[Mapping[str, tuple[str, bool, bool]]] = {
     "data": ("node_shared", False, False),
@@ -30,7 +29,7 @@ CONTENDERS: Final[Mapping[str, tuple[str, bool, bool]]] = {
     "tensor, ring": ("ring", True, False),
     "tensor, by rows, ring": ("ring", True, True),
 }
-OPTIONS: Final = {**SIZES, "steps": 20}
+OPTIONS: Final = {"layers": 4, "hidden": 256, "heads": 8, "context": 256, "samples": 4, "steps": 20}
 
 
 def keys_of(name: str, ranks: int) -> dict[str, Any]:
@@ -43,13 +42,8 @@ def keys_of(name: str, ranks: int) -> dict[str, Any]:
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
     """Return times and bytes of all contenders. Collective."""
     contenders = {name: keys_of(name, session.comm.size) for name in CONTENDERS}
-    times, figures, about = turns.measure_sizes(chosen, session, contenders, SIZES)
-    dims = {"time_s": "contenders, ranks, steps", "bytes": turns.BYTES}
-    return Results({"time_s": times[:, 0], "bytes": figures}, dims, about)
+    return turns.measured(chosen, session, contenders)
 
 
 def lines(results: Results) -> Sequence[str]:
-    most = results.arrays["bytes"].max(axis=0) / 1e6
-    columns = ("sent MB", "states MB", "activations MB")
-    more = {title: [f"{value:.1f}" for value in most[:, place]] for place, title in enumerate(columns)}
-    return harness.time_table(turns.slowest(results), results.names(), more=more)
+    return harness.time_table(turns.slowest(results), results.names(), more=turns.megabytes(results, *turns.SIZES))

@@ -23,7 +23,7 @@ WARM_UP: Final = 3
 SAME: Final = 1e-4  # norm of the difference of weights over their norm
 STATES: Final = ("parameters", "gradients", "optimizer")
 FIGURES: Final = ("step_s", "communication_s", "exposed_s", "busy_s")  # the last two: `BackgroundCollectives.taken`
-BYTES: Final = "ranks, contenders, (sent, states, activations)"  # of `measure_sizes`, from `Training.bytes`
+SIZES: Final = ("sent", "states", "activations")  # of `Training.bytes`
 Keys = Mapping[str, Any]
 
 
@@ -99,21 +99,29 @@ def measure(
     return made, harness.of_ranks(session.comm, values).transpose(0, 3, 2, 1)
 
 
-def measure_sizes(
-    chosen: Any, session: Session, contenders: Mapping[str, Keys], sizes: Iterable[str]
-) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-    """Measure ``contenders`` with a GPT of the options ``sizes``, and compare their weights. Collective.
+def measured(
+    chosen: Any, session: Session, contenders: Mapping[str, Keys], same: Iterable[str] = ()
+) -> harness.Results:
+    """Return times and bytes of ``contenders`` with a GPT of the sizes in ``chosen``. Collective.
 
-    Return their `FIGURES` (contenders, figures, ranks, steps), their bytes (`BYTES`), and what to note of the run.
+    The weights of those that are the ``same`` training (default: all) are compared.
     """
     comm = session.comm
     made, times = measure(session, contenders, gpt_keys(chosen, **{"run.global_batch": chosen.samples}), chosen.steps)
-    check_weights(comm, made)
-    figures = np.array(comm.allgather_object([training.bytes(comm) for training in made.values()]))
+    check_weights(comm, {name: made[name] for name in same or made})
+    sizes = np.array(comm.allgather_object([training.bytes(comm) for training in made.values()]))
     for training in made.values():
         training.close()
-    about = {name: getattr(chosen, name) for name in sizes} | {"ranks": comm.size, "contenders": "; ".join(made)}
-    return times, figures, about
+    dims = {"time_s": "contenders, (step, waits for messages), ranks, steps"}
+    dims["bytes"] = f"ranks, contenders, ({', '.join(SIZES)})"
+    about = {"ranks": comm.size, "contenders": "; ".join(made)}
+    return harness.Results({"time_s": times[:, :2], "bytes": sizes}, dims, about)
+
+
+def megabytes(results: harness.Results, *names: str) -> dict[str, list[str]]:
+    """Return the columns ``names`` (of `SIZES`) of a table, of the rank that has most."""
+    most = results.arrays["bytes"].max(axis=0) / 1e6
+    return {f"{name} MB": [f"{value:.1f}" for value in most[:, SIZES.index(name)]] for name in names}
 
 
 def slowest(results: harness.Results) -> np.ndarray:

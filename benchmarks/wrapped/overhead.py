@@ -13,10 +13,8 @@ the calls. "more us" is the difference to the collective in the same round. Need
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
-
-import numpy as np
 
 from benchmarks import harness
 from benchmarks.harness import Results
@@ -31,6 +29,7 @@ SMALL, WORSE = {"rounds": 40}, 1.5
 BASE, RECORDED, GLOO = "collective", "all_reduce", "gloo"
 MOST_S: Final = 25e-6  # more than the collective
 OPTIONS: Final = {"rounds": 200, "calls": 200}  # calls of a turn
+lines = harness.overhead_table
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
@@ -51,15 +50,7 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     algorithm = algorithm_for(comm, array)
 
     def turn(call: Callable[[], object], sink: EventSink) -> Callable[[], float]:
-        def many() -> None:
-            for _ in range(chosen.calls):
-                call()
-
-        def timed() -> float:
-            comm.events = sink
-            return harness.seconds(many, session.comm) / chosen.calls
-
-        return timed
+        return harness.repeated(call, chosen.calls, session.comm, lambda: setattr(comm, "events", sink))
 
     contenders = {
         BASE: turn(lambda: dispatch.allreduce(comm, array, algorithm), NULL_SINK),
@@ -78,18 +69,7 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     return Results({"time_s": times}, {"time_s": "contenders, rounds, ranks"}, about)
 
 
-def more(results: Results) -> np.ndarray:
-    """Return the median seconds of each contender beyond those of the collective."""
-    times = harness.slowest(results)
-    return np.asarray(np.median(times - times[0], axis=1))
-
-
-def lines(results: Results) -> Sequence[str]:
-    beyond = {"more us": [f"{1e6 * value:+.2f}" for value in more(results)]}
-    return harness.time_table(harness.slowest(results), results.names(), unit="us", scale=1e6, more=beyond)
-
-
 def failures(results: Results) -> list[str]:
     """Return what is wrong with the goal: a call takes at most 25 us more than the collective."""
-    beyond = float(more(results)[results.names().index(RECORDED)])
+    beyond = float(harness.beyond_first(results)[results.names().index(RECORDED)])
     return [] if beyond <= MOST_S else [f"{RECORDED} takes {1e6 * beyond:.1f} us more than the collective, not 25"]

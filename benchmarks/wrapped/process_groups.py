@@ -10,7 +10,6 @@ Steps are those of the GPT of `wrapped.torch`, from the same values on the same 
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.harness import Results
-from benchmarks.wrapped.torch import OPTIMIZER, SIZES, built
+from benchmarks.wrapped.torch import OPTIMIZER, SIZES, built, divided
 from hpcdist.bench.step import contenders
 from hpcdist.comm.start import Session
 from hpcdist.reporting.table import aligned
@@ -59,16 +58,7 @@ def step_of(name: str, twin: Any, group: Any, ranks: int) -> Callable[[Any], flo
     import torch
     import torch.distributed as dist
 
-    if name == "ddp":
-        module = torch.nn.parallel.DistributedDataParallel(twin, process_group=group)
-    else:
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh, module = DeviceMesh.from_group(group, "cpu"), twin
-        for stage in module:
-            fully_shard(stage, mesh=mesh)
-        fully_shard(module, mesh=mesh)
+    module = divided(name, twin, group)
     optimizer = torch.optim.AdamW(module.parameters(), lr=OPTIMIZER["learning_rate"], fused=True)
 
     def step(batch: Any) -> float:
@@ -102,7 +92,8 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
             cases.append(f"{name} {format_bytes(nbytes)}")
             repeat = int(np.clip(MOVED // nbytes, 1, 200))
             for backend, group in groups.items():
-                calls[backend, cases[-1]] = repeated(collective(name, nbytes, group, comm.size), repeat, comm)
+                call = collective(name, nbytes, group, comm.size)
+                calls[backend, cases[-1]] = harness.repeated(call, repeat, comm)
     shape, model, store = built(chosen)
     rng, losses = np.random.default_rng(1), dict[tuple[str, str], float]()
     batch: list[Any] = []
@@ -117,10 +108,7 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
         batch[:] = [own[:, :-1], own[:, 1:]]
 
     def timed_step(key: tuple[str, str], step: Callable[[Any], float]) -> Callable[[], float]:
-        def call() -> None:
-            losses[key] = step(batch)
-
-        return repeated(call, 1, comm)
+        return harness.repeated(lambda: losses.update({key: step(batch)}), 1, comm)
 
     for name in chosen.steps:
         cases.append(f"step of {name}")
@@ -135,19 +123,6 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     about = {"contenders": ";".join(named), "cases": ";".join(cases), "ranks": comm.size}
     about["torch"] = str(torch.__version__)
     return Results({"time_s": slowest}, {"time_s": "contenders, rounds"}, about)
-
-
-def repeated(call: Callable[[], object], count: int, comm: Any) -> Callable[[], float]:
-    """Return a function that returns the seconds of one of ``count`` calls."""
-
-    def seconds() -> float:
-        comm.barrier()
-        begin = time.perf_counter()
-        for _ in range(count):
-            call()
-        return (time.perf_counter() - begin) / count
-
-    return seconds
 
 
 def ratios(results: Results) -> harness.Ratios:

@@ -45,20 +45,24 @@ Batch = tuple[np.ndarray, np.ndarray]
 Step = Callable[[Batch], float]  # makes a step on a batch of all ranks, and returns its mean loss
 
 
+def divided(name: str, module: Any, group: Any) -> Any:
+    """Return ``module`` under DDP or FSDP2 over ``group``. Collective."""
+    if name == "ddp":
+        return contenders.load_torch().nn.parallel.DistributedDataParallel(module, process_group=group)
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for stage in module:
+        fully_shard(stage, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
+
+
 def plain(name: str, session: Session, twin: Callable[[], Any]) -> Step:
     """Return the step of a script of PyTorch's own. Collective over the world."""
-    torch, module = contenders.load_torch(), twin()
-    if name == "ddp":
-        module = torch.nn.parallel.DistributedDataParallel(module)
-    else:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh("cpu", (session.comm.size,))
-        for stage in module:
-            fully_shard(stage, mesh=mesh)
-        fully_shard(module, mesh=mesh)
-    own = OPTIMIZER
+    torch, own = contenders.load_torch(), OPTIMIZER
+    module = divided(name, twin(), torch.distributed.group.WORLD)
     matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in module.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": own["weight_decay"]}, {"params": others, "weight_decay": 0.0}]
@@ -162,7 +166,6 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     torch = contenders.load_torch()
     torch.distributed.destroy_process_group()
     about = {"contenders": ";".join(steps), "ranks": comm.size, "torch": str(torch.__version__)}
-    about |= {name: getattr(chosen, name) for name in SIZES}
     return Results({"time_s": times}, {"time_s": "contenders, rounds, (clock, CPU)"}, about)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from hpcdist.bench.collectives import results as collectives_results
 from hpcdist.bench.collectives.results import COLD
 from hpcdist.bench.sweep import results
+from hpcdist.bench.sweep.report import most_of_ranks
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.hdf5 import files
 from hpcdist.reporting import table as text_table
@@ -218,9 +219,7 @@ def _sweep(path: Path) -> dict[str, CompareSide]:
     for configuration in results.read(path).configurations:
         times, sessions = [], []
         for repeat in configuration.good:
-            step_s = repeat.samples["step_s"][1:]
-            slowest = np.where(np.isnan(step_s), -np.inf, step_s).max(axis=1, initial=-np.inf)
-            times.append(slowest[np.isfinite(slowest)])
+            times.append(most_of_ranks(repeat.samples["step_s"][1:]))
             sessions.append(np.full(len(times[-1]), repeat.number))
         if sum(map(len, times)):
             name = f"{configuration.name} on {configuration.ranks} ranks"

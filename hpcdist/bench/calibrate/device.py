@@ -26,7 +26,6 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 
 OPERATIONS: Final = ("allreduce", "reduce_scatter", "all_gather")
-MESSAGE: Final = "message"
 Call = Callable[[], object]
 SIDES: Final = {"cpu": (16, 32, 64, 128, 256, 512, 1024), "gpu": (64, 128, 256, 512, 1024, 2048, 4096, 8192)}
 # (rows, inner, columns) as multiples of a transformer's width, rows being tokens: query, key and value; the projection;

@@ -293,13 +293,11 @@ def of_collectives(
     whole = groups(comm)
     for level, group in whole:
         for operation in OPERATIONS:
-            measure = _Operation(group, operation, algorithms, mpi_library, say if comm.rank == 0 else _silent)
+            # Another group of ranks says nothing.
+            told = say if comm.rank == 0 else (lambda text: None)
+            measure = _Operation(group, operation, algorithms, mpi_library, told)
             points += measure.points(level, bounds, seconds / len(whole) / len(OPERATIONS))
     return tuple(comm.broadcast_object(points))
-
-
-def _silent(text: str) -> None:
-    """Say nothing: another group of ranks speaks."""
 
 
 class _Operation:

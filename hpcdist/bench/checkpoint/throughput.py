@@ -223,22 +223,19 @@ def raw_files(comm: Communicator, state: State) -> CheckpointContender:
     def file(folder: Path) -> Path:
         return folder / f"raw-{comm.rank:05d}.bin"
 
+    # Blocks longer than Python's buffer go past it, to the system and back.
     def write(folder: Path) -> None:
-        fd = os.open(file(folder), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
+        with file(folder).open("xb") as target:
             for block in _blocks(state):
-                _whole(lambda view: os.write(fd, view), block)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+                target.write(block)
+            target.flush()
+            os.fsync(target.fileno())
 
     def read(folder: Path) -> None:
-        fd = os.open(file(folder), os.O_RDONLY)
-        try:
+        with file(folder).open("rb") as source:
             for block in _blocks(state):
-                _whole(lambda view: os.readv(fd, [view]), block)
-        finally:
-            os.close(fd)
+                if source.readinto(block) < len(block):
+                    raise StorageError("the file of the raw yardstick ends too early")
 
     return CheckpointContender(RAW, write, read)
 
@@ -247,14 +244,6 @@ def _blocks(state: State) -> Iterator[memoryview]:
     for array in state.values():
         view = array.view(np.uint8).data
         yield from (view[start : start + BLOCK_BYTES] for start in range(0, len(view), BLOCK_BYTES))
-
-
-def _whole(move: Callable[[memoryview], int], view: memoryview) -> None:
-    while view:
-        moved = move(view)
-        if not moved:
-            raise StorageError("the file of the raw yardstick ends too early")
-        view = view[moved:]
 
 
 def torch_missing() -> str:

@@ -140,21 +140,13 @@ class ExpectedResult:
     origin: int
 
 
-@dataclass
-class _Use:
-    """Slot that a contender has been given since the pool was filled."""
-
-    slot: int
-    contender: int
-
-
 class BufferPool:
     """Slots of one size in one piece of memory, used one after the other by all contenders of a cell."""
 
     def __init__(self, memory: np.ndarray, receive: np.ndarray, size: int, dtype: np.dtype, count: int) -> None:
         self.stride_bytes = align_up(size * dtype.itemsize, ALIGN_BYTES)
         self.memory, self.receive, self.size, self.dtype, self.count = memory, receive, size, dtype, count
-        self._used: list[_Use] = []
+        self._used: list[int] = []  # the contender of each slot that was given since they were filled
 
     def buffer(self, slot: int) -> np.ndarray:
         """Return the buffer that a collective works on."""
@@ -176,7 +168,7 @@ class BufferPool:
     def take(self, contender: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the next slot's buffer and result; the pool is not used up."""
         slot = len(self._used)
-        self._used.append(_Use(slot, contender))
+        self._used.append(contender)
         return self.buffer(slot), self.result(slot)
 
     def fill(self, contents: BufferContents, rank: int) -> None:
@@ -189,12 +181,10 @@ class BufferPool:
         self, contents: BufferContents, contender: int, expected: Sequence[ExpectedResult], *, in_result: bool = False
     ) -> str:
         """Return the first wrong element of the slots that ``contender`` used since they were filled, "" for none."""
-        for use in self._used:
-            if use.contender != contender:
-                continue
-            data = self.result(use.slot) if in_result else self.buffer(use.slot)
+        for slot in (slot for slot, user in enumerate(self._used) if user == contender):
+            data = self.result(slot) if in_result else self.buffer(slot)
             for item in expected:
-                index = contents.first_difference(data[item.part.slice], item.rank, use.slot + item.origin)
+                index = contents.first_difference(data[item.part.slice], item.rank, slot + item.origin)
                 if index >= 0:
                     place = item.part.start + index
                     return f"element {place} is {data[place]}, which no order of summation gives"
@@ -215,11 +205,6 @@ class CollectivesContender:
     expected: tuple[ExpectedResult, ...] | None
     takes_part: bool = True  # False on ranks that a reference has nothing to do for
     in_result: bool = False  # what is expected is not left in the buffer, but in the result
-
-    @property
-    def label(self) -> str:
-        """Name in tables and plots."""
-        return self.algorithm if self.buffers == ORDINARY else f"{self.algorithm} ({self.buffers})"
 
 
 def _allreduce(comm: Communicator, cell: CollectivesCell, algorithm: str) -> tuple[Run, list[ExpectedResult]]:

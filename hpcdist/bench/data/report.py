@@ -45,15 +45,11 @@ def ends_s(step_s: np.ndarray) -> np.ndarray:
     return since
 
 
-def steps_per_s(step_s: np.ndarray, first: int = 0) -> float:
-    """Return the steps per second of ``step_s`` (steps, workers), in the mean over the workers; NaN for too few.
-
-    The first ``first`` of the steps behind the very first one are a transient, and left out.
-    """
-    if len(step_s) <= first + 1:
+def steps_per_s(step_s: np.ndarray) -> float:
+    """Return the steps per second of ``step_s`` (steps, workers), in the mean over the workers; NaN for too few."""
+    if len(step_s) < 2:
         return float("nan")
-    ends = ends_s(step_s)
-    return float(((len(ends) - 1 - first) / (ends[-1] - ends[first])).mean())
+    return float(((len(step_s) - 1) / ends_s(step_s)[-1]).mean())
 
 
 def loss_curve(step_s: np.ndarray, loss: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:

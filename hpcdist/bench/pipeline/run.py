@@ -40,6 +40,7 @@ from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.pipeline.costs import PassSeconds, agree, measure
 from hpcdist.strategies.pipeline.partition import StageDevices, partition
+from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation, StagePlacement
@@ -83,14 +84,44 @@ class PipelineSample:
     loss: float
 
 
-class PipelineRun:
+class TimedTraining:
+    """Model in training under the plain allreduce, whose operations are timed. Building one is collective.
+
+    ``initial`` are its first parameters, on the host; None: those of ``seed``, or that it has itself.
+    """
+
+    def __init__(
+        self, context: RankContext, parallel: ParallelConfig, initial: FlatStore | None = None, seed: int = 0
+    ) -> None:
+        exchange = AllreduceExchange(context)
+        self._timer, self._number = OperationTimer(exchange), 0
+        self._executor = executor = build_executor(context, exchange, observers=(self._timer,))
+        self.operations = operations(context, exchange, executor.copies, parallel)
+        if initial is None:
+            initial = FlatStore(context.model.layout, context.model.dtype)
+            context.model.initialise(initial, seed)
+        exchange.load_initial(initial)
+        executor.copies.refresh()
+
+    def timed_step(
+        self, batches: Sequence[tuple[np.ndarray, np.ndarray]], samples: int, together: Communicator
+    ) -> tuple[StepResult, float, float, float]:
+        """Make a step from a barrier of ``together`` on; return it, its begin, and its seconds by clock and CPU."""
+        self._number += 1
+        self._timer.timed.clear()
+        together.barrier()
+        cpu_s, begin_s = time.process_time(), time.perf_counter()
+        done = self._executor.run(self.operations, batches, samples, self._number, np.zeros(1))
+        end_s = time.perf_counter()
+        return done, begin_s, end_s - begin_s, time.process_time() - cpu_s
+
+
+class PipelineRun(TimedTraining):
     """Model in training on the pipeline of ``comm``. Building one is collective."""
 
     def __init__(
         self, comm: Communicator, model: Model, schedule: str, microbatches: int, placement: StagePlacement
     ) -> None:
-        self._microbatches, self._steps = microbatches, 0
-        self.placement = placement
         context = RankContext(
             world=comm,
             data=solo(),
@@ -100,16 +131,9 @@ class PipelineRun:
             total_steps=1000,
             placement=placement,
         )
-        exchange = AllreduceExchange(context)
-        self._timer = OperationTimer(exchange)
-        self.executor = executor = build_executor(context, exchange, observers=(self._timer,))
         chunks = len(placement.chunks) // comm.size if schedule == "interleaved" else 1
         parallel = ParallelConfig(pipeline=comm.size, schedule=schedule, microbatches=microbatches, chunks=chunks)
-        self.operations = operations(context, exchange, executor.copies, parallel)
-        initial = FlatStore(model.layout, model.dtype)
-        model.initialise(initial, seed=1)
-        exchange.load_initial(initial)
-        executor.copies.refresh()
+        super().__init__(context, parallel, seed=1)
 
     def step(self, tokens: np.ndarray, together: Communicator) -> PipelineSample:
         """Make a step on ``tokens`` (micro-batches, samples, context + 1).
@@ -117,13 +141,8 @@ class PipelineRun:
         Collective over ``together``, from whose barrier on it is timed.
         """
         batches = [(part[:, :-1], part[:, 1:]) for part in tokens]
-        self._steps += 1
-        self._timer.timed.clear()
-        together.barrier()
-        begin_s = time.perf_counter()
-        done = self.executor.run(self.operations, batches, tokens.shape[0] * tokens.shape[1], self._steps, np.zeros(1))
-        end_s = time.perf_counter()
-        return PipelineSample(begin_s, end_s - begin_s, np.array(self._timer.timed), done.loss)
+        done, begin_s, step_s, _ = self.timed_step(batches, tokens.shape[0] * tokens.shape[1], together)
+        return PipelineSample(begin_s, step_s, np.array(self._timer.timed), done.loss)
 
 
 def build_model(shape: PipelineShape) -> Model:

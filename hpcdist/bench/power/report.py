@@ -1,10 +1,9 @@
 """Report of a power sweep: time and energy of each configuration, the recommended one; text and JSON."""
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +13,7 @@ from hpcdist.bench.power import pareto
 from hpcdist.bench.power.pareto import GROUP, EstimateInterval, ParetoCandidate, PowerRecommendation
 from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat, status_text
 from hpcdist.errors import UsageError
+from hpcdist.reporting import jsonable as json_values
 from hpcdist.reporting.table import MISSING, aligned, text_of
 from hpcdist.reporting.units import counted
 
@@ -224,15 +224,9 @@ _PREFIXES: Final = ((1.0, ""), (1e-3, "m"), (1e-6, "u"), (1e-9, "n"))
 
 def jsonable(report: PowerReport) -> dict[str, Any]:
     """Return the report as JSON values; what was not measured is null."""
-    rows = [asdict(row) | {"joules": dict(row.joules), "reasons": dict(row.reasons)} for row in report.rows]
-    values = {
-        "provenance": dict(report.provenance),
-        "configurations": rows,
-        "recommendation": asdict(report.chosen),
-        "notes": list(report.notes),
-    }
-    found_json: dict[str, Any] = json.loads(json.dumps(values), parse_constant=lambda name: None)  # NaN is not JSON
-    return found_json
+    shown = {"configurations": report.rows, "recommendation": report.chosen, "notes": report.notes}
+    values: dict[str, Any] = json_values.jsonable({"provenance": report.provenance, **shown})
+    return values
 
 
 def text(path: Path, report: PowerReport) -> str:

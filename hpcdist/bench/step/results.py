@@ -14,7 +14,7 @@ It is HDF5:
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -110,20 +110,3 @@ def write(path: Path, results: StepResults) -> None:
                 group.create_dataset("operations", data=[_SEPARATOR.join(key) for key in case.operation_s])
                 taken = group.create_dataset("operation_s", data=np.stack(list(case.operation_s.values())))
                 taken.attrs.update({"units": "s", "long_name": "in a step timed operation by operation, on rank 0"})
-
-
-def read(path: Path) -> StepResults:
-    """Read a results file. Raises StorageError."""
-    with FORMAT.read(path) as (about, file):
-        shape = StepShape(**{field.name: about.pop(field.name) for field in fields(StepShape)})
-        cases = tuple(_read(file[f"cases/{number}"]) for number in range(len(file["cases"])))
-        rates = {name: dataset[...] for name, dataset in file["matmul_flops_per_s"].items()}
-        left_out = {name: str(why) for name, why in file["left_out"].attrs.items()}
-    return StepResults(about, shape, rates, cases, left_out)
-
-
-def _read(group: Any) -> StepCase:
-    names = group["operations"].asstr()[...].tolist() if "operations" in group else []
-    keys = [tuple(name.split(_SEPARATOR)) for name in names]
-    taken = {(kind, way): group["operation_s"][number] for number, (kind, way) in enumerate(keys)}
-    return output_file.read_record(group, StepCase, operation_s=taken)

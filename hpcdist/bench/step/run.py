@@ -21,7 +21,7 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.matmul_peak import MatrixProduct, blas
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
-from hpcdist.bench.pipeline.run import OperationTimer
+from hpcdist.bench.pipeline.run import TimedTraining
 from hpcdist.bench.step import contenders
 from hpcdist.bench.step.contenders import TorchRun
 from hpcdist.bench.step.request import (
@@ -47,8 +47,6 @@ from hpcdist.models.model import Model
 from hpcdist.models.runtime.split_backward import with_recomputation
 from hpcdist.models.stage import Operations
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.allreduce import AllreduceExchange
-from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule import observers
@@ -73,7 +71,7 @@ BUILT_IN: Final = (OURS, RECOMPUTING)
 _NEED_TORCH: Final = (WRAPPED_TORCH, EAGER, COMPILED)
 
 
-class TimedRun:
+class TimedRun(TimedTraining):
     """A model in training, replicated over the ranks of ``comm``. Building one is collective.
 
     ``initial`` are its first parameters, on the host; None: those that it has itself. ``on`` is where it computes.
@@ -89,7 +87,7 @@ class TimedRun:
         initial: FlatStore | None,
         on: str = "cpu",
     ) -> None:
-        self.name, self.model, self.ledger, self._comm, self._number = name, model, Ledger(), comm, 0
+        self.name, self.model, self.ledger, self._comm = name, model, Ledger(), comm
         # Both are collective: whether ranks can share memory is asked of all.
         shares = comm.size > 1 and shared_memory.is_available(comm)
         context = RankContext(
@@ -103,25 +101,11 @@ class TimedRun:
             on=on,
             ledger=self.ledger,
         )
-        exchange = AllreduceExchange(context)
-        self._timer = OperationTimer(exchange)
-        self._executor = executor = build_executor(context, exchange, observers=(self._timer,))
-        self.operations = operations(context, exchange, executor.copies, ParallelConfig())
-        if initial is None:
-            initial = FlatStore(model.layout, model.dtype)
-            model.initialise(initial, seed=0)
-        exchange.load_initial(initial)
-        executor.copies.refresh()
+        super().__init__(context, ParallelConfig(), initial)
 
     def step(self, x: np.ndarray, targets: np.ndarray, together: Communicator) -> StepSample:
         """Make a step on this rank's samples, from a barrier on. Collective over ``together``."""
-        self._number += 1
-        self._timer.timed.clear()
-        together.barrier()
-        cpu_s, begin_s = time.process_time(), time.perf_counter()
-        samples = len(x) * self._comm.size
-        done = self._executor.run(self.operations, [(x, targets)], samples, self._number, np.zeros(1))
-        step_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - cpu_s
+        done, _, step_s, cpu_s = self.timed_step([(x, targets)], len(x) * self._comm.size, together)
         phases: defaultdict[str, float] = defaultdict(float)
         for operation, (first_s, last_s) in zip(self.operations, self._timer.timed, strict=True):
             phases[_phase(operation)] += last_s - first_s
@@ -364,9 +348,3 @@ def _case(
         activation_bytes=peak,
         activation_closed_bytes=closed,
     )
-
-
-def differences(results: StepResults, steps: int) -> dict[str, float]:
-    """Return the largest relative difference of losses to those of the first contender, over so many steps (local)."""
-    first = results.cases[0].loss[:steps]
-    return {case.name: float(np.max(np.abs(case.loss[:steps] - first) / np.abs(first))) for case in results.cases}

@@ -24,19 +24,19 @@ when it was submitted: one file that needs no other, and that no other file chan
 override it, as they override any base recipe: a job that reads it unsets them.
 """
 
-import difflib
 import hashlib
 import itertools
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
-from hpcdist.errors import ConfigurationError, StorageError, UsageError
+from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.reporting import regular
+from hpcdist.reporting.nearest import nearest, suggestion
 from hpcdist.reporting.table import aligned
+from hpcdist.reporting.toml_text import toml_value
 from hpcdist.reporting.units import counted
 
 TABLES: Final = ("sweep", "recipe", "axes", "trial", "exclude")
@@ -104,13 +104,8 @@ class SweepTrial:
 
 
 def read(path: Path) -> Sweep:
-    """Read a sweep file. Raises ConfigurationError when it is not one."""
-    try:
-        tree = regular.toml(path)
-    except OSError as error:
-        raise StorageError(f"sweep {path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigurationError(f"sweep {path} is not valid TOML: {error}") from error
+    """Read a sweep file. Raises StorageError where it cannot be read, ConfigurationError when it is not one."""
+    tree = regular.settings(path, "sweep")
     _check_names(tree, TABLES, f"sweep {path}")
     head = _table(tree, "sweep", path)
     _check_names(head, HEAD, f"[sweep] of {path}")
@@ -297,9 +292,7 @@ def _list_of_tables(tables: Any, name: str, path: Path) -> list[Mapping[str, Any
 def _check_names(table: Iterable[str], known: tuple[str, ...], place: str) -> None:
     for name in table:
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            cure = f"the nearest known is {close[0]!r}" if close else f"known are: {', '.join(known)}"
-            raise ConfigurationError(f"unknown name {name!r} in {place}; {cure}")
+            raise ConfigurationError(f"unknown name {name!r} in {place}; {suggestion(name, known)}")
 
 
 _INTEGER: Final = re.compile(r"[+-]?\d+", re.ASCII)
@@ -326,8 +319,8 @@ def trial_position(trials: Sequence[SweepTrial], text: str, place: str) -> int:
             f"--trial {text}: {place} has {counted(len(trials), 'trial')}, counted from 0 to {last}; the nearest is "
             f"{0 if number < 0 else last}"
         )
-    close = difflib.get_close_matches(text, [word for trial in trials for word in (trial.name, trial.id)], 1)
-    cure = f"the nearest is {close[0]!r}" if close else f"give a number from 0 to {last}; --list shows them"
+    close = nearest(text, [word for trial in trials for word in (trial.name, trial.id)])
+    cure = f"the nearest is {close!r}" if close else f"give a number from 0 to {last}; --list shows them"
     raise UsageError(f"--trial {text!r}: {place} has no trial of this id or name; {cure}")
 
 
@@ -362,7 +355,7 @@ def freeze(trials: Sequence[SweepTrial], repeats: int) -> str:
     for name, of_name in itertools.groupby(trials, lambda trial: trial.name):
         alike = list(of_name)  # one configuration on several numbers of ranks
         own = [f"{key} = {value}" for key, value in keys[alike[0].id].items() if key not in common]
-        lines += ["", "[[trial]]", f"name = {_quoted(name)}", f"ranks = {[trial.ranks for trial in alike]}", *own]
+        lines += ["", "[[trial]]", f"name = {toml_value(name)}", f"ranks = {[trial.ranks for trial in alike]}", *own]
     return "\n".join(lines) + "\n"
 
 
@@ -377,7 +370,3 @@ def _keys(recipe: str) -> Mapping[str, str]:
         if equals and not head:
             values[f"{section}.{name}"] = value
     return values
-
-
-def _quoted(name: str) -> str:
-    return json.dumps(name, ensure_ascii=False).replace("\x7f", "\\u007f")

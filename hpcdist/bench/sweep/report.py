@@ -83,15 +83,15 @@ def _reason(name: str, good: Sequence[TrialRepeat]) -> str:
 
 def _pooled(good: Iterable[TrialRepeat], name: str, first: int = 0) -> np.ndarray:
     """Return the known samples of all repeats, each the maximum over the ranks, from iteration ``first`` on."""
-    slowest = [_over_ranks(repeat.samples[name][first:]) for repeat in good]
-    values = np.concatenate(slowest) if slowest else np.zeros(0)
-    return values[np.isfinite(values)]
+    slowest = [most_of_ranks(repeat.samples[name][first:]) for repeat in good]
+    return np.concatenate(slowest) if slowest else np.zeros(0)
 
 
-def _over_ranks(samples: np.ndarray) -> np.ndarray:
-    """Return the maximum over the ranks that know (iterations, ranks) -> (iterations,); NaN where none does."""
-    filled = np.where(np.isnan(samples), -np.inf, samples).max(axis=1, initial=-np.inf)
-    return np.where(np.isneginf(filled), np.nan, filled)
+def most_of_ranks(samples: np.ndarray) -> np.ndarray:
+    """Return the maximum of (iterations, ranks) over the ranks that know it, without iterations where none does."""
+    most = np.where(np.isnan(samples), -np.inf, samples).max(axis=1, initial=-np.inf)
+    known: np.ndarray = most[np.isfinite(most)]
+    return known
 
 
 def _sent(good: Sequence[TrialRepeat]) -> float | None:

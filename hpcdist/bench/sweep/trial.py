@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -151,18 +151,8 @@ def _successful(folder: Path, outcome: TrialOutcome) -> TrialOutcome:
         samples, mpi_library = _measured(folder / "run" / "metrics.h5")
     except (IndexError, ValueError, StorageError, KeyError) as error:
         reason = f"it ended well, but its summary or metrics cannot be read: {error!r}"
-        return TrialOutcome(
-            FAILED, outcome.started_utc, outcome.wall_s, outcome.exit_code, reason, _tail(folder / "stderr")
-        )
-    return TrialOutcome(
-        OK,
-        outcome.started_utc,
-        outcome.wall_s,
-        outcome.exit_code,
-        summary=summary,
-        samples=samples,
-        mpi_library=mpi_library,
-    )
+        return replace(outcome, status=FAILED, reason=reason, stderr_tail=_tail(folder / "stderr"))
+    return replace(outcome, summary=summary, samples=samples, mpi_library=mpi_library)
 
 
 def _measured(path: Path) -> tuple[dict[str, TrialSample], str]:

@@ -89,7 +89,7 @@ def _start_again(threads: int, call: click.Context) -> int:
 def _measure(request: "StepRequest", outputs: Outputs) -> int:
     """Measure, show and write. Collective over the world; leaves with the exit code."""
     from hpcdist.bench.step import report, results, run
-    from hpcdist.bench.step.request import COMPARED, SAME
+    from hpcdist.bench.step.request import SAME
 
     session = skeleton.begin(outputs.check)
     about = skeleton.origin(session, outputs.anonymous)
@@ -101,7 +101,7 @@ def _measure(request: "StepRequest", outputs: Outputs) -> int:
         outputs.show(
             lambda: report.jsonable(measured), lambda: report.text(measured), lambda file: report.plot(measured, file)
         )
-        apart = run.differences(measured, COMPARED)
-        code = OK if all(difference <= SAME for difference in apart.values()) else FAILURE  # NaN is no agreement
+        apart = [row.loss_difference for row in report.rows(measured)]
+        code = OK if all(difference <= SAME for difference in apart) else FAILURE  # NaN is no agreement
     session.leave(session.comm.broadcast_object(code))
     return OK

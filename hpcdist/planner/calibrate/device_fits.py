@@ -15,7 +15,7 @@ back what was measured. The error of a whole step, products included, is taken a
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -68,22 +68,16 @@ class FittedCurve:
         return float(np.median(np.abs(self.errors))) if self.errors else math.nan
 
 
-def curve_share(curve: EfficiencyCurve, size: float) -> float:
-    """Return the share of the peak at ``size``, as a plan interpolates it."""
-    return peak_share_of(curve, size)[0]
-
-
 def product_seconds(fitted: FittedCurve, product: MeasuredProduct) -> float:
     """Return the seconds of ``product`` by the curve."""
-    return product.flops / (fitted.peak_flops * curve_share(fitted.curve, product.size))
+    return product.flops / (fitted.peak_flops * peak_share_of(fitted.curve, product.size)[0])
 
 
-def fit_curve(products: Sequence[MeasuredProduct], *, peak_flops: float = 0.0) -> FittedCurve:
+def fit_curve(products: Sequence[MeasuredProduct]) -> FittedCurve:
     """Return the curve through products; every third size is left out, and tells the error.
 
-    ``peak_flops`` is that of the data sheet; 0: the fastest of the products. The curve has knots an octave apart, and
-    the logarithms of its shares have the least Huber loss to those measured. Raises UsageError for fewer than
-    `LEAST_SIZES` sizes.
+    The peak is that of the fastest product. The curve has knots an octave apart, and the logarithms of its shares have
+    the least Huber loss to those measured. Raises UsageError for fewer than `LEAST_SIZES` sizes.
     """
     ordered = sorted(products, key=lambda product: product.size)
     bad = next((product for product in ordered if not (math.isfinite(product.seconds) and product.seconds > 0)), None)
@@ -94,7 +88,7 @@ def fit_curve(products: Sequence[MeasuredProduct], *, peak_flops: float = 0.0) -
     # Neither the smallest nor the largest is left out: the curve would have to be extrapolated to them.
     unseen = tuple(product for number, product in enumerate(ordered) if number % 3 == 1 and number < len(ordered) - 1)
     fitted = [product for product in ordered if product not in unseen]
-    peak = peak_flops or max(product.flops / product.seconds for product in ordered)
+    peak = max(product.flops / product.seconds for product in ordered)
     curve = _curve(fitted, peak)
     fit = FittedCurve(peak_flops=peak, curve=curve, unseen=unseen, errors=())
     errors = tuple(product_seconds(fit, product) / product.seconds - 1.0 for product in unseen)
@@ -129,6 +123,7 @@ LEAST_STEPS: Final = 3
 LEFT_OUT: Final = 3  # every third measured step is not fitted
 MOST_KERNEL_S: Final = 10e-3
 SHARES: Final = (0.01, 1.0)
+PRECISION: Final = "float32"  # of the steps
 
 
 class MeasuredStep(NamedTuple):
@@ -148,13 +143,12 @@ class MeasuredStep(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FittedShares:
-    """Fitted constants; ``errors`` are relative, of steps left out; ``products`` those of the curve in all steps."""
+    """Fitted constants; ``errors`` are relative, of steps left out."""
 
     memory_share: float
     attention_share: float
     kernel_s: float
     errors: tuple[float, ...]
-    products: tuple[float, ...]
 
     @property
     def error(self) -> float:
@@ -162,7 +156,7 @@ class FittedShares:
         return max(map(abs, self.errors), default=math.nan)
 
 
-def fit_shares(steps: Sequence[MeasuredStep], cluster: Cluster, precision: str = "float32") -> FittedShares:
+def fit_shares(steps: Sequence[MeasuredStep], cluster: Cluster) -> FittedShares:
     """Return the constants for the device of ``cluster``, whose peak, curve and bandwidth are known (local).
 
     Raises UsageError for fewer than `LEAST_STEPS` steps.
@@ -171,54 +165,38 @@ def fit_shares(steps: Sequence[MeasuredStep], cluster: Cluster, precision: str =
         raise UsageError(f"shares need {LEAST_STEPS} measured steps, got {len(steps)}; measure more models")
     unseen = steps[LEFT_OUT - 1 :: LEFT_OUT]
     fitted = [step for number, step in enumerate(steps) if number % LEFT_OUT != LEFT_OUT - 1]
-    memory_share, kernel_s = _elementwise(fitted, cluster, precision)
-    device = replace(
-        cluster.device,
-        memory_share=memory_share,
-        attention_share=_attention(fitted, cluster, precision),
-        kernel_s=kernel_s,
-    )
-    named = replace(cluster, device=device)
-    return FittedShares(
-        memory_share=device.memory_share,
-        attention_share=device.attention_share,
-        kernel_s=device.kernel_s,
-        errors=tuple(predicted_s(step, named, precision) / step.seconds - 1 for step in unseen),
-        products=tuple(products_s(step, named, precision) / sum(step.products_s) - 1 for step in steps),
-    )
+    memory_share, kernel_s = _elementwise(fitted, cluster)
+    shares: dict[str, Any] = {"memory_share": memory_share, "kernel_s": kernel_s}
+    shares["attention_share"] = _attention(fitted, cluster)
+    named = replace(cluster, device=replace(cluster.device, **shares))
+    return FittedShares(**shares, errors=tuple(predicted_s(step, named) / step.seconds - 1 for step in unseen))
 
 
-def predicted_s(step: MeasuredStep, cluster: Cluster, precision: str = "float32") -> float:
+def predicted_s(step: MeasuredStep, cluster: Cluster) -> float:
     """Return the seconds that the planner predicts for ``step``: forward and back of its units (local)."""
-    layout = ParallelLayout(microbatch=step.samples, precision=precision)
+    layout = ParallelLayout(microbatch=step.samples, precision=PRECISION)
     times = [(unit.count, unit_seconds(unit, layout, cluster)) for unit in step.description.units]
     return sum(count * (seconds.forward_s + seconds.input_s + seconds.weight_s) for count, seconds in times)
 
 
-def products_s(step: MeasuredStep, cluster: Cluster, precision: str = "float32") -> float:
-    """Return the seconds that it predicts for the products of ``step`` alone, forward and back (local)."""
-    bare = [replace(unit, attention=None, moved=0.0, moved_cut=0.0, kernels=0) for unit in step.description.units]
-    return predicted_s(step._replace(description=replace(step.description, units=tuple(bare))), cluster, precision)
-
-
-def _attention(steps: Sequence[MeasuredStep], cluster: Cluster, precision: str) -> float:
+def _attention(steps: Sequence[MeasuredStep], cluster: Cluster) -> float:
     shares = []
     for step in steps:
         flops = step.samples * sum(unit.count * attention_flops(unit, exact=True) for unit in step.description.units)
         for factor, took in zip((1.0, TILED_BACK), step.attention_s, strict=True):
             if flops and took > 0:
-                shares.append(factor * flops / (took * cluster.device.peak_flops[precision]))
+                shares.append(factor * flops / (took * cluster.device.peak_flops[PRECISION]))
     if not shares:
         return cluster.device.attention_share
     return float(np.clip(np.median(shares), *SHARES))
 
 
-def _elementwise(steps: Sequence[MeasuredStep], cluster: Cluster, precision: str) -> tuple[float, float]:
+def _elementwise(steps: Sequence[MeasuredStep], cluster: Cluster) -> tuple[float, float]:
     """Return the share of the memory's bandwidth, and the time of a kernel."""
     rows = []
     for step in steps:
         units = step.description.units
-        nbytes = ITEM_BYTES[precision] * step.samples * sum(unit.count * unit.moved for unit in units)
+        nbytes = ITEM_BYTES[PRECISION] * step.samples * sum(unit.count * unit.moved for unit in units)
         forward = sum(unit.count * unit.kernels for unit in units)
         # Gradients of inputs and of weights, but where only one of them is asked for.
         back = sum(unit.count * unit.kernels * (1 + bool(unit.products and not unit.first)) for unit in units)
@@ -229,6 +207,6 @@ def _elementwise(steps: Sequence[MeasuredStep], cluster: Cluster, precision: str
                 rows.append((moved / kernels, took / kernels))  # seconds of one kernel over its bytes: a line
     if not rows:
         return cluster.device.memory_share, cluster.device.kernel_s
-    line = weighted_line(*np.array(rows).T)
+    line, _ = weighted_line(*np.array(rows).T)
     share = 1.0 / (line.s_per_byte * cluster.device.memory_bytes_per_s) if line.s_per_byte else SHARES[1]
     return float(np.clip(share, *SHARES)), min(line.latency_s, MOST_KERNEL_S)

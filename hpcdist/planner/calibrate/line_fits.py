@@ -65,14 +65,8 @@ class FittedPieces:
                 return line.at(nbytes)
         return self.lines[-1].at(nbytes)
 
-    def covers(self, nbytes: float) -> bool:
-        """Whether ``nbytes`` lies within what was measured."""
-        return self.from_bytes <= nbytes <= self.until_bytes[-1]
 
-
-def fit_pieces(
-    nbytes: Sequence[float], seconds: Sequence[float], most: int = MOST_PIECES, always: Sequence[float] = ()
-) -> FittedPieces:
+def fit_pieces(nbytes: Sequence[float], seconds: Sequence[float], always: Sequence[float] = ()) -> FittedPieces:
     """Return the pieces fitted to every other of the sizes, first and last included, and their error at the rest.
 
     Sizes in ``always`` are fitted besides: those that were measured to find where a library changes its ways. Several
@@ -82,7 +76,7 @@ def fit_pieces(
     sizes, times = _medians(nbytes, seconds)
     fitted = _fitted(np.isin(sizes, always))
     rest = np.setdiff1d(np.arange(len(sizes)), fitted)
-    pieces = _best(sizes[fitted], times[fitted], most)
+    pieces = _best(sizes[fitted], times[fitted])
     errors = [pieces.seconds(size) / time - 1.0 for size, time in zip(sizes[rest], times[rest], strict=True)]
     return FittedPieces(
         from_bytes=float(sizes[0]),
@@ -115,20 +109,20 @@ def _fitted(always: np.ndarray) -> np.ndarray:
     return np.unique(np.concatenate([others[::2], others[-1:], np.flatnonzero(always)]))
 
 
-def _best(sizes: np.ndarray, times: np.ndarray, most: int) -> FittedPieces:
+def _best(sizes: np.ndarray, times: np.ndarray) -> FittedPieces:
     """Return the pieces with the least criterion: the best cuts for each number of them by dynamic programming."""
     count = len(sizes)
     known: dict[tuple[int, int], tuple[FittedLine, float]] = {}
 
     def piece(first: int, last: int) -> tuple[FittedLine, float]:
         if (first, last) not in known:
-            known[first, last] = _line(sizes[first:last], times[first:last])
+            known[first, last] = weighted_line(sizes[first:last], times[first:last])
         return known[first, last]
 
     # least[k][i]: the least loss of the first i points in k + 1 pieces, and where the last of these begins. A line for
     # each of O(count^2) ranges is fitted once, and serves all k.
     least = [[(piece(0, i)[1] if i >= LEAST_POINTS else math.inf, 0) for i in range(count + 1)]]
-    for _ in range(1, min(most, count // LEAST_POINTS)):
+    for _ in range(1, min(MOST_PIECES, count // LEAST_POINTS)):
         least.append([_cheapest(least[-1], i, piece) for i in range(count + 1)])
     scores = [_criterion(row[count][0], count, number + 1) for number, row in enumerate(least)]
     cuts, last = [count], count  # from the last piece back to the first
@@ -154,13 +148,8 @@ def _criterion(loss: float, points: int, lines: int) -> float:
     return points * math.log(max(loss / points, FLOOR)) + (3 * lines - 1) * math.log(points)
 
 
-def weighted_line(sizes: np.ndarray, times: np.ndarray) -> FittedLine:
-    """Return the line through points by Huber's loss of relative differences (local)."""
-    return _line(sizes, times)[0]
-
-
-def _line(sizes: np.ndarray, times: np.ndarray) -> tuple[FittedLine, float]:
-    """Return the line through points by Huber's loss of relative differences, and that loss.
+def weighted_line(sizes: np.ndarray, times: np.ndarray) -> tuple[FittedLine, float]:
+    """Return the line through points by Huber's loss of relative differences, and that loss (local).
 
     Solved by reweighting (P. J. Huber, "Robust estimation of a location parameter", Ann. Math. Stat. 35 (1964) 73-101);
     neither constant becomes negative.

@@ -11,7 +11,6 @@ bits are written out ("Gbit/s"), and the letters' case counts, since m is a thou
 of 365.25 days.
 """
 
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Annotated, Final, NamedTuple
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner.layout import LIBRARIES
+from hpcdist.reporting.nearest import nearest
 
 _SI: Final = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _BINARY: Final = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
@@ -140,8 +140,8 @@ def _wrong(unit: str, dimension: str) -> str:
         if unit in units:
             return f"{unit!r} is a unit for {_NAMES[other]}"
     same = [known for known in UNITS[dimension] if known.lower() == unit.lower()]
-    close = same or difflib.get_close_matches(unit, UNITS[dimension], 1)
-    return f"unknown unit {unit!r}" + (f", the nearest is {close[0]!r}" if close else "")
+    near = same[0] if same else nearest(unit, UNITS[dimension])
+    return f"unknown unit {unit!r}" + (f", the nearest is {near!r}" if near else "")
 
 
 class QuantityField(NamedTuple):

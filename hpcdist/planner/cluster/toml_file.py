@@ -6,19 +6,20 @@ unknown, of the wrong dimension or out of bounds is refused with the names of th
 """
 
 import dataclasses
-import difflib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from hpcdist.errors import ConfigurationError, StorageError
+from hpcdist.errors import ConfigurationError
 from hpcdist.planner.cluster import hardware
 from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster, QuantityField
 from hpcdist.reporting import regular
+from hpcdist.reporting.nearest import nearest, suggestion
+from hpcdist.reporting.toml_text import toml_value
 
 SOURCES: Final = ("device", "matmul", "node", "level", "storage", "failures", "site", "fit")
 KEYS: Final = {"flops": ITEM_BYTES, "matmul": ITEM_BYTES, "sources": SOURCES}  # of tables whose values are alike
@@ -39,13 +40,7 @@ def read(name_or_path: str) -> Cluster:
     path = _path_of(name_or_path)
     if "\0" in name_or_path:
         raise ConfigurationError(f"the cluster {name_or_path!r} is no path of a file")
-    try:
-        tree = regular.toml(path)
-    except OSError as error:
-        raise StorageError(f"the cluster {path} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:  # also an integer of 5,000 digits, a thousand brackets
-        raise ConfigurationError(f"{path} is no TOML: {error}") from None
-    return of_tree(tree, str(path))
+    return of_tree(regular.settings(path, "the cluster"), str(path))
 
 
 def of_tree(tree: Mapping[str, Any], place: str) -> Cluster:
@@ -80,10 +75,10 @@ def _path_of(name_or_path: str) -> Path:
     if os.sep in name_or_path or name_or_path.endswith(".toml"):
         return Path(name_or_path).expanduser()
     if name_or_path not in names():
-        close = difflib.get_close_matches(name_or_path, names(), 1)
-        nearest = f"the nearest is {close[0]!r}; " if close else ""
+        near = nearest(name_or_path, names())
         raise ConfigurationError(
-            f"there is no cluster {name_or_path!r}; {nearest}known are {', '.join(names())}, and any file FILE.toml"
+            f"there is no cluster {name_or_path!r}; {f'the nearest is {near!r}; ' if near else ''}known are "
+            f"{', '.join(names())}, and any file FILE.toml"
         )
     return FOLDER / f"{name_or_path}.toml"
 
@@ -200,13 +195,10 @@ def _leaf(raw: Any, quantity: QuantityField, where: str) -> Any:
     )
 
 
-def _known(tree: Mapping[str, Any], known: Iterable[str], place: str) -> None:
-    known = list(known)
+def _known(tree: Mapping[str, Any], known: Collection[str], place: str) -> None:
     for key in tree:
         if key not in known:
-            close = difflib.get_close_matches(key, known, 1)
-            nearest = f"the nearest is {close[0]!r}" if close else f"known are {', '.join(known)}"
-            raise ConfigurationError(f"unknown field {place}{key}; {nearest}")
+            raise ConfigurationError(f"unknown field {place}{key}; {suggestion(key, known)}")
 
 
 def _dumped(part: Any, header: str) -> Iterator[str]:
@@ -240,14 +232,4 @@ def _literal(field: FileField, value: Any) -> str:
     kind = field.quantity.kind
     if kind in ("count", "number"):
         return repr(int(value) if kind == "count" else float(value))
-    return _quoted(value if kind == "text" else hardware.text(value, kind))
-
-
-def _quoted(text: str) -> str:
-    """Return a basic string of TOML 1.0."""
-    escapes = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
-    body = "".join(
-        escapes.get(letter) or (letter if letter >= " " and letter != "\x7f" else f"\\u{ord(letter):04x}")
-        for letter in text
-    )
-    return f'"{body}"'
+    return toml_value(value if kind == "text" else hardware.text(value, kind))

@@ -5,7 +5,6 @@ the grid (`grid_problems`) and the order of micro-batches (`order_problems`). Me
 else is right: the memory of an impossible layout means nothing.
 """
 
-import difflib
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -16,6 +15,7 @@ from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.activations import HALF_BYTES, context_share, itemsize
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.transformer import inner
+from hpcdist.reporting.nearest import nearest
 from hpcdist.strategies.config import PIECE_TOKENS, exchanges_heads
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
@@ -339,8 +339,8 @@ def value_problems(layout: ParallelLayout, global_batch: int) -> Iterator[Layout
     for name, choices in _CHOICES.items():
         value = getattr(layout, name)
         if value not in choices:
-            close = difflib.get_close_matches(str(value), choices, 1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
+            near = nearest(str(value), choices)
+            hint = f"did you mean {near!r}? " if near else ""
             yield LayoutProblem(
                 "value",
                 f"{name} = {value!r}; {hint}choose one of {', '.join(choice or repr(choice) for choice in choices)}",

@@ -41,6 +41,11 @@ from hpcdist.planner.model.description import (
 
 ABOUT: Final = ("source", "printed", "but")  # keys that are no numbers of a shape
 STORED_BYTES: Final = 4  # of a feature
+# Fields that a shape and the model of a recipe both have.
+_COMMON: Final = (
+    *("layers", "hidden", "heads", "vocabulary", "tied", "dropout", "positions", "norm", "kv_heads", "window", "bias"),
+    "shared_experts",
+)
 
 
 def describe(shape: TransformerShape, name: str) -> ModelDescription:
@@ -111,29 +116,16 @@ def of_config(
 
 def config_of(shape: TransformerShape) -> ModelConfig:
     """Return the model of this toolkit that has this ``shape``."""
-    config = ModelConfig(
-        kind="gpt" if shape.causal else "encoder",
-        layers=shape.layers,
-        hidden=shape.hidden,
-        heads=shape.heads,
-        vocabulary=shape.vocabulary,
-        tied=shape.tied,
-        activation="swiglu" if shape.gated else "gelu",
-        dropout=shape.dropout,
-        positions=shape.positions,
-        norm=shape.norm,
-        kv_heads=shape.kv_heads,
-        window=shape.window,
-        feed_forward=inner(shape),
-        bias=shape.bias,
-    )
+    known: dict[str, Any] = {name: getattr(shape, name) for name in _COMMON}
     if shape.experts == 1:
-        return config
-    return replace(
-        config,
-        experts=shape.experts,
-        experts_per_token=shape.experts_per_token,
-        shared_experts=shape.shared_experts,
+        known["shared_experts"] = 0
+    else:
+        known |= {"experts": shape.experts, "experts_per_token": shape.experts_per_token}
+    return ModelConfig(
+        kind="gpt" if shape.causal else "encoder",
+        activation="swiglu" if shape.gated else "gelu",
+        feed_forward=inner(shape),
+        **known,
     )
 
 
@@ -144,25 +136,15 @@ def inner(shape: TransformerShape) -> int:
 
 
 def _shape_of(config: ModelConfig, context: int) -> TransformerShape:
+    known: dict[str, Any] = {name: getattr(config, name) for name in _COMMON}
     return TransformerShape(
-        layers=config.layers,
-        hidden=config.hidden,
-        heads=config.heads,
-        vocabulary=config.vocabulary,
         context=context,
-        kv_heads=config.kv_heads,
-        window=config.window,
         feed_forward=config.expert_inner,
         experts=max(1, config.experts),
         experts_per_token=config.experts_per_token if config.experts else 1,
-        shared_experts=config.shared_experts,
         gated=config.activation == "swiglu",
-        tied=config.tied,
-        positions=config.positions,
-        norm=config.norm,
-        bias=config.bias,
         causal=config.kind == "gpt",
-        dropout=config.dropout,
+        **known,
     )
 
 
@@ -332,13 +314,6 @@ def named(name: str) -> TransformerShape:
     """
     entry = _entry(name)
     return TransformerShape(**{key: value for key, value in entry.items() if key not in ABOUT})
-
-
-def printed(name: str) -> tuple[float, int]:
-    """Return the parameters that the source of ``name`` prints, and how many digits of them (local)."""
-    text = _entry(name)["printed"]
-    digits = text[:-1]
-    return float(digits) * {"M": 1e6, "B": 1e9, "T": 1e12}[text[-1]], len(digits.replace(".", ""))
 
 
 def _entry(name: str) -> Mapping[str, Any]:

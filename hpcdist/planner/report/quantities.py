@@ -14,6 +14,7 @@ from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import PlanEstimate
 from hpcdist.planner.model.description import ModelDescription
+from hpcdist.reporting.jsonable import jsonable
 
 LINE: Final = 118  # characters of a line of a terminal
 _DECIMAL: Final = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -129,7 +130,7 @@ def estimate_json(estimate: PlanEstimate, description: ModelDescription, cluster
     plain["energy"] |= {"joules": estimate.energy.joules}
     plain["assumptions"] = list(toml_file.assumptions(cluster))
     about = {"model": description.name, "cluster": cluster.name, "device": cluster.device.name}
-    checked: dict[str, Any] = finite_json(
+    checked: dict[str, Any] = jsonable(
         {
             **about,
             **plain,
@@ -143,12 +144,3 @@ def estimate_json(estimate: PlanEstimate, description: ModelDescription, cluster
         }
     )
     return checked
-
-
-def finite_json(value: Any) -> Any:
-    """Return ``value`` with null in the place of what JSON cannot write."""
-    if isinstance(value, dict):
-        return {key: finite_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite_json(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

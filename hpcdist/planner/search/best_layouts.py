@@ -27,9 +27,8 @@ from hpcdist.planner.report.compare import changes, slowdown_line
 from hpcdist.planner.report.quantities import bytes_in_both, figures, joules, nbytes, seconds, share
 from hpcdist.planner.search import bounds, space
 from hpcdist.planner.search.branch_and_bound import BranchAndBound
-from hpcdist.planner.search.space import OBJECTIVES, SearchSpec
+from hpcdist.planner.search.space import SearchSpec
 
-__all__ = ["OBJECTIVES", "RankedLayout", "RefusalCount", "SearchResult", "SearchSpec", "search"]
 SPARE_LAYOUTS = 3  # finalists more than are shown: the simulator may change their order, and takes most of the time
 MOST_PASSES = 200_000  # of all ranks: finalists of more are not simulated, for that takes seconds
 NEAR: Final = 0.9  # of a memory: above, it is what forbids a larger micro-batch

@@ -42,13 +42,6 @@ def test_two_ranks_measure_and_every_sample_is_kept(measured):
             assert group["time_s"].shape == (12, 2) and np.all(group["time_s"][...] > 0)
 
 
-def test_a_comparison_with_itself_finds_nothing(measured):
-    path, _ = measured
-    done = hpcdist("compare", path, path, "--markdown")
-    assert done.returncode == 0, done.stderr
-    assert "| 1.000 |" in done.stdout
-
-
 @cases(
     "arguments, code, said",
     (["--output", "/proc/results.h5"], STORAGE, "/proc/results.h5: cannot be written"),

@@ -1,7 +1,6 @@
 """Jobs of a real Slurm that are preempted: told so, they save, are requeued, and go on, whatever starts their ranks.
 
-Needs Debian's slurm-wlm and munge, for Open MPI's srun also libpmix-dev, and root. More preemptions are made by
-benchmarks/operations/preemptions.py.
+Needs Debian's slurm-wlm and munge, for Open MPI's srun also libpmix-dev, and root.
 """
 
 import re

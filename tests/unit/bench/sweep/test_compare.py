@@ -89,7 +89,7 @@ def test_intervals_hold_the_true_ratio_about_as_often_as_they_say(rng):
     ]
     held = sum(one.low <= 1.1 <= one.high for one in changes)
     assert 0.8 * len(changes) <= held <= 0.99 * len(changes)  # 0.9 within 3.6 standard deviations
-    tighter = [compare.change("x", side(noisy(rng, 1e-3, 6000)), side(noisy(rng, 1e-3, 6000)), rule) for _ in range(5)]
+    tighter = [compare.change("x", side(noisy(rng, 1e-3, 6000)), side(noisy(rng, 1e-3, 6000)), rule) for _ in range(2)]
     wide, narrow = (np.median([one.high - one.low for one in each]) for each in (changes, tighter))
     assert narrow < wide / 5, "a hundred times the samples, a tenth of the width"
 

@@ -361,7 +361,7 @@ def test_what_does_not_fit_is_an_answer(run, planned):
     ([*GPT, *ON, "--plot", "plan.xls"], 2, "choose an ending from"),
     ([*GPT, *ON, "--plot", "/nowhere/plan.png"], 74, "/nowhere is no directory"),
     (["no-such-recipe.toml", *ON], 74, "recipe no-such-recipe.toml: there is no such file"),
-    ([*GPT, "--cluster", "no-such-cluster.toml"], 74, "the cluster no-such-cluster.toml cannot be read"),
+    ([*GPT, "--cluster", "no-such-cluster.toml"], 74, "the cluster no-such-cluster.toml: there is no such file"),
     (["serch", *ON], 2, "did you mean `hpcdist plan search`?"),
     (["comapre", *ON], 2, "did you mean `hpcdist plan compare`?"),
     (["--no-such-option"], 2, "--no-such-option"),
@@ -431,6 +431,7 @@ def test_a_search_explains_what_it_finds(run, planned, tmp_path):
     code, out, err = run(*arguments)
     assert code == 0, err
     assert "least time among" in out and "\n 1  " in out and "\n 3  " in out and "refused" in out
+    assert f"row 1 in full: {found['again']}\n" in out
 
 
 PIPELINES = "[parallel]\npipeline = 2\nmicrobatches = 4\nrecompute = true\n"
@@ -453,7 +454,7 @@ SERVED = "[parallel]\nstrategy = 'parameter_server'\n[parameter_server]\nservers
     ([*ON, "--devices", "8", "--pipeline", "2", "--recompute", "none"], RECIPE + PIPELINES),
     ([*ON, "--devices", "8", "--strategy", "parameter_server"], RECIPE + SERVED),
 )
-def test_the_best_layout_can_be_planned_again(arguments, text, run, planned, recipe):
+def test_the_best_layout_can_be_planned_again(arguments, text, planned, recipe):
     path = [] if text is None else [recipe(text, "with a space.toml")]
     found = planned("search", *path, *arguments, "--first", "2")
     best, words = found["found"][0], shlex.split(found["again"])
@@ -463,8 +464,6 @@ def test_the_best_layout_can_be_planned_again(arguments, text, run, planned, rec
     assert again["layout"] | idle == best["layout"] | idle
     for name in ("step_s", "memory", "timing", "run", "energy", "parameters", "global_batch", "cluster"):
         assert again[name] == best[name]
-    _, out, _ = run("search", *path, *arguments, "--first", "2")
-    assert f"row 1 in full: {found['again']}\n" in out
 
 
 def test_a_search_says_which_devices_are_paid_for(planned):

@@ -109,7 +109,7 @@ def test_an_unknown_name_has_its_nearest():
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(StorageError, match=r"none\.toml cannot be read: No such file"):
+    with pytest.raises(StorageError, match=r"none\.toml: there is no such file"):
         toml_file.read(str(tmp_path / "none.toml"))
 
 
@@ -127,7 +127,7 @@ def test_a_folder_is_no_file(tmp_path):
 def test_a_file_that_is_no_toml_is_named(tmp_path, content):
     path = tmp_path / "odd.toml"
     path.write_bytes(content)
-    with pytest.raises(ConfigurationError, match=r"odd\.toml is no TOML"):
+    with pytest.raises(ConfigurationError, match=r"odd\.toml is not valid TOML"):
         toml_file.read(str(path))
 
 
@@ -138,15 +138,15 @@ MISTAKES = [
     ('memory = "32 GiB"', 'memory = "32 GB/s"', "device.memory: '32 GB/s': 'GB/s' is a unit for a bandwidth"),
     ('memory = "32 GiB"', 'memory = "32 Gib"', "device.memory: '32 Gib': unknown unit 'Gib', the nearest is 'GiB'"),
     ('memory = "32 GiB"', 'memory = "32 kB"', "device.memory of 32 kB is not plausible; expected 64 MB to 64 TB"),
-    ('memory = "32 GiB"', 'memroy = "32 GiB"', "unknown field device.memroy; the nearest is 'memory'"),
+    ('memory = "32 GiB"', 'memroy = "32 GiB"', "unknown field device.memroy; the nearest known is 'memory'"),
     ('reserved = "1.5 GiB"', 'reserved = "33 GiB"', "device.reserved of 35.4 GB leaves nothing"),
     ('memory_bandwidth = "900 GB/s"', 'memory_bandwidth = "900 GB"', "'GB' is a unit for a number of bytes"),
     ('float16 = "125 TFLOP/s"', 'float16 = "125 GFLOP/s"', "device.flops.float16 of 125 GFLOP/s is not plausible"),
     ('float16 = "125 TFLOP/s"', "float16 = 125", "device.flops.float16 is 125, without a unit"),
-    ('float16 = "125 TFLOP/s"', 'floot16 = "125 TFLOP/s"', "device.flops.floot16; the nearest is 'float16'"),
+    ('float16 = "125 TFLOP/s"', 'floot16 = "125 TFLOP/s"', "device.flops.floot16; the nearest known is 'float16'"),
     ('float16 = "125 TFLOP/s"', "", "device.flops.float16 is missing: device.matmul has a curve for float16"),
     ("[device.matmul.float16]", "[device.matmul.bfloat16]", "device.matmul.float16 is missing"),
-    ("[device.flops]", "[device.floaps]", "unknown field device.floaps; the nearest is 'flops'"),
+    ("[device.flops]", "[device.floaps]", "unknown field device.floaps; the nearest known is 'flops'"),
     ("memory_share = 0.88", "memory_share = 88", "device.memory_share of 88 is not plausible; expected 0.01 to 1"),
     ("memory_share = 0.88", 'memory_share = "0.88"', "expected a number without quotes"),
     ("0.69, 0.755, 0.79]", "0.69, 0.755]", "device.matmul.float16 has 7 sizes and 6 shares"),
@@ -165,18 +165,18 @@ MISTAKES = [
     ("[node]\ndevices = 16", "[node]", "node.devices is missing"),
     ("[node]\ndevices = 16", "[node]\ndevices = 16.0", "node.devices is 16.0; expected a count"),
     ("[node]\ndevices = 16", "[node]\ndevices = true", "node.devices is True; expected a count"),
-    ("[node]\ndevices = 16", "[nodes]\ndevices = 16", "unknown field nodes; the nearest is 'node'"),
-    ("[storage]", "[storag]", "unknown field storag; the nearest is 'storage'"),
+    ("[node]\ndevices = 16", "[nodes]\ndevices = 16", "unknown field nodes; the nearest known is 'node'"),
+    ("[storage]", "[storag]", "unknown field storag; the nearest known is 'storage'"),
     ('node_write = "5 GB/s"', 'node_write = "500 GB/s"', "storage.node_write of 500 GB/s is more than storage.write"),
     ('node_mtbf = "154 days"', 'node_mtbf = "154 s"', "failures.node_mtbf of 154 s is not plausible; expected 1 h"),
     ('restart = "10 min"', "", 'failures.restart is missing; expected for example "5 us"'),
     ("pue = 1.25", "pue = 0.8", "site.pue of 0.8 is not plausible; expected 1 to 5"),
     ("pue = 1.25", "pue = 1.25\nkwh_price = 0.2", "site.currency is missing: a price is given"),
     ('carbon = "481 g/kWh"', 'carbon = "481 kg/kWh"', "site.carbon of 481 kg/kWh is not plausible"),
-    ("carbon_source = ", "carbon_sauce = ", "unknown field site.carbon_sauce; the nearest is 'carbon_source'"),
+    ("carbon_source = ", "carbon_sauce = ", "unknown field site.carbon_sauce; the nearest known is 'carbon_source'"),
     ('bandwidth = "120 GB/s"', 'bandwidth = "960 Gb/s"', "level 1: bandwidth: '960 Gb/s': is 'Gb/s' bits or bytes?"),
     ('bandwidth = "120 GB/s"', 'bandwidth = "5 GB/s"', "levels go from the fastest links outwards"),
-    ('bandwidth = "120 GB/s"', 'bandwidht = "120 GB/s"', "unknown field level 1: bandwidht; the nearest is"),
+    ('bandwidth = "120 GB/s"', 'bandwidht = "120 GB/s"', "unknown field level 1: bandwidht; the nearest known is"),
     ('name = "NVLink"\ndevices = 16', 'name = "NVLink"\ndevices = 0', "only the last may have 0 devices"),
     ('latency = "14 us"', 'latency = "14 s"', "level 2: latency of 14 s is not plausible; expected 10 ns to 100 ms"),
     ('alone_bandwidth = "11.8 GB/s"', 'alone_bandwidth = "1 GB/s"', "would be slower than beside its neighbours"),
@@ -188,8 +188,8 @@ MISTAKES = [
     ("devices = 400", "devices = 0", "devices of 0 is not plausible; expected 1 to"),
     ("devices = 400", 'devices = "400"', "devices is '400'; expected a count without quotes"),
     ('name = "v100-dgx2"', "name = 7", "name is 7; expected a text"),
-    ("\n[sources]", "\n[sauces]", "unknown field sauces; the nearest is 'sources'"),
-    ("\n[sources]\ndevice", "\n[sources]\ndevise", "unknown field sources.devise; the nearest is 'device'"),
+    ("\n[sources]", "\n[sauces]", "unknown field sauces; the nearest known is 'sources'"),
+    ("\n[sources]\ndevice", "\n[sources]\ndevise", "unknown field sources.devise; the nearest known is 'device'"),
 ]
 
 
@@ -279,7 +279,7 @@ def test_numbers_of_numpy_are_dumped_as_numbers():
     ('level = "EDR', 'level = "HDR', "fit 1: there is no level 'HDR InfiniBand'; known are NVLink, EDR InfiniBand"),
     ("from = ", 'from = "1 TB"\n# ', "fit 1: from 1 TB lies above until 67.1 MB"),
     ('library = "mpi"', 'library = "gloo"', "fit 1: library 'gloo' is none of mpi, nccl; leave it out for any"),
-    ("from = ", "form = ", "unknown field fit 1: form; the nearest is 'from'"),
+    ("from = ", "form = ", "unknown field fit 1: form; the nearest known is 'from'"),
     ('slowness = ["100 ps/B"]', 'slowness = "100 ps/B"', "fit 2: slowness is '100 ps/B'; expected a list"),
 )
 def test_a_wrong_fit_is_refused(old, new, said):

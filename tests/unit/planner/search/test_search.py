@@ -42,11 +42,16 @@ def cluster(memory_bytes, best_mfu=0.0):
     return replace(known, devices=DEVICES, node=node, levels=levels, device=device, site=site)
 
 
-def every(base, devices=DEVICES):
+def searched(on, **wanted):
+    """Return what is found on a cluster where nothing has to stay free, without a simulation if not asked for."""
+    return search(MODEL, on, DEVICES, BATCH, SearchSpec(**{"headroom": 0.0, "base": BASE, "simulate": False, **wanted}))
+
+
+def every(base):
     """Yield every value of every degree and way, whether it makes sense or not."""
-    degrees = [one for one in range(1, devices + 1) if devices % one == 0]
+    degrees = [one for one in range(1, DEVICES + 1) if DEVICES % one == 0]
     for data, pipeline, tensor, context in product(degrees, repeat=4):
-        if data * pipeline * tensor * context != devices:
+        if data * pipeline * tensor * context != DEVICES:
             continue
         for schedule, chunks, microbatch, recompute, strategy, parallel in product(
             SCHEDULES,
@@ -106,15 +111,8 @@ def test_search_equals_brute_force(implementation, memory_bytes, objective):
     for estimate in possible(implementation, memory_bytes):
         found = bounds.value(estimate, objective)
         best[alike(estimate)] = min(found, best.get(alike(estimate), found))
-    wanted = SearchSpec(
-        objective=objective,
-        steps=STEPS,
-        base=replace(BASE, implementation=implementation),
-        headroom=0.0,
-        chunks=(2, 4),
-        simulate=False,
-    )
-    result = search(MODEL, cluster(memory_bytes), DEVICES, BATCH, wanted)
+    base = replace(BASE, implementation=implementation)
+    result = searched(cluster(memory_bytes), objective=objective, steps=STEPS, base=base, chunks=(2, 4))
     assert len(best) > 10
     assert [one.value for one in result.found] == pytest.approx(sorted(best.values())[:10], rel=1e-12)
     assert result.estimated < len(best), "it looked at everything"
@@ -137,10 +135,8 @@ def test_a_limit_of_mfu_loses_nothing(implementation, objective):
         found = bounds.value_and_tie_break(limited, objective)
         assert found[0] >= bounds.value(estimate, objective)
         best[alike(estimate)] = min(found, best.get(alike(estimate), found))
-    wanted = SearchSpec(
-        objective=objective, steps=STEPS, base=replace(BASE, implementation=implementation), headroom=0.0
-    )
-    result = search(MODEL, on, DEVICES, BATCH, replace(wanted, chunks=(2, 4), simulate=False))
+    base = replace(BASE, implementation=implementation)
+    result = searched(on, objective=objective, steps=STEPS, base=base, chunks=(2, 4))
     told = [bounds.value_and_tie_break(one.estimate, objective) for one in result.found]
     assert told == [pytest.approx(pair, rel=1e-12) for pair in sorted(best.values())[:10]]
     assert result.found[0].estimate.is_capped or objective != "time"
@@ -327,18 +323,18 @@ def test_only_what_runs_where_that_is_wanted():
     )
     servers = replace(base, strategy="parameter_server")
     only = {"base": servers, "strategies": ("parameter_server",), "contexts": (2,)}
-    free = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, first=3, **only))
+    free = searched(on, first=3, **only)
     assert all(one.estimate.layout.context == 2 for one in free.found)
     assert all(any("context" in flag for flag in one.estimate.flags) for one in free.found), "flagged as not built"
-    bound = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=base, runnable=True, first=20))
+    bound = searched(on, base=base, runnable=True, first=20)
     assert len(bound.found) == 20
     assert all(not unsupported(one.estimate.layout) for one in bound.found)
     mixture = describe(replace(MODEL.shape, experts=8, experts_per_token=2), "mixture")
     axes = {"base": replace(base, overlap=0.0), "contexts": (4,), "experts": (1, 8), "tensors": (1,), "first": 50}
-    mixed = search(mixture, on, DEVICES, BATCH, SearchSpec(headroom=0.0, runnable=True, **axes)).found
+    mixed = search(mixture, on, DEVICES, BATCH, SearchSpec(headroom=0.0, runnable=True, simulate=False, **axes)).found
     assert {8, 1} == {one.estimate.layout.expert for one in mixed}, "8 share them out on data 2 x context 4"
     assert all(one.estimate.layout.context == 4 and not unsupported(one.estimate.layout) for one in mixed)
-    with_none = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, runnable=True, **only))
+    with_none = searched(on, runnable=True, **only)
     assert with_none.found == ()
     assert {one.limit for one in with_none.refused} >= {"unbuilt"}
     assert with_none.nothing
@@ -346,12 +342,9 @@ def test_only_what_runs_where_that_is_wanted():
 
 def test_compression_is_tried_where_it_is_asked_for_only():
     on, base = cluster(40e9), replace(BASE, implementation="hpcdist")
-    plain = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=base, simulate=False))
-    assert {one.estimate.layout.compression for one in plain.found} == {"none"}
-    wanted = SearchSpec(
-        base=base, compressions=("none", "int8"), tensors=(1,), pipelines=(1,), contexts=(1,), first=100, simulate=False
-    )
-    both = search(MODEL, on, DEVICES, BATCH, wanted)
+    assert {one.estimate.layout.compression for one in searched(on, base=base).found} == {"none"}
+    alone = {"tensors": (1,), "pipelines": (1,), "contexts": (1,)}
+    both = searched(on, base=base, compressions=("none", "int8"), first=100, **alone)
     assert {one.estimate.layout.compression for one in both.found} == {"none", "int8"}
     for one in both.found:
         assert one.estimate.layout.overlap == (0.0 if one.estimate.layout.compression == "int8" else 1.0)
@@ -359,48 +352,39 @@ def test_compression_is_tried_where_it_is_asked_for_only():
 
 def test_fewer_devices_may_be_better():
     on = cluster(40e9)
-    all_of_them = search(
-        MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE, objective="energy", simulate=False)
-    )
-    fewer = search(
-        MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE, objective="energy", fewer=True, simulate=False)
-    )
+    all_of_them, fewer = (searched(on, objective="energy", fewer=fewer) for fewer in (False, True))
     assert fewer.found[0].value < all_of_them.found[0].value
     assert fewer.found[0].estimate.layout.devices < DEVICES
     assert all(one.estimate.layout.devices == DEVICES for one in all_of_them.found)
 
 
 def test_distinct_keeps_the_best_of_each_grid():
-    on = cluster(40e9)
-    result = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE, distinct=True, simulate=False))
-    grids = [
-        replace(
-            BASE, **{name: getattr(one.estimate.layout, name) for name in ("data", "pipeline", "tensor", "context")}
-        )
-        for one in result.found
-    ]
-    assert len(set(grids)) == len(grids) == 10
+    result = searched(cluster(40e9), distinct=True)
+
+    def grid(estimate):
+        layout = estimate.layout
+        return layout.data, layout.pipeline, layout.tensor, layout.context
+
+    assert len({grid(one.estimate) for one in result.found}) == len(result.found) == 10
     every_best = {}
     for estimate in possible("megatron", 40e9):
-        layout = estimate.layout
-        key = (layout.data, layout.pipeline, layout.tensor, layout.context)
+        key = grid(estimate)
         every_best[key] = min(estimate.step_s, every_best.get(key, estimate.step_s))
     assert [one.value for one in result.found] == pytest.approx(sorted(every_best.values())[:10])
 
 
 def test_finalists_are_simulated():
     on = cluster(40e9)
-    wanted = SearchSpec(headroom=0.0, base=BASE, pipelines=(4,), schedules=("1f1b",), first=5)
-    result = search(MODEL, on, DEVICES, BATCH, wanted)
+    result = searched(on, pipelines=(4,), schedules=("1f1b",), first=5, steps=STEPS, simulate=True)
     values = [one.value for one in result.found]
     assert values == sorted(values)
     for one in result.found:
-        again = plan(MODEL, one.estimate.layout, on, BATCH, wanted.steps, simulate=True)
+        again = plan(MODEL, one.estimate.layout, on, BATCH, STEPS, simulate=True)
         assert one.value == again.step_s
 
 
 def test_the_first_are_explained_by_terms():
-    result = search(MODEL, cluster(40e9), DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE))
+    result = searched(cluster(40e9), simulate=True)
     assert len(result.found) == 10
     for one, behind in zip(result.found, result.found[1:], strict=False):
         assert any("instead of" in line for line in one.why), one.why
@@ -411,23 +395,23 @@ def test_the_first_are_explained_by_terms():
 
 
 def test_cycles_are_collected_again_after_a_search(monkeypatch):
-    on, wanted, was_on = cluster(40e9), SearchSpec(base=BASE, first=1, simulate=False), []
+    was_on = []
 
     def broken(*_):
         was_on.append(gc.isenabled())
         raise RuntimeError("broken")
 
-    search(MODEL, on, DEVICES, BATCH, wanted)
+    searched(cluster(40e9), first=1)
     assert gc.isenabled()
     monkeypatch.setattr(bounds, "family_bound", broken)
     with pytest.raises(RuntimeError, match="broken"):
-        search(MODEL, on, DEVICES, BATCH, wanted)
+        searched(cluster(40e9), first=1)
     assert was_on == [False]
     assert gc.isenabled()
 
 
 def test_what_is_refused_is_counted_by_reason():
-    result = search(MODEL, cluster(0.3e9), DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE))
+    result = searched(cluster(0.3e9))
     reasons = {(one.limit, one.of): one for one in result.refused}
     assert reasons["heads", "grids"].count == 1  # of all products of 8, that of tensor = 8
     assert (
@@ -441,38 +425,32 @@ def test_what_is_refused_is_counted_by_reason():
 
 def test_where_nothing_fits_it_says_how_much_is_missing_and_what_would_help():
     on = cluster(0.12e9)
-    result = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE))
+    result = searched(on)
     assert result.found == ()
     assert "missing" in result.nothing[0]
     # The device that would do is the smallest on which anything does.
     least = min(estimate.memory.bytes for estimate in possible("megatron", 40e9))
-    assert not search(MODEL, cluster(least - 1), DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE)).found
-    assert search(MODEL, cluster(least), DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE)).found
+    assert not searched(cluster(least - 1)).found and searched(cluster(least)).found
     assert any("2 times the devices, as data it would fit" in line for line in result.nothing)
     twice = replace(on, devices=2 * DEVICES)
-    assert search(MODEL, twice, 2 * DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE)).found
+    assert search(MODEL, twice, 2 * DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE, simulate=False)).found
 
 
 def test_where_no_product_is_possible_it_names_the_most_devices_that_are():
     known = replace(cluster(40e9), devices=1000)
-    result = search(MODEL, known, 997, BATCH, SearchSpec(headroom=0.0, base=BASE, contexts=(1,)))
+    wanted = SearchSpec(headroom=0.0, base=BASE, contexts=(1,), simulate=False)
+    result = search(MODEL, known, 997, BATCH, wanted)
     assert result.found == ()
     text = " ".join(result.nothing)
     found = int(text.split("on ")[-1].split(" devices")[0])
-    assert (
-        search(
-            MODEL,
-            known,
-            found,
-            BATCH,
-            SearchSpec(headroom=0.0, base=BASE, contexts=(1,), memory_bytes=0.0, simulate=False),
-        ).layouts
-        > 0
-    )
+    assert search(MODEL, known, found, BATCH, wanted).layouts > 0
 
 
 @cases(
     "devices, batch, changed, text",
+    (8, 8, {"base": replace(BASE, tensor_overlap=5.0)}, "tensor_overlap = 5.0"),
+    (8, 8, {"base": replace(BASE, library="foo")}, "library = 'foo'"),
+    (8, 8, {"base": replace(BASE, optimizer_slots=-3)}, "optimizer_slots = -3"),
     (0, 8, {}, "at least 1"),
     (16, 8, {}, "8 more than the 8"),
     (8, 0, {}, "at least 1"),
@@ -487,28 +465,17 @@ def test_where_no_product_is_possible_it_names_the_most_devices_that_are():
 )
 def test_bad_input(devices, batch, changed, text):
     with pytest.raises(UsageError, match=text):
-        search(MODEL, cluster(40e9), devices, batch, SearchSpec(base=BASE, **changed))
-
-
-@cases(
-    "changed, text",
-    ({"tensor_overlap": 5.0}, "tensor_overlap = 5.0"),
-    ({"library": "foo"}, "library = 'foo'"),
-    ({"optimizer_slots": -3}, "optimizer_slots = -3"),
-)
-def test_a_base_of_values_that_mean_nothing_is_refused(changed, text):
-    with pytest.raises(UsageError, match=text):
-        search(MODEL, cluster(40e9), DEVICES, BATCH, SearchSpec(base=replace(BASE, **changed)))
+        search(MODEL, cluster(40e9), devices, batch, SearchSpec(**{"base": BASE, **changed}))
 
 
 def test_an_objective_without_numbers_is_refused():
     on = cluster(40e9)
     free = replace(on, site=replace(on.site, device_hour_price=None, kwh_price=None))
     with pytest.raises(UsageError, match="has no prices"):
-        search(MODEL, free, DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE, objective="cost"))
+        searched(free, objective="cost")
     dark = replace(on, device=replace(on.device, peak_w=0.0, idle_w=0.0))
     with pytest.raises(UsageError, match="has no power"):
-        search(MODEL, dark, DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE, objective="energy"))
+        searched(dark, objective="energy")
 
 
 def test_a_model_that_is_no_transformer():
@@ -523,14 +490,13 @@ def test_a_model_that_is_no_transformer():
 
 
 def test_a_share_of_the_memory_stays_free():
-    free = search(MODEL, cluster(0.3e9), DEVICES, BATCH, SearchSpec(base=BASE, headroom=0.2, simulate=False))
-    assert all(one.estimate.memory.bytes <= 0.24e9 for one in free.found)
-    full = search(MODEL, cluster(0.3e9), DEVICES, BATCH, SearchSpec(base=BASE, headroom=0.0, simulate=False))
-    assert any(one.estimate.memory.bytes > 0.24e9 for one in full.found)
+    free, full = (searched(cluster(0.3e9), headroom=headroom).found for headroom in (0.2, 0.0))
+    assert all(one.estimate.memory.bytes <= 0.24e9 for one in free)
+    assert any(one.estimate.memory.bytes > 0.24e9 for one in full)
 
 
 def test_the_flags_of_what_was_found_are_there():
-    result = search(MODEL, cluster(40e9), DEVICES, BATCH, SearchSpec(base=BASE, contexts=(2,), first=3))
+    result = searched(cluster(40e9), contexts=(2,), first=3)
     assert set(result.flags) >= {flag for one in result.found for flag in one.estimate.flags}
     assert result.found[-1].why == (), "the next one is not shown"
 
