@@ -36,8 +36,7 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
             for keys in contenders.values()
         ]
     )
-    about = {name: getattr(chosen, name) for name in OPTIONS} | {"contenders": "; ".join(contenders)}
-    return Results({"loss": losses}, {"loss": "contenders, seeds"}, about)
+    return Results({"loss": losses}, {"loss": "contenders, seeds"}, {"contenders": "; ".join(contenders)})
 
 
 def trained(session: Session, keys: turns.Keys, steps: int) -> float:
