@@ -29,7 +29,7 @@ class AllToAllAttention:
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis, self._inner = axis, LocalAttention()
-        self._there, self._back = cast(tuple[HeadExchange, HeadExchange], axis.messages[0])
+        self._there, self._back = cast(tuple[HeadExchange, HeadExchange], axis.messages(axis.window)[0])
 
     def forward(self, qkv: Array, head_size: int, saved: Saved, **options: Unpack[AttentionOptions]) -> Array:
         """Return (batch, own tokens, width) for contiguous qkv (batch, own tokens, 3 width), or queries and kv."""
