@@ -43,14 +43,15 @@ ABOUT: Final = ("source", "printed", "but")  # keys that are no numbers of a sha
 STORED_BYTES: Final = 4  # of a feature
 
 
-def describe(shape: TransformerShape, name: str) -> ModelDescription:
+def describe(shape: TransformerShape, name: str, documents: counts.DocumentPairs | None = None) -> ModelDescription:
     """Return the units of a transformer called ``name``: an embedding, blocks, a head.
 
+    Attention stays within ``documents``, where samples are packed.
     Raises ConfigurationError where the numbers are those of no transformer.
     """
     _check(shape)
     config = config_of(shape)
-    units = _embedding(shape, config), _block(shape, config), _head(shape, config)
+    units = _embedding(shape, config), _block(shape, config, documents), _head(shape, config)
     return ModelDescription(
         name=name,
         units=units,
@@ -70,9 +71,11 @@ def of_config(
     width: int = 0,
     channels: int = 0,
     classes: int = 0,
+    documents: counts.DocumentPairs | None = None,
 ) -> ModelDescription:
     """Return the units of the model that a recipe names; the inputs are those of `hpcdist.models.build`.
 
+    Attention of a transformer stays within ``documents``, where samples are packed.
     Features and pictures are taken to be stored as float32, the widest that is usual.
     Raises ConfigurationError for a model that only its own code knows.
     """
@@ -83,7 +86,7 @@ def of_config(
         )
     if config.kind in TRANSFORMERS:
         _positive(f"data.context, which a model of kind {config.kind!r} needs,", context)
-        return describe(_shape_of(config, context), config.kind)
+        return describe(_shape_of(config, context), config.kind, documents)
     if config.kind == "mlp":
         _positive("data.features, which an mlp needs,", features)
         _positive("the number of classes", classes)
@@ -182,7 +185,7 @@ def _embedding(shape: TransformerShape, config: ModelConfig) -> ModelUnit:
     )
 
 
-def _block(shape: TransformerShape, config: ModelConfig) -> ModelUnit:
+def _block(shape: TransformerShape, config: ModelConfig, documents: counts.DocumentPairs | None) -> ModelUnit:
     hidden, tokens, wide = shape.hidden, shape.context, inner(shape)
     kv = config.kv_width
     rises = 2 * wide if shape.gated else wide
@@ -225,13 +228,14 @@ def _block(shape: TransformerShape, config: ModelConfig) -> ModelUnit:
             kv_heads=shape.kv_heads or shape.heads,
             size=hidden // shape.heads,
             context=tokens,
-            pairs=attention_pairs(tokens, causal=shape.causal, window=shape.window),
+            pairs=documents.seen if documents else attention_pairs(tokens, causal=shape.causal, window=shape.window),
             window=shape.window,
+            within=documents.every if documents else 0.0,
         ),
         moved=tokens * ((10 + dropped) * hidden + turned + often * (rises + wide)),
         moved_cut=tokens * (turned + often * (rises + wide)),
         kernels=12 + (2 if shape.dropout else 0) + (1 if turned else 0) + (3 if router else 0),
-        counted=counts.block_counts(config, tokens),
+        counted=counts.block_counts(config, tokens, documents),
     )
 
 
