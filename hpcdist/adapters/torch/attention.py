@@ -145,8 +145,7 @@ def _function() -> Any:
             saved, rows = cut.take(), _rows(query)
             kv = torch.cat([_rows(key), _rows(value)], dim=2)
             size = query.shape[3]
-            seen = {"causal": is_causal, "window": window}
-            y = cut.attention.forward(array_of(rows), size, saved, kv=array_of(kv), **seen)
+            y = cut.attention.forward(array_of(rows), size, saved, kv=array_of(kv), causal=is_causal, window=window)
             result = _heads(tensor_of(y), size)
             if recorded:
                 ctx.cut, ctx.lease, ctx.size = cut, _Lease(cut, saved), size

@@ -102,8 +102,7 @@ def of_config(
     else:
         for name, value in (("height", height), ("width", width), ("channels", channels), ("classes", classes)):
             _positive(f"the {name} of a picture, which a convnet needs,", value)
-        picture = {"height": height, "width": width, "channels": channels}
-        counted = counts.counts(config, classes=classes, **picture).units
+        counted = counts.counts(config, height=height, width=width, channels=channels, classes=classes).units
         numbers = height * width * channels
         units = list(_convolutions(config, counted, channels))
     largest = max(product.columns * product.rows for unit in units for product in unit.products)

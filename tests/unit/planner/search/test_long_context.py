@@ -43,7 +43,7 @@ def test_a_search_for_128k_tokens_cuts_the_context():
 
 @pytest.mark.full
 def test_the_best_layouts_of_a_long_context_run_with_the_planned_bytes():
-    """Samples that fit on no device alone: what the first grids send, to 0.1 %, and hold, to 5 %, is what was planned."""
+    """Samples that fit on no device alone: what the first grids send is what was planned to 0.1 %, memory to 5 %."""
     card = CLUSTER.device
     device = replace(
         card, peak_flops={"float32": 1e12}, matmul={"float32": card.matmul["bfloat16"]}, reserved_bytes=0.0
