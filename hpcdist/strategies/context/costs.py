@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from hpcdist.strategies.config import PIECE_TOKENS
 from hpcdist.strategies.context.operations import MEMORY
 from hpcdist.strategies.context.passes import paths, pieces, tokens
 
@@ -107,10 +108,6 @@ def scratch_elements(share: AttentionShare, method: str) -> Mapping[str, int]:
         block = own * 2 * -(-share.shared // head_parts(share)) * share.size
         return {f"context.{name}": block for name in MEMORY if name != "gradients1" or share.ranks > 2}
     moved = own * share.ranks * share.exchanged_columns
-    columns = (share.heads + 2 * share.shared) * share.size
-    return {
-        "context.send": moved,
-        "context.receive": moved,
-        "context.dy": own * share.heads * share.size,
-        "context.dqkv": own * columns,
-    }
+    # What comes takes the memory of what was sent before, where query, key and value are one array and pieces are even.
+    even = share.tokens % (2 * share.ranks * PIECE_TOKENS) == 0
+    return {"context.moved": moved if even and share.heads == share.shared else 2 * moved}
