@@ -116,14 +116,13 @@ class AllToAllAttention:
         stops = list(accumulate(map(prod, shapes), initial=0))
         return [flat[a:b].reshape(shape) for (a, b), shape in zip(pairwise(stops), shapes, strict=True)]
 
-    def _move(
-        self, saved: Saved, like: Array, sizes: tuple[int, int, int], arrives: Array | None
+    def _buffers(
+        self, saved: Saved, like: Array, sent: int, came: int, after: int, arrives: Array | None
     ) -> tuple[Array, Array]:
-        """Return memory of what is sent, of what comes; the first is free for ``sizes[2]`` elements behind that.
+        """Return memory for so many elements that are ``sent``, and for those that ``came``: ``arrives`` if they fit.
 
-        What comes lies in ``arrives`` where that is given, and large enough.
+        Once they came, `_memory` has room for ``after`` elements in front of them.
         """
-        sent, came, after = sizes
         if arrives is not None and arrives.size >= came:
             return self._memory(saved, like, max(sent, after), [(sent,)])[0], arrives[:came]
         first, second = self._memory(saved, like, 0, [(max(sent, after),), (came,)])
@@ -140,7 +139,7 @@ class AllToAllAttention:
         batch, columns = like.shape[0], sum(widths)
         begins, ends = _ranges(self._there.sends, batch * columns), _ranges(self._there.receives, batch * columns)
         after = batch * columns * axis.context
-        send, receive = self._move(saved, like, (begins[-1].stop, ends[-1].stop, after), arrives)
+        send, receive = self._buffers(saved, like, begins[-1].stop, ends[-1].stop, after, arrives)
         for where, parts in zip(begins, sources, strict=True):
             message, at = send[where.slice].reshape(batch, axis.tokens, columns), 0
             for part in parts:
@@ -169,7 +168,7 @@ class AllToAllAttention:
         batch, columns = like.shape[0], sum(whole.shape[2] for whole in wholes)
         begins, ends = _ranges(self._back.sends, batch * columns), _ranges(self._back.receives, batch * columns)
         after = sum(target.size for parts in targets for target, _ in parts)
-        send, receive = self._move(saved, like, (begins[-1].stop, ends[-1].stop, after), arrives)
+        send, receive = self._buffers(saved, like, begins[-1].stop, ends[-1].stop, after, arrives)
         for rank, where in enumerate(begins):
             message, at = send[where.slice].reshape(batch, -1, columns), 0
             for whole in wholes:
