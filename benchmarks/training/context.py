@@ -2,15 +2,23 @@
 
     python -m benchmarks context
     python -m benchmarks context --context 4096 --steps 8 --output context.h5 --anonymous
+    python -m benchmarks context --memory --ranks 4 --samples 1
 
 "x data" is the time of a step over that of the data axis in the same turn: below 1 is faster. "sent" is what a rank
 sends by messages in a step, "activations" what the ledger has of them on a rank. "uneven" is the computation of the
 rank that computes longest over the mean of the ranks, less 1: with a causal mask that of head and tail.
+
+With --memory nothing is timed. The peak of the activations with ``--context`` tokens on one rank stands beside that of
+samples of as many tokens on each rank: of a ring it is to be at most 1.1 of the first. Then each process gets a cap on
+its memory (RLIMIT_DATA), twice what a rank of the ring holds: over the ranks a step of the long samples is to fit, on
+one rank alone it is not.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+import ctypes
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -19,12 +27,16 @@ from benchmarks.harness import Results
 from benchmarks.training import turns
 from benchmarks.training.turns import ratios  # noqa: F401 - of the study
 from hpcdist.comm.start import Session
+from hpcdist.reporting.table import aligned
 
 SCHEMA, RANKS, COMMITTED = "hpcdist-benchmark-context", 2, "training/2026-11-28-context.h5"
 SMALL = {"context": 512, "steps": 4}
 
 CONTENDERS: Final = ("data", "ring", "all_to_all")  # the first is the measure
-OPTIONS: Final = {"layers": 4, "hidden": 256, "heads": 4, "context": 4096, "samples": 2, "steps": 8}
+OPTIONS: Final = {"layers": 4, "hidden": 256, "heads": 4, "context": 4096, "samples": 2, "steps": 8, "memory": False}
+GOAL: Final = 1.1  # of the activations of one rank, on each rank of a ring that has as many tokens
+MMAP_THRESHOLD: Final = -3  # of glibc's mallopt: from so many bytes on memory is a mapping of its own
+T = TypeVar("T")
 
 
 def keys_of(name: str, ranks: int) -> dict[str, Any]:
@@ -34,14 +46,64 @@ def keys_of(name: str, ranks: int) -> dict[str, Any]:
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return times and bytes of all contenders. Collective."""
+    """Return times and bytes of all contenders, or their memory. Collective."""
+    if chosen.memory:
+        return measure_memory(chosen, session)
     contenders = {name: keys_of(name, session.comm.size) for name in CONTENDERS}
     return turns.measured(chosen, session, contenders)
 
 
+def measure_memory(chosen: argparse.Namespace, session: Session) -> Results:
+    """Return the peaks of one rank and of longer samples on all, and what fits under a cap. Collective."""
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 16)  # what is free goes back, and is no room under the cap
+    comm, long = session.comm, argparse.Namespace(**vars(chosen))
+    long.context *= comm.size
+
+    def alone(call: Callable[[Session], T]) -> T:
+        return comm.broadcast_object(call(harness.alone()) if comm.rank == 0 else None)  # type: ignore[no-any-return]
+
+    one, whole = (turns.gpt_keys(sizes, **{"run.global_batch": chosen.samples}) for sizes in (chosen, long))
+    cut = {name: {**whole, **keys_of(name, comm.size)} for name in CONTENDERS[1:]}
+    peaks = [alone(lambda own: turns.peaks(own, one)), *(turns.peaks(session, keys) for keys in cut.values())]
+    gc.collect()
+    cap = 2 * round(peaks[1][1])
+    fits = [alone(lambda own: turns.fits(own, whole, cap)), *(turns.fits(session, keys, cap) for keys in cut.values())]
+    about = {"ranks": comm.size, "cap_bytes": cap, "contenders": "; ".join(["one rank", *cut])}
+    dims = {"peak_bytes": "contenders, (activations, all)", "fits": "contenders, with the long samples under the cap"}
+    return Results({"peak_bytes": np.array(peaks), "fits": np.array(fits, np.float64)}, dims, about)
+
+
 def lines(results: Results) -> Sequence[str]:
+    if "fits" in results.arrays:
+        return _memory_lines(results)
     step_s, waits_s = results.arrays["time_s"].swapaxes(0, 1)
     computes_s = np.median(step_s - waits_s, axis=-1)
     uneven = computes_s.max(axis=1) / computes_s.mean(axis=1) - 1
     more = {**turns.megabytes(results, "sent", "activations"), "uneven": [f"{value:.1%}" for value in uneven]}
     return harness.time_table(turns.slowest(results), results.names(), more=more)
+
+
+def _memory_lines(results: Results) -> list[str]:
+    about, peaks = results.attributes, results.arrays["peak_bytes"]
+    tokens, ranks, cap = int(about["context"]), int(about["ranks"]), about["cap_bytes"] / 1e6
+    rows = [["", "tokens a sample", "activations MB", "x one rank", "all MB"]]
+    for name, (activations, everything), length in zip(
+        results.names(), peaks, [tokens, *[ranks * tokens] * (len(peaks) - 1)], strict=True
+    ):
+        cells = f"{activations / 1e6:.1f}", f"{activations / peaks[0, 0]:.3f}", f"{everything / 1e6:.1f}"
+        rows.append([name, f"{length:,}", *cells])
+    ends = [
+        f"{name}: {'a step' if fits else 'MemoryError'}"
+        for name, fits in zip(results.names(), results.arrays["fits"], strict=True)
+    ]
+    return [*aligned(rows), f"{ranks * tokens:,} tokens, {cap:.0f} MB more for each process: {', '.join(ends)}"]
+
+
+def failures(results: Results) -> Sequence[str]:
+    if "fits" not in results.arrays:
+        return ()
+    (one, ring, *_), (alone, *together) = results.arrays["peak_bytes"][:, 0], results.arrays["fits"]
+    missed = [f"a ring has {ring / one:.3f} of the activations of one rank"] if ring > GOAL * one else []
+    if alone or not together[0]:
+        missed.append("under the cap a step fits on one rank, or does not on all")
+    return missed

@@ -16,7 +16,6 @@ begins each step without any of it in memory and ends it when all is on the disk
 
 import argparse
 import gc
-import resource
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.harness import Results
-from benchmarks.training.turns import Training, texts
+from benchmarks.training.turns import Training, cap, fits, texts
 from hpcdist import models
 from hpcdist.arrays.filestore import FileStore
 from hpcdist.comm.start import Session
@@ -73,19 +72,6 @@ def peak_pss() -> Iterator[list[float]]:
     finally:
         done.set()
         thread.join()
-
-
-@contextmanager
-def cap(nbytes: int) -> Iterator[None]:
-    """Let this process take ``nbytes`` more of private memory than it has now."""
-    status = Path("/proc/self/status").read_text()
-    held = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:"))
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (held + nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def keys_of(chosen: argparse.Namespace, folder: Path | None) -> dict[str, object]:
@@ -136,17 +122,6 @@ def step(session: Session, training: Training, *, to_disk: bool = False) -> floa
     return float(longest[0])
 
 
-def fits(session: Session, chosen: argparse.Namespace, limit: int) -> bool:
-    """Return whether the run without files takes a step under the cap. Collective."""
-    here = True
-    try:
-        with cap(limit), training_of(session, chosen, None) as training:
-            step(session, training)
-    except MemoryError:
-        here = False
-    return any(session.comm.allgather_object(here))
-
-
 def under_cap(session: Session, chosen: argparse.Namespace, folder: Path, limit: int) -> dict[str, float]:
     """Return the peaks of memory in bytes, of the rank that has most. Collective."""
     comm = session.comm
@@ -183,7 +158,7 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     limit = chosen.cap or states // 3
     memory = under_cap(session, chosen, folder, limit)
     gc.collect()
-    without = fits(session, chosen, limit)
+    without = fits(session, keys_of(chosen, None), limit)
     gc.collect()
     with ExitStack() as open_:
         calls = {}

@@ -4,7 +4,10 @@ A step is timed from a barrier, its batch already read, until its end on the slo
 training must have the same weights afterwards: `check_weights`.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import resource
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -87,6 +90,40 @@ class Training:
         """End reading, and free what the exchange holds. Collective."""
         self.end_reading()
         self.trainer.close()
+
+
+@contextmanager
+def cap(nbytes: int) -> Iterator[None]:
+    """Let this process take ``nbytes`` more of private memory than it has now."""
+    status = Path("/proc/self/status").read_text()
+    held = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:"))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (held + nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def peaks(session: Session, keys: Keys) -> tuple[float, float]:
+    """Return the peaks of activations and of all bytes in the ledger, of the rank with most, in a step. Collective."""
+    with closing(Training(session, keys, 1)) as training:
+        training.next_step()()
+        ledger = training.trainer.ledger
+    most = np.array([ledger.peak["activations"], ledger.peak_total], np.float64)
+    session.comm.allreduce(most, "max")
+    return float(most[0]), float(most[1])
+
+
+def fits(session: Session, keys: Keys, nbytes: int) -> bool:
+    """Return whether a training with ``keys`` takes a step under a `cap` of ``nbytes`` on all ranks. Collective."""
+    here = True
+    try:
+        with cap(nbytes), closing(Training(session, keys, 1)) as training:
+            training.next_step()()
+    except MemoryError:
+        here = False
+    return all(session.comm.allgather_object(here))
 
 
 def measure(

@@ -6,7 +6,8 @@ computes twice (recomputation) or needlessly (scores of tokens that a causal att
 
     linear (i to o)     2 i o a token forward, as much for the gradient of its input and for that of its weight
     attention           4 h P forward, 8 h P back, with P = s (s + 1) / 2 pairs of tokens where it is causal, less
-                        (s - w) (s - w + 1) / 2 with a window of w < s, else s^2
+                        (s - w) (s - w + 1) / 2 with a window of w < s, else s^2; of packed samples the sum of that
+                        over documents of s tokens each
     block of width h    linears h -> h + 2 k (query, key and value; k columns of keys), h -> h, and a feed-forward of
                         width f: h -> f, twice for "swiglu", and f -> h
     experts             those of the m that see a token, of the shared ones, and of the router, h -> E
@@ -101,6 +102,13 @@ def attention_pairs(context: int, *, causal: bool, window: int = 0) -> int:
     return (context * (context + 1) - hidden * (hidden + 1)) // 2 if causal else context * context
 
 
+class DocumentPairs(NamedTuple):
+    """Pairs of tokens within the documents of a packed sample, in the mean: all of them, and those looked at."""
+
+    every: float
+    seen: float
+
+
 def embedding_counts(config: ModelConfig, context: int) -> UnitCounts:
     """Return the counts of the first stage of a transformer."""
     wide = context * config.hidden
@@ -128,8 +136,9 @@ def head_counts(config: ModelConfig, context: int) -> UnitCounts:
     )
 
 
-def block_counts(config: ModelConfig, context: int) -> UnitCounts:
-    """Return the counts of a block of a transformer."""
+def block_counts(config: ModelConfig, context: int, documents: DocumentPairs | None = None) -> UnitCounts:
+    """Return the counts of a block of a transformer; attention stays within ``documents``, where samples are packed."""
+    pairs = attention_pairs(context, causal=config.kind == "gpt", window=config.window)
     hidden, wide = config.hidden, config.hidden + 2 * config.kv_width
     grouped = config.kv_width != hidden
     half = _experts(config, context) if config.experts else _feed_forward(config, context, config.inner)
@@ -143,7 +152,7 @@ def block_counts(config: ModelConfig, context: int) -> UnitCounts:
     return UnitCounts(
         parameters=matrices + biases + 2 * norm_statistics(config) * hidden + half.parameters,
         linear=2 * context * matrices + half.linear,
-        attention=4 * hidden * attention_pairs(context, causal=config.kind == "gpt", window=config.window),
+        attention=round(4 * hidden * (pairs if documents is None else documents.seen)),
         kept=(
             *(*normal, *heads, sums, like),
             *(*normal, *half.kept),
@@ -366,20 +375,20 @@ class InputSizes(TypedDict, total=False):
     classes: int
 
 
-def counts(config: ModelConfig, **sizes: Unpack[InputSizes]) -> Counts:
-    """Return the numbers of the model that `hpcdist.models.build` makes of the same arguments (local, no model)."""
+def counts(config: ModelConfig, *, documents: DocumentPairs | None = None, **sizes: Unpack[InputSizes]) -> Counts:
+    """Return the numbers of the model that `hpcdist.models.build` makes of the same sizes (local, no model)."""
     if config.kind == "mlp":
         return Counts(units=_mlp(config, sizes.get("features", 0), sizes.get("classes", 0)))
     if config.kind == "convnet":
         picture = sizes.get("height", 0), sizes.get("width", 0), sizes.get("channels", 0)
         return Counts(units=_convnet(config, picture, sizes.get("classes", 0)))
-    return Counts(units=_transformer(config, sizes.get("context", 0)))
+    return Counts(units=_transformer(config, sizes.get("context", 0), documents))
 
 
-def _transformer(config: ModelConfig, context: int) -> tuple[UnitCounts, ...]:
+def _transformer(config: ModelConfig, context: int, documents: DocumentPairs | None) -> tuple[UnitCounts, ...]:
     return (
         embedding_counts(config, context),
-        *[block_counts(config, context)] * config.layers,
+        *[block_counts(config, context, documents)] * config.layers,
         head_counts(config, context),
     )
 

@@ -189,7 +189,7 @@ def prove(
     """
     if context.world.size > PROVEN_RANKS:
         return None
-    inside = None if context.context is None else context.context.messages
+    inside = None if context.context is None else context.context.messages(context.context.window)
     written = context.world.allgather_object(pickle.dumps((steps, inside)))  # read by one rank: there can be millions
     verdict: Proof | ScheduleError | None = None
     if context.world.rank == 0:
@@ -197,7 +197,8 @@ def prove(
         lists, messages = zip(*map(pickle.loads, written), strict=True)
         try:
             if grid.context > 1:
-                _prove_attention(grid, messages)
+                assert context.context is not None
+                _prove_attention(grid, messages, context.context.visited(context.context.window))
             verdict = verify(
                 lists,
                 grid=grid,
@@ -217,9 +218,11 @@ def prove(
     return verdict
 
 
-def _prove_attention(grid: ProcessGrid, messages: Sequence[Sequence[Messages]]) -> None:
+def _prove_attention(
+    grid: ProcessGrid, messages: Sequence[Sequence[Messages]], visited: Sequence[Sequence[int]]
+) -> None:
     """Prove the ``messages`` of each rank within one attention, forward and back, on every context axis (local)."""
     neighbours = PeerRanks(grid, grid.size)
     for members in dict.fromkeys(neighbours.along(("context",), rank) for rank in neighbours.workers):
         for back in (False, True):
-            prove_messages([messages[rank][back] for rank in members], members, back=back)
+            prove_messages([messages[rank][back] for rank in members], members, visited, back=back)

@@ -85,15 +85,26 @@ def context_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    window: int = 0,
 ) -> "torch.Tensor":
     """Return attention (samples, heads, tokens, size) of the own queries over the tokens of all context ranks.
 
-    ``key`` and ``value`` may have fewer heads, a divisor of those of ``query``, with ``enable_gqa``. Collective over
-    the context axis, forward and backward, when a stage runs in a run that has one; else it is PyTorch's own. Raises
-    UsageError there for masks and dropout, which are not known to other ranks, and for other shapes.
+    ``key`` and ``value`` may have fewer heads, a divisor of those of ``query``, with ``enable_gqa``. With a ``window``
+    a causal query sees no more than so many keys, the last of them at its own place; 0: all before it. Collective over
+    the context axis, forward and backward, when a stage runs in a run that has one; else it is PyTorch's own, with a
+    mask for a window. Raises UsageError for a window that is not causal, and on a context axis for masks and dropout,
+    which are not known to other ranks, and for other shapes.
     """
     pytorch, cut = library(), CURRENT.get()
+    if window < 0 or (window and (not is_causal or attn_mask is not None)):
+        raise UsageError(
+            f"context_attention got window = {window}, is_causal = {is_causal}{', a mask' * (attn_mask is not None)}; "
+            "a window is a number of tokens from 1 on (0: none), of causal attention without another mask"
+        )
     if cut is None:
+        if window:
+            attn_mask = pytorch.ones(query.shape[-2], key.shape[-2], dtype=pytorch.bool, device=query.device)
+            attn_mask, is_causal = attn_mask.tril().triu(1 - window), False
         own: torch.Tensor = pytorch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -101,8 +112,8 @@ def context_attention(
     if attn_mask is not None or dropout_p:
         given = "attn_mask" if attn_mask is not None else f"dropout_p = {dropout_p}"
         raise UsageError(
-            f"context_attention got {given}: with parallel.context there is the causal mask or none, and no dropout of "
-            "attention; use is_causal, and dropout_p = 0"
+            f"context_attention got {given}: with parallel.context there is the causal mask, with a window, or none, "
+            "and no dropout of attention; use is_causal and window, and dropout_p = 0"
         )
     batch, heads, tokens, size = query.shape if query.dim() == key.dim() == 4 else (0, 0, 0, 0)
     shared = key.shape[1]
@@ -117,7 +128,7 @@ def context_attention(
     if scale is not None:
         query = query * (scale * math.sqrt(size))
     recorded = pytorch.is_grad_enabled() and any(given.requires_grad for given in (query, key, value))
-    result: torch.Tensor = _function().apply(query, key, value, is_causal, cut, recorded)
+    result: torch.Tensor = _function().apply(query, key, value, is_causal, window, cut, recorded)
     return result
 
 
@@ -128,11 +139,13 @@ def _function() -> Any:
 
     class ContextAttention(torch.autograd.Function):  # type: ignore[name-defined]
         @staticmethod
-        def forward(ctx: Any, query: Any, key: Any, value: Any, is_causal: bool, cut: SampleCut, recorded: bool) -> Any:
+        def forward(
+            ctx: Any, query: Any, key: Any, value: Any, is_causal: bool, window: int, cut: SampleCut, recorded: bool
+        ) -> Any:
             saved, rows = cut.take(), _rows(query)
             kv = torch.cat([_rows(key), _rows(value)], dim=2)
             size = query.shape[3]
-            y = cut.attention.forward(array_of(rows), size, saved, kv=array_of(kv), causal=is_causal)
+            y = cut.attention.forward(array_of(rows), size, saved, kv=array_of(kv), causal=is_causal, window=window)
             result = _heads(tensor_of(y), size)
             if recorded:
                 ctx.cut, ctx.lease, ctx.size = cut, _Lease(cut, saved), size
@@ -147,7 +160,7 @@ def _function() -> Any:
             half = dkv.shape[2] // 2
             gradients = [_heads(part, ctx.size) for part in (dq, dkv[..., :half], dkv[..., half:])]
             ctx.lease.release()
-            return (*gradients, None, None, None)
+            return (*gradients, None, None, None, None)
 
     return ContextAttention
 

@@ -95,6 +95,7 @@ def _share(unit: ModelUnit, tensor: int, context: int, size: int, samples: int) 
         shared=shared,
         size=attention.size,
         itemsize=size,
+        window=attention.window,
     )
     # Tiles in 16 bits go by heads alone.
     return share, resolve_context_method("auto", context, heads, shared, ring=size != HALF_BYTES)

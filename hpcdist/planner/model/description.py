@@ -28,20 +28,22 @@ class ProductShape(NamedTuple):
 class AttentionShape(NamedTuple):
     """Scores of ``heads`` heads of ``size`` over ``context`` tokens; ``pairs`` of a head and sample are looked at.
 
-    With a ``window`` a token sees so many of those before it at most, 0: all.
+    With a ``window`` a token sees so many of those before it at most, 0: all. Of packed samples ``within`` are all
+    pairs within documents, looked at or not.
     """
 
     heads: int
     kv_heads: int
     size: int
     context: int
-    pairs: int
+    pairs: float
     window: int = 0
+    within: float = 0
 
     @property
-    def every_pair(self) -> int:
+    def every_pair(self) -> float:
         """All pairs, as published formulas count them, causal or not: with a window, so many for each token."""
-        return self.context * min(self.window or self.context, self.context)
+        return self.within or self.context * min(self.window or self.context, self.context)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,14 +48,15 @@ _COMMON: Final = (
 )
 
 
-def describe(shape: TransformerShape, name: str) -> ModelDescription:
+def describe(shape: TransformerShape, name: str, documents: counts.DocumentPairs | None = None) -> ModelDescription:
     """Return the units of a transformer called ``name``: an embedding, blocks, a head.
 
+    Attention stays within ``documents``, where samples are packed.
     Raises ConfigurationError where the numbers are those of no transformer.
     """
     _check(shape)
     config = config_of(shape)
-    units = _embedding(shape, config), _block(shape, config), _head(shape, config)
+    units = _embedding(shape, config), _block(shape, config, documents), _head(shape, config)
     return ModelDescription(
         name=name,
         units=units,
@@ -75,9 +76,11 @@ def of_config(
     width: int = 0,
     channels: int = 0,
     classes: int = 0,
+    documents: counts.DocumentPairs | None = None,
 ) -> ModelDescription:
     """Return the units of the model that a recipe names; the inputs are those of `hpcdist.models.build`.
 
+    Attention of a transformer stays within ``documents``, where samples are packed.
     Features and pictures are taken to be stored as float32, the widest that is usual.
     Raises ConfigurationError for a model that only its own code knows.
     """
@@ -88,7 +91,7 @@ def of_config(
         )
     if config.kind in TRANSFORMERS:
         _positive(f"data.context, which a model of kind {config.kind!r} needs,", context)
-        return describe(_shape_of(config, context), config.kind)
+        return describe(_shape_of(config, context), config.kind, documents)
     if config.kind == "mlp":
         _positive("data.features, which an mlp needs,", features)
         _positive("the number of classes", classes)
@@ -104,8 +107,7 @@ def of_config(
     else:
         for name, value in (("height", height), ("width", width), ("channels", channels), ("classes", classes)):
             _positive(f"the {name} of a picture, which a convnet needs,", value)
-        picture = {"height": height, "width": width, "channels": channels}
-        counted = counts.counts(config, classes=classes, **picture).units
+        counted = counts.counts(config, height=height, width=width, channels=channels, classes=classes).units
         numbers = height * width * channels
         units = list(_convolutions(config, counted, channels))
     largest = max(product.columns * product.rows for unit in units for product in unit.products)
@@ -164,7 +166,7 @@ def _embedding(shape: TransformerShape, config: ModelConfig) -> ModelUnit:
     )
 
 
-def _block(shape: TransformerShape, config: ModelConfig) -> ModelUnit:
+def _block(shape: TransformerShape, config: ModelConfig, documents: counts.DocumentPairs | None) -> ModelUnit:
     hidden, tokens, wide = shape.hidden, shape.context, inner(shape)
     kv = config.kv_width
     rises = 2 * wide if shape.gated else wide
@@ -207,13 +209,14 @@ def _block(shape: TransformerShape, config: ModelConfig) -> ModelUnit:
             kv_heads=shape.kv_heads or shape.heads,
             size=hidden // shape.heads,
             context=tokens,
-            pairs=attention_pairs(tokens, causal=shape.causal, window=shape.window),
+            pairs=documents.seen if documents else attention_pairs(tokens, causal=shape.causal, window=shape.window),
             window=shape.window,
+            within=documents.every if documents else 0.0,
         ),
         moved=tokens * ((10 + dropped) * hidden + turned + often * (rises + wide)),
         moved_cut=tokens * (turned + often * (rises + wide)),
         kernels=12 + (2 if shape.dropout else 0) + (1 if turned else 0) + (3 if router else 0),
-        counted=counts.block_counts(config, tokens),
+        counted=counts.block_counts(config, tokens, documents),
     )
 
 

@@ -215,10 +215,12 @@ class _Unit:
     def _pairs(self, attention: AttentionShape) -> float:
         """Return the pairs of a head and sample: on a ring, those of the rank that has most, times the ranks.
 
-        Without a window all ranks have as many.
+        Without a window all ranks have as many; of packed samples, too, as where documents lie is not known.
         """
         layout, ranks = self.layout, self.layout.context
-        if not attention.window or ranks == 1 or context_share(self.unit, layout, layout.microbatch)[1] != "ring":
+        if not attention.window or attention.within or ranks == 1:
+            return attention.pairs
+        if context_share(self.unit, layout, layout.microbatch)[1] != "ring":
             return attention.pairs
         placed = pieces(attention.context, ranks)
         return ranks * max(pairs(placed, rank, causal=True, window=attention.window) for rank in range(ranks))

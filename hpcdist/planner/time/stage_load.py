@@ -30,7 +30,7 @@ from hpcdist.planner.model.description import AttentionShape, ModelDescription, 
 from hpcdist.planner.model.stage_split import UnitGroup, chunks, recomputed, stages
 from hpcdist.planner.time.compute import cached, local_experts, local_parameters, timed_fields, unit_seconds
 from hpcdist.planner.time.network import MessageCost, collective, span
-from hpcdist.strategies.context.costs import counts_bytes, ring_exposed_s, sent_bytes
+from hpcdist.strategies.context.costs import counts_bytes, ring_exposed_s, ring_passes, sent_bytes
 
 FORWARD: Final = 0
 BACKWARD: Final = 1
@@ -43,7 +43,7 @@ LOSS_SUMS: Final = 3  # the maximum, the sum of exponentials, the logit of the r
 class AxisCollective(NamedTuple):
     """A collective of a micro-batch: when, over which axis, what, and on how many bytes.
 
-    Passes round a ring run beside ``tiles_s`` of attention; None: nothing is computed beside.
+    So many ``passes`` round a ring run beside ``tiles_s`` of attention; None: nothing is computed beside.
     """
 
     when: int
@@ -51,6 +51,7 @@ class AxisCollective(NamedTuple):
     operation: str
     nbytes: float
     tiles_s: float | None = None
+    passes: int = 0
 
 
 class StageLoad(NamedTuple):
@@ -143,7 +144,7 @@ def collective_wait(
     most: dict[str, float] = {}
     behind_s = hidden_s = 0.0
     for call, often in load.calls:
-        when, axis, operation, size, tiles_s = call
+        when, axis, operation, size, tiles_s, passes = call
         cost = known.get((axis, operation, size))
         if cost is None:
             cost = collective(operation, size, span(layout, axis, cluster), cluster)
@@ -154,7 +155,7 @@ def collective_wait(
         flags += cost.flags
         if when == OVERLAPPED:
             behind_s += often * cost.seconds
-        taken_s = cost.seconds if tiles_s is None else _exposed_s(cost.seconds, tiles_s, layout, back=when == BACKWARD)
+        taken_s = cost.seconds if tiles_s is None else _exposed_s(cost.seconds, tiles_s, passes, back=when == BACKWARD)
         hidden_s += often * (cost.seconds - taken_s)
         wait = waits[_PLACES[when]]
         wait[axis] = wait.get(axis, 0.0) + often * taken_s
@@ -163,13 +164,13 @@ def collective_wait(
     return CollectiveWait(*waits, nbytes, algorithms, tuple(dict.fromkeys(flags)), hidden_s)
 
 
-def _exposed_s(gathered_s: float, tiles_s: float, layout: ParallelLayout, *, back: bool) -> float:
-    """Return the seconds of passes round the ring that no tiles hide, given those of a gathering.
+def _exposed_s(gathered_s: float, tiles_s: float, passes: int, *, back: bool) -> float:
+    """Return the seconds of ``passes`` round the ring that no tiles hide, given those of a gathering.
 
     Back there are two of these, of keys and of gradients: each has half of what both leave.
     """
-    ranks = layout.context
-    exposed_s = ring_exposed_s(ranks, tiles_s / ranks, gathered_s / (ranks - 1), back=back)
+    blocks = passes + 1
+    exposed_s = ring_exposed_s(blocks, tiles_s / blocks, gathered_s / passes, back=back)
     return exposed_s / 2 if back else exposed_s
 
 
@@ -262,7 +263,8 @@ def _context(
 ) -> Iterator[AxisCollective]:
     """Yield what one attention exchanges over the context axis.
 
-    Passes round a ring cost as much as a gathering, and run beside the tiles of attention.
+    Passes round a ring cost as much as a gathering, of what the rank that gets most of it sees with a window, and run
+    beside the tiles of attention.
     """
     # The whole buffer: of all tokens.
     whole = layout.microbatch * attention.context * 2 * attention.kv_heads / layout.tensor * attention.size * item
@@ -274,9 +276,12 @@ def _context(
                 yield AxisCollective(FORWARD, "context", "all_to_all", there / 2)
                 yield AxisCollective(BACKWARD, "context", "all_to_all", back / 2)
             return
-        yield AxisCollective(FORWARD, "context", "all_gather", whole, attention_s[0])
-        for _ in range(2):  # keys, and their gradients
-            yield AxisCollective(BACKWARD, "context", "all_gather", whole, attention_s[1])
+        passes = ring_passes(share)
+        passed = whole * passes / (share.ranks - 1)
+        if passes:
+            yield AxisCollective(FORWARD, "context", "all_gather", passed, attention_s[0], passes)
+            for _ in range(2):  # keys, and their gradients
+                yield AxisCollective(BACKWARD, "context", "all_gather", passed, attention_s[1], passes)
         return
     yield AxisCollective(FORWARD, "context", "all_gather", whole)
     yield AxisCollective(BACKWARD, "context", "reduce_scatter", whole)

@@ -8,6 +8,7 @@ their gradients are summed on the way back. With q and k bytes of the queries an
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from math import prod
 from typing import TypeAlias, Unpack, cast
 
 from hpcdist.arrays.backend import Array
@@ -29,7 +30,7 @@ class AllToAllAttention:
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis, self._inner = axis, LocalAttention()
-        self._there, self._back = cast(tuple[HeadExchange, HeadExchange], axis.messages[0])
+        self._there, self._back = cast(tuple[HeadExchange, HeadExchange], axis.messages(axis.window)[0])
 
     def forward(self, qkv: Array, head_size: int, saved: Saved, **options: Unpack[AttentionOptions]) -> Array:
         """Return (batch, own tokens, width) for contiguous qkv (batch, own tokens, 3 width), or queries and kv."""
@@ -45,7 +46,10 @@ class AllToAllAttention:
             )
             if given is not None
         ]
-        self._exchange(self._sources(heads, qkv, kv), wholes, saved)
+        arrives = wholes[0].reshape(-1) if kv is None else None
+        placed = self._exchange(self._sources(heads, qkv, kv), [whole.shape[2] for whole in wholes], saved, arrives)
+        for whole, samples in zip(wholes, placed, strict=True):
+            whole[...] = samples
         each = heads.queries // axis.size
         first, of_heads = options.get("part") or (0, heads.queries)
         options["part"] = first + axis.rank * each, of_heads
@@ -61,14 +65,18 @@ class AllToAllAttention:
         """Return dqkv, or (dq, dkv), of the own tokens; see `LocalAttention.backward`."""
         axis, (qkv, kv, head_size) = self._axis, saved["context.given"]
         heads = heads_of(qkv, kv, head_size)
-        whole = saved.scratch("context.dy", (heads.batch, axis.context, dy.shape[2] // axis.size), dy.dtype)
-        self._exchange([[part] for part in _split(dy, axis.size)], [whole], saved)
+        parts = [[part] for part in _split(dy, axis.size)]
+        (whole,) = self._exchange(parts, [dy.shape[2] // axis.size], saved)
         found = self._inner.backward(whole, saved)
         gradients = list(found) if isinstance(found, tuple) else [found]
-        take = saved.empty if keep else saved.scratch
-        dq = take("context.dqkv", qkv.shape, qkv.dtype)
-        dkv = None if kv is None else take("context.dkv", kv.shape, kv.dtype)
-        self._exchange_back(gradients, self._targets(heads, dq, dkv), saved)
+        shapes = [given.shape for given in (qkv, kv) if given is not None]
+        if keep:
+            own = [saved.empty(f"context.dqkv{number}", shape, dy.dtype) for number, shape in enumerate(shapes)]
+        else:  # what was sent is free when they come
+            own = self._memory(saved, dy, sum(map(prod, shapes)), shapes)
+        dq, dkv = (own[0], None) if kv is None else (own[0], own[1])
+        arrives = gradients[0].reshape(-1) if kv is None else None
+        self._exchange_back(gradients, self._targets(heads, dq, dkv), saved, arrives)
         return dq if dkv is None else (dq, dkv)
 
     def _columns(self, heads: Heads, grouped: bool) -> tuple[int, ...]:
@@ -102,19 +110,43 @@ class AllToAllAttention:
         queries, *others = zip(*self._sources(heads, dq, dkv), strict=True)
         return [[(part, False) for part in queries], *(list(zip(parts, again, strict=True)) for parts in others)]
 
-    def _exchange(self, sources: list[list[Array]], wholes: list[Array], saved: Saved) -> None:
-        """Send each rank its columns of the own tokens; fill ``wholes`` (batch, context, columns) by what comes."""
-        axis, like = self._axis, wholes[0]
-        batch, columns = like.shape[0], sum(whole.shape[2] for whole in wholes)
+    def _memory(self, saved: Saved, like: Array, most: int, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+        """Return consecutive arrays in the scratch of all exchanges, of at least ``most`` elements."""
+        flat = saved.scratch("context.moved", (max(most, sum(map(prod, shapes))),), like.dtype)
+        stops = list(accumulate(map(prod, shapes), initial=0))
+        return [flat[a:b].reshape(shape) for (a, b), shape in zip(pairwise(stops), shapes, strict=True)]
+
+    def _buffers(
+        self, saved: Saved, like: Array, sent: int, came: int, after: int, arrives: Array | None
+    ) -> tuple[Array, Array]:
+        """Return memory for so many elements that are ``sent``, and for those that ``came``: ``arrives`` if they fit.
+
+        Once they came, `_memory` has room for ``after`` elements in front of them.
+        """
+        if arrives is not None and arrives.size >= came:
+            return self._memory(saved, like, max(sent, after), [(sent,)])[0], arrives[:came]
+        first, second = self._memory(saved, like, 0, [(max(sent, after),), (came,)])
+        return first[:sent], second
+
+    def _exchange(
+        self, sources: list[list[Array]], widths: Sequence[int], saved: Saved, arrives: Array | None = None
+    ) -> list[Array]:
+        """Send each rank its columns of the own tokens; return arrays (batch, context, width) by what comes.
+
+        They are scratch, until the next exchange. ``arrives`` may be the memory of what is sent: it is copied first.
+        """
+        axis, like = self._axis, sources[0][0]
+        batch, columns = like.shape[0], sum(widths)
         begins, ends = _ranges(self._there.sends, batch * columns), _ranges(self._there.receives, batch * columns)
-        send = saved.scratch("context.send", (begins[-1].stop,), like.dtype)
+        after = batch * columns * axis.context
+        send, receive = self._buffers(saved, like, begins[-1].stop, ends[-1].stop, after, arrives)
         for where, parts in zip(begins, sources, strict=True):
             message, at = send[where.slice].reshape(batch, axis.tokens, columns), 0
             for part in parts:
                 message[..., at : at + part.shape[2]] = part
                 at += part.shape[2]
-        receive = saved.scratch("context.receive", (ends[-1].stop,), like.dtype)
         axis.all_to_all(send, receive, begins, ends)
+        wholes = self._memory(saved, like, after, [(batch, axis.context, width) for width in widths])
         for rank, where in enumerate(ends):
             came = receive[where.slice].reshape(batch, -1, columns)
             for start, end, place in axis.pieces[rank]:
@@ -123,20 +155,26 @@ class AllToAllAttention:
                     width = whole.shape[2]
                     whole[:, place : place + end - start] = came[:, start:end, at : at + width]
                     at += width
+        return wholes
 
-    def _exchange_back(self, wholes: list[Array], targets: list[list[Target]], saved: Saved) -> None:
-        """Send each rank its tokens of ``wholes``; write what rank r brings to the r-th of each of ``targets``."""
+    def _exchange_back(
+        self, wholes: list[Array], targets: list[list[Target]], saved: Saved, arrives: Array | None = None
+    ) -> None:
+        """Send each rank its tokens of ``wholes``; write what rank r brings to the r-th of each of ``targets``.
+
+        ``arrives`` may be the memory of ``wholes``, and ``targets`` that of what is sent.
+        """
         axis, like = self._axis, wholes[0]
         batch, columns = like.shape[0], sum(whole.shape[2] for whole in wholes)
         begins, ends = _ranges(self._back.sends, batch * columns), _ranges(self._back.receives, batch * columns)
-        send = saved.scratch("context.send", (begins[-1].stop,), like.dtype)
+        after = sum(target.size for parts in targets for target, _ in parts)
+        send, receive = self._buffers(saved, like, begins[-1].stop, ends[-1].stop, after, arrives)
         for rank, where in enumerate(begins):
             message, at = send[where.slice].reshape(batch, -1, columns), 0
             for whole in wholes:
                 for start, end, place in axis.pieces[rank]:
                     message[:, start:end, at : at + whole.shape[2]] = whole[:, place : place + end - start]
                 at += whole.shape[2]
-        receive = saved.scratch("context.receive", (ends[-1].stop,), like.dtype)
         axis.all_to_all(send, receive, begins, ends)
         at = 0
         for parts in targets:

@@ -13,29 +13,57 @@ from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.comm.record.spans import NULL_SPANS, SpanSink, now_ns
 from hpcdist.errors import DataError
 from hpcdist.models.stage import Saved
-from hpcdist.strategies.context.operations import GRADIENTS, MEMORY, MESSAGES, Action, RingOperation
-from hpcdist.strategies.context.passes import pieces, tokens
+from hpcdist.strategies.context.operations import GRADIENTS, MEMORY, MESSAGES, Action, Messages, RingOperation
+from hpcdist.strategies.context.passes import paths, pieces, tokens
+from hpcdist.strategies.context.proof import prove_messages
 from hpcdist.strategies.schedule.observers import NanFinder
 
 
 class ContextAxis:
     """The ranks ``comm`` that share the samples of ``context`` tokens, each with its own pieces.
 
-    ``method`` is that of attention, never "auto"; ``spans`` gets the waits for passes of a ring. ``watch`` looks for
-    this rank's own bad values: where those of another rank come in, it stops. Methods are local unless they say
-    otherwise.
+    ``method`` is that of attention, never "auto", and ``window`` that of the model, 0 for none; ``spans`` gets the
+    waits for passes of a ring. ``watch`` looks for this rank's own bad values: where those of another rank come in, it
+    stops. Methods are local unless they say otherwise.
     """
 
-    def __init__(self, comm: Communicator, context: int, method: str = "ring", *, spans: SpanSink = NULL_SPANS) -> None:
-        self.comm, self.context, self.method, self._spans = comm, context, method, spans
+    def __init__(
+        self,
+        comm: Communicator,
+        context: int,
+        method: str = "ring",
+        *,
+        window: int = 0,
+        spans: SpanSink = NULL_SPANS,
+    ) -> None:
+        self.comm, self.context, self.method, self.window, self._spans = comm, context, method, window, spans
         self.rank, self.size = comm.rank, comm.size
         self.pieces = pieces(context, comm.size)
         self.own = self.pieces[comm.rank]
         self.tokens, self.most_tokens = tokens(self.own), max(map(tokens, self.pieces))
-        # The messages of one attention, forward and back.
-        self.messages = tuple(MESSAGES[method](self.pieces, comm.rank, back) for back in (False, True))
+        self._messages = {window: self._of_rank(comm.rank, window)}
         self.watch = NanFinder()
         self._spent_s = 0.0
+
+    def messages(self, window: int) -> tuple[Messages, Messages]:
+        """Return what this rank sends and awaits within one attention with a ``window``, forward and back.
+
+        That of another window than the model's, which only its own modules know, is proven at its first use.
+        """
+        if window not in self._messages:
+            lists = zip(*(self._of_rank(rank, window) for rank in range(self.size)), strict=True)
+            for back, of_ranks in enumerate(lists):
+                prove_messages(of_ranks, range(self.size), self.visited(window), back=bool(back))
+            self._messages[window] = self._of_rank(self.rank, window)
+        return self._messages[window]
+
+    def _of_rank(self, rank: int, window: int) -> tuple[Messages, Messages]:
+        make = MESSAGES[self.method]
+        return make(self.pieces, window, rank, False), make(self.pieces, window, rank, True)
+
+    def visited(self, window: int) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks that each block of keys visits round a ring: the `passes.paths`."""
+        return paths(self.pieces, window)
 
     def cut(self, samples: Array) -> Array:
         """Return this rank's tokens of ``samples`` (n, context, ...), contiguous; without columns as they are.
@@ -101,11 +129,13 @@ class ContextAxis:
 class Ring:
     """Blocks (batch, tokens of their rank, columns) that travel from each rank to the next.
 
-    Those of `operations.MEMORY`, of ``most`` columns, are scratch of ``saved``, whatever the number of ranks.
+    Those of `operations.MEMORY`, of ``most`` columns, are scratch of ``saved``, whatever the number of ranks. With a
+    ``window`` they travel no further than they are seen.
     """
 
-    def __init__(self, axis: ContextAxis, saved: Saved, like: Array, columns: int, most: int) -> None:
+    def __init__(self, axis: ContextAxis, saved: Saved, like: Array, columns: int, most: int, window: int) -> None:
         self._axis, self._saved, self._like, self._columns, self._most = axis, saved, like, columns, most
+        self._messages = cast(tuple[tuple[RingOperation, ...], ...], axis.messages(window))
 
     def block(self, memory: str, source: int) -> Array:
         """Return uninitialised scratch, one of `MEMORY`, for the block of rank ``source``."""
@@ -121,13 +151,13 @@ class Ring:
 
         ``own`` lies in memory of the caller, or in ``block("keys0", ...)``. The third of what is yielded is memory for
         the gradients of the block where that is another rank's, the fourth lets messages progress. Afterwards the
-        gradients of the own block that the others have made are in ``block(HOME, ...)``. Collective over the
-        axis.
+        gradients of the own block that the others have made are in ``block(HOME, ...)``, if any sees it. Collective
+        over the axis.
         """
         axis, blocks = self._axis, {"keys0": own}
         under_way: dict[str, tuple[Request, RingOperation]] = {}  # by memory
         was_finite = axis.watch.sees_only_finite(own)
-        for op in cast(tuple[RingOperation, ...], axis.messages[back]):
+        for op in self._messages[back]:
             if op.action is Action.TILES:
                 if op.into:
                     blocks[op.into] = self.block(op.into, op.source)

@@ -8,14 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from hpcdist.strategies.config import PIECE_TOKENS
 from hpcdist.strategies.context.operations import MEMORY
+from hpcdist.strategies.context.passes import paths, pieces, tokens
 
 PART_BYTES: Final = 1 << 20  # larger blocks travel in parts of their heads: less memory for what is on its way
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShare:
-    """Attention of ``samples`` of ``tokens`` over ``ranks``: query heads and ``shared`` ones of keys, of ``size``."""
+    """Attention of ``samples`` of ``tokens`` over ``ranks``: query heads and ``shared`` ones of keys, of ``size``.
+
+    With a ``window``, 0 for none, blocks travel round a ring no further than they are seen.
+    """
 
     ranks: int
     samples: int
@@ -24,6 +29,7 @@ class AttentionShare:
     shared: int
     size: int
     itemsize: int
+    window: int = 0
 
     @property
     def most_tokens(self) -> int:
@@ -44,11 +50,24 @@ def head_parts(share: AttentionShare) -> int:
 
 def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
     """Return the bytes that a rank sends forward and backward, the mean over the ranks."""
-    token = share.samples * share.size * share.itemsize * share.tokens * (share.ranks - 1) / share.ranks
+    each_token = share.samples * share.size * share.itemsize / share.ranks
+    token = each_token * share.tokens * (share.ranks - 1)
     if method == "ring":
+        if share.window:
+            placed = pieces(share.tokens, share.ranks)
+            passed = zip(placed, paths(placed, share.window), strict=True)
+            token = each_token * sum(tokens(own) * (len(path) - 1) for own, path in passed)
         return 2 * share.shared * token, 4 * share.shared * token
     each = 2 * (share.heads + max(share.shared, share.ranks)) / share.ranks * token
     return each, each
+
+
+def ring_passes(share: AttentionShare) -> int:
+    """Return how many blocks of other ranks the rank that gets most of them sees."""
+    if not share.window:
+        return share.ranks - 1
+    visited = paths(pieces(share.tokens, share.ranks), share.window)
+    return max(sum(rank in path for path in visited) for rank in range(share.ranks)) - 1
 
 
 def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> float:
@@ -89,10 +108,6 @@ def scratch_elements(share: AttentionShare, method: str) -> Mapping[str, int]:
         block = own * 2 * -(-share.shared // head_parts(share)) * share.size
         return {f"context.{name}": block for name in MEMORY if name != "gradients1" or share.ranks > 2}
     moved = own * share.ranks * share.exchanged_columns
-    columns = (share.heads + 2 * share.shared) * share.size
-    return {
-        "context.send": moved,
-        "context.receive": moved,
-        "context.dy": own * share.heads * share.size,
-        "context.dqkv": own * columns,
-    }
+    # What comes takes the memory of what was sent before, where query, key and value are one array and pieces are even.
+    even = share.tokens % (2 * share.ranks * PIECE_TOKENS) == 0
+    return {"context.moved": moved if even and share.heads == share.shared else 2 * moved}

@@ -5,13 +5,13 @@
 `proof.prove_messages` proves those of all ranks of the axis, before anything runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, TypeAlias
 
 from hpcdist.models.attention.tiles import Pieces
-from hpcdist.strategies.context.passes import tokens
+from hpcdist.strategies.context.passes import paths, tokens
 
 KEYS, GRADIENTS = range(2)  # tags
 # Memory of blocks, whatever the number of ranks -> tag of its messages. Of keys one is used and one comes; of gradients
@@ -56,39 +56,47 @@ class HeadExchange:
     receives: tuple[int, ...]
 
 
-def ring_operations(ranks: int, rank: int, *, back: bool) -> tuple[RingOperation, ...]:
+def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) -> tuple[RingOperation, ...]:
     """Return the passes of one attention on ``rank``, forward or ``back``: they end with nothing under way.
 
-    Every block is on its way to the next rank during the tiles over it. Gradients of a block, of all ranks that it has
-    visited, follow it during the tiles over the next one, and come home with the last pass.
+    ``visited`` are the `passes.paths` of all blocks. Every block is on its way to the next rank of its path during the
+    tiles over it. Its gradients, of all ranks that it has visited, follow it during the tiles over the next one, and
+    come home with the last pass.
     """
-    after, before, steps = (rank + 1) % ranks, (rank - 1) % ranks, []
-    for turn in range(ranks):
-        source = (rank - turn) % ranks
-        held, coming, last = f"keys{turn % 2}", f"keys{(turn + 1) % 2}", turn + 1 == ranks
-        contributes = back and turn > 0  # to the gradients of another rank's block
-        part = f"gradients{(turn + 1) % 2}"
+    steps: list[RingOperation] = []
+    count = len(visited)
+    sources = [source for turn in range(count) if rank in visited[source := (rank - turn) % count]]
+    # Gradients come to this rank of the blocks that others have seen before it, and in the end of its own.
+    awaited = [(source, visited[source][place - 1]) for source in sources if (place := visited[source].index(rank)) > 1]
+    awaited += [(rank, visited[rank][-1])] if len(visited[rank]) > 1 else []
+    for turn, source in enumerate(sources):
+        path, place, last = visited[source], visited[source].index(rank), turn + 1 == len(sources)
+        held, coming, part = f"keys{turn % 2}", f"keys{(turn + 1) % 2}", f"gradients{(turn + 1) % 2}"
+        goes_on, contributes = place + 1 < len(path), back and turn > 0  # to the gradients of another rank's block
         if not last:
-            steps.append(RingOperation(Action.RECEIVE, coming, (source - 1) % ranks, before))
-            steps.append(RingOperation(Action.SEND, held, source, after))
+            after = sources[turn + 1]
+            steps.append(RingOperation(Action.RECEIVE, coming, after, visited[after][visited[after].index(rank) - 1]))
+        if goes_on:
+            steps.append(RingOperation(Action.SEND, held, source, path[place + 1]))
+        if back and awaited and turn == 0:
+            steps.append(RingOperation(Action.RECEIVE, HOME, *awaited.pop(0)))
         if contributes and turn > 2:
-            steps.append(RingOperation(Action.WAIT, part, (source + 2) % ranks))  # it was sent, and is free again
+            steps.append(RingOperation(Action.WAIT, part, sources[turn - 2]))  # it was sent, and is free again
         steps.append(RingOperation(Action.TILES, held, source, into=part if contributes else ""))
         if contributes:
-            if turn > 1:
+            if place > 1:
                 steps.append(RingOperation(Action.WAIT, HOME, source))
                 steps.append(RingOperation(Action.ADD, HOME, source, into=part))
-            steps.append(RingOperation(Action.RECEIVE, HOME, (source - 1) % ranks, before))
-            steps.append(RingOperation(Action.SEND, part, source, after))
+                steps += [RingOperation(Action.RECEIVE, HOME, *awaited.pop(0))] if awaited else []
+            steps.append(RingOperation(Action.SEND, part, source, path[(place + 1) % len(path)]))
         if not last:
-            steps.append(RingOperation(Action.WAIT, coming, (source - 1) % ranks))
+            steps.append(RingOperation(Action.WAIT, coming, sources[turn + 1]))
+        if goes_on:
             steps.append(RingOperation(Action.WAIT, held, source))
-    if back and ranks > 1:
-        steps.append(RingOperation(Action.WAIT, HOME, rank))
-        last_parts = range(max(1, ranks - 2), ranks)  # turns
-        steps += [
-            RingOperation(Action.WAIT, f"gradients{(turn + 1) % 2}", (rank - turn) % ranks) for turn in last_parts
-        ]
+    if back:
+        steps += [RingOperation(Action.WAIT, HOME, rank)] if len(visited[rank]) > 1 else []
+        last_parts = range(max(1, len(sources) - 2), len(sources))  # turns
+        steps += [RingOperation(Action.WAIT, f"gradients{(turn + 1) % 2}", sources[turn]) for turn in last_parts]
     return tuple(steps)
 
 
@@ -99,8 +107,8 @@ def head_exchanges(placed: tuple[Pieces, ...], rank: int) -> tuple[HeadExchange,
 
 
 Messages: TypeAlias = tuple[RingOperation, ...] | tuple[HeadExchange, ...]
-# By method: of one attention on a rank, forward or back.
-MESSAGES: Final[dict[str, Callable[[tuple[Pieces, ...], int, bool], Messages]]] = {
-    "ring": lambda placed, rank, back: ring_operations(len(placed), rank, back=back),
-    "all_to_all": lambda placed, rank, back: head_exchanges(placed, rank),
+# By method: of one attention with a window (0: without) on a rank, forward or back.
+MESSAGES: Final[dict[str, Callable[[tuple[Pieces, ...], int, int, bool], Messages]]] = {
+    "ring": lambda placed, window, rank, back: ring_operations(paths(placed, window), rank, back=back),
+    "all_to_all": lambda placed, window, rank, back: head_exchanges(placed, rank),
 }

@@ -3,7 +3,9 @@
 Pure integers: the same functions place samples, run attention, and count pairs and bytes for the planner.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hpcdist.arrays.ranges import split
 from hpcdist.models.attention.tiles import Pieces, one_piece
@@ -18,7 +20,8 @@ assert PIECE_TOKENS % WORDS_PER_COUNTER == 0, "tiles of a mask of dropout begin 
 class Visit:
     """The block of keys and values of rank ``source`` on another rank.
 
-    Queries from the local row ``from_row`` on see ``keys``, pieces of the block; nobody sees the rest of it.
+    Queries from the local row ``from_row`` on see ``keys``, pieces of the block, without a window all of it; no query
+    sees the rest.
     """
 
     source: int
@@ -64,6 +67,31 @@ def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visi
             keys = keys if tokens(placed[rank]) > from_row else ()
         visited.append(Visit(source, from_row, keys))
     return tuple(visited)
+
+
+@lru_cache(maxsize=256)
+def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks that each rank's block visits, in the order of the ring: its own, then the others.
+
+    With a ``window`` those alone that see it: queries of a piece see keys of so many pieces before it as those of any
+    piece do, which leaves a pattern in which no ranks wait in a circle, also where pieces are uneven.
+    """
+    ranks = len(placed)
+    numbers = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]  # of the pieces
+    reach = _reach(placed, window) if window else 2 * ranks
+
+    def sees(rank: int, source: int) -> bool:
+        return any(0 <= own - other <= reach for own in numbers[rank] for other in numbers[source])
+
+    others = [[(source + step) % ranks for step in range(1, ranks)] for source in range(ranks)]
+    return tuple((source, *(rank for rank in row if sees(rank, source))) for source, row in enumerate(others))
+
+
+def _reach(placed: tuple[Pieces, ...], window: int) -> int:
+    """Return how many pieces before its own a query sees at most."""
+    every = [own[0] for own in placed] + [own[-1] for own in reversed(placed)]
+    starts = [place for start, end, place in every if end > start]
+    return max(number - bisect_right(starts, max(0, place - window + 1)) + 1 for number, place in enumerate(starts))
 
 
 def pairs(placed: tuple[Pieces, ...], rank: int, *, causal: bool, window: int = 0) -> int:

@@ -5,10 +5,10 @@ other side to be posted (no message is taken to be buffered). The n-th send to a
 as in MPI. No rank ever has a choice, so a run that ends here ends always.
 
 What is proven: no ranks wait in a circle; each receive gets the block that it is meant for; no memory is used while a
-message of it is under way; own queries see the keys of every rank once; back, the gradients of each block come home
-with the part of every other rank, once. At its end nothing is under way, so one attention cannot take a message of
-another: the forwards and backwards of a schedule, which the members of an axis begin in the same order
-(`hpcdist.strategies.schedule.verify.deadlock`), stay apart.
+message of it is under way; own queries see the keys of every rank, within a window if there is one, once; back, the
+gradients of each block come home with the part of every other rank that sees it, once. At its end nothing is under way,
+so one attention cannot take a message of another: the forwards and backwards of a schedule, which the members of an
+axis begin in the same order (`hpcdist.strategies.schedule.verify.deadlock`), stay apart.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,13 @@ Path: TypeAlias = tuple[int, int, int]  # from, to, tag
 Content: TypeAlias = tuple[int, frozenset[int]]  # rank whose block it is, and those who have added to its gradients
 
 
-def prove_messages(lists: Sequence[Messages], ranks: Sequence[int], *, back: bool) -> None:
+def prove_messages(
+    lists: Sequence[Messages], ranks: Sequence[int], visited: Sequence[Sequence[int]], *, back: bool
+) -> None:
     """Prove that the ``lists``, of the members of an axis, are one attention, forward or ``back``.
 
-    ``ranks`` are their numbers in the job. Raises ScheduleError, which names rank and operation.
+    ``ranks`` are their numbers in the job, and ``visited`` the `passes.paths` of their blocks round a ring. Raises
+    ScheduleError, which names rank and operation.
     """
     rings = [[op for op in row if isinstance(op, RingOperation)] for row in lists]
     exchanges = [[op for op in row if isinstance(op, HeadExchange)] for row in lists]
@@ -37,7 +40,7 @@ def prove_messages(lists: Sequence[Messages], ranks: Sequence[int], *, back: boo
             "rank the same recipe and the same version"
         )
     else:
-        _RingRun(rings, ranks).run(back=back)
+        _RingRun(rings, ranks, visited).run(back=back)
 
 
 def _check_exchanges(lists: Sequence[Sequence[HeadExchange]], ranks: Sequence[int]) -> None:
@@ -60,8 +63,10 @@ def _check_exchanges(lists: Sequence[Sequence[HeadExchange]], ranks: Sequence[in
 class _RingRun:
     """Dry run of the lists of all ranks of a ring; ``names`` are their numbers in the job."""
 
-    def __init__(self, lists: Sequence[Sequence[RingOperation]], names: Sequence[int]) -> None:
-        self._lists, self._names, self._at = lists, names, [0] * len(lists)
+    def __init__(
+        self, lists: Sequence[Sequence[RingOperation]], names: Sequence[int], visited: Sequence[Sequence[int]]
+    ) -> None:
+        self._lists, self._names, self._visited, self._at = lists, names, visited, [0] * len(lists)
         # Of each rank by memory: what it holds, and the message that uses it with its path and number there.
         self._holds: list[dict[str, Content]] = [{"keys0": (rank, frozenset())} for rank in range(len(lists))]
         self._busy: list[dict[str, tuple[RingOperation, Path, int]]] = [{} for _ in lists]
@@ -87,14 +92,14 @@ class _RingRun:
             self._check_end(rank, back=back)
 
     def _check_end(self, rank: int, *, back: bool) -> None:
-        everyone = set(range(len(self._lists)))
-        if sorted(self._seen[rank]) != sorted(everyone):
+        due = [source for source, path in enumerate(self._visited) if rank in path]
+        if sorted(self._seen[rank]) != due:
             raise ScheduleError(
                 f"rank {self._names[rank]}: its queries see the keys of {self._seen[rank]} of its context axis, where "
-                f"those of each of {len(everyone)} are due once"
+                f"those of each of {due} are due once"
             )
-        home, others = self._holds[rank].get(HOME), everyone - {rank}
-        if back and others and home != (rank, frozenset(others)):
+        home, others = self._holds[rank].get(HOME), frozenset(self._visited[rank][1:])
+        if back and others and home != (rank, others):
             raise ScheduleError(f"rank {self._names[rank]}: gradients of its keys do not come home: {home}")
 
     def _step(self, rank: int, op: RingOperation) -> bool:

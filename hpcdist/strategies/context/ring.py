@@ -53,7 +53,7 @@ class RingAttention:
         dropout, part = options.get("dropout", 0.0), options.get("part")
         dropped = mask_of_heads(saved, dropout, heads.queries, axis.context, part)
         forward, documents = TiledForward(heads, saved, qkv, y, sums, window, axis.most_tokens), saved.documents
-        for travelling in self._parts(heads, saved, qkv, kv):
+        for travelling in self._parts(heads, saved, qkv, kv, window):
             for source, block, _, poll in travelling.rounds():
                 own, from_row = source == axis.rank, 0
                 keys = KeyRows(heads, axis.own, qkv, kv)
@@ -78,7 +78,7 @@ class RingAttention:
         kernels.row_dots(dy, y, heads.queries, dots)
         backward = TiledBackward(heads, saved, axis.own, (qkv, dy, dq), sums, dots, window, axis.most_tokens)
         keys, gradients = KeyRows(heads, axis.own, qkv, kv), KeyGradients(heads, dq, dkv)
-        for travelling in self._parts(heads, saved, qkv, kv):
+        for travelling in self._parts(heads, saved, qkv, kv, window):
             for source, block, part, poll in travelling.rounds(back=True):
                 if part is None:  # the own block
                     for chunk in travelling.chunks(documents):
@@ -100,7 +100,8 @@ class RingAttention:
                         for rows in blocks(visit.keys, QUERY_BLOCK, *seen) if span[0] < span[1] else ():
                             backward.block(chunk, rows, theirs, into, dropped, causal=False, begins=False, span=span)
                     poll()
-            travelling.add_home(dq if dkv is None else dkv)
+            if len(axis.visited(window)[axis.rank]) > 1:
+                travelling.add_home(dq if dkv is None else dkv)
         return dq if dkv is None else (dq, dkv)
 
     def _spans(self, documents: Documents | None, chunk: HeadChunk, source: int) -> Iterator[tuple[Span, Span]]:
@@ -108,7 +109,7 @@ class RingAttention:
         own, theirs = (chunk.spans(documents, self._axis.pieces[rank]) for rank in (self._axis.rank, source))
         return zip(own, theirs, strict=True)
 
-    def _parts(self, heads: Heads, saved: Saved, qkv: Array, kv: Array | None) -> Iterator["_Travelling"]:
+    def _parts(self, heads: Heads, saved: Saved, qkv: Array, kv: Array | None, window: int) -> Iterator["_Travelling"]:
         """Yield the parts of the shared heads that travel one after the other: the same on all ranks."""
         axis, columns = self._axis, 2 * heads.size
         share = AttentionShare(
@@ -123,7 +124,7 @@ class RingAttention:
         # On a GPU kernels take all heads at once.
         parts = split(heads.shared, 1 if is_device(qkv) else head_parts(share), itemsize=1, align_bytes=1)
         for part in parts:
-            ring = Ring(axis, saved, qkv, part.size * columns, parts[0].size * columns)
+            ring = Ring(axis, saved, qkv, part.size * columns, parts[0].size * columns, window)
             yield _Travelling(ring, heads, part, qkv, kv, axis.rank)
 
 

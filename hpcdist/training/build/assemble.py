@@ -305,7 +305,7 @@ def _context_axis(recipe: Recipe, axes: GridCommunicators, spans: SpanSink) -> C
     method = resolve_context_method(parallel.context_method, parallel.context, *heads, ring=ring)
     if model.kind in FOREIGN:
         method = "ring"  # how many heads a module has only it knows
-    return ContextAxis(axes.context, recipe.data.context, method, spans=spans)
+    return ContextAxis(axes.context, recipe.data.context, method, window=model.window, spans=spans)
 
 
 def _rank_context(

@@ -14,6 +14,7 @@ import numpy as np
 from hpcdist.arrays.jit import jit
 from hpcdist.errors import DataError
 from hpcdist.models.config import ModelConfig
+from hpcdist.models.counts import DocumentPairs, attention_pairs
 from hpcdist.models.documents import PackedTokens
 from hpcdist.models.stage import IGNORED
 from hpcdist.training.data.samples import Batch, FilledSamples, MaskedSamples, Sliceable
@@ -132,6 +133,15 @@ class PackedSamples:
         """The share of all places that hold no document."""
         return 1 - float(self._filled.sum()) / (self.count * self._context)
 
+    def pairs(self, *, causal: bool, window: int) -> DocumentPairs:
+        """Return the pairs of tokens in the documents of a sample, in the mean; padding is computed as one more."""
+        lengths, often = np.unique(np.append(self._sizes, self._context - self._filled), return_counts=True)
+        every = seen = 0
+        for length, count in zip(lengths.tolist(), often.tolist(), strict=True):
+            every += count * length * min(window or length, length)
+            seen += count * attention_pairs(length, causal=causal, window=window)
+        return DocumentPairs(every / self.count, seen / self.count)
+
     def filled(self, indices: np.ndarray) -> np.ndarray:
         """Return how many places of each sample hold documents, those in front."""
         filled: np.ndarray = self._filled[indices]
@@ -165,13 +175,14 @@ class PackedSamples:
 class PackedSplit:
     """Packed samples to train on, of the tokens in front of ``stop``, and to validate with, None for none.
 
-    ``padding`` is the share of the places to train on that hold no document.
+    ``padding`` is the share of the places to train on that hold no document, ``pairs`` are `PackedSamples.pairs`.
     """
 
     training: FilledSamples
     validation: FilledSamples | None
     stop: int
     padding: float
+    pairs: DocumentPairs
     described: str
 
 
@@ -198,6 +209,7 @@ def split_documents(
         samples(packed(stop, ends[number:])) if number < len(ends) else None,
         stop,
         training.padding,
+        training.pairs(causal=predicting, window=model.window),
         f"{training.documents:,} documents in {training.count:,} samples of {config.context}, of which "
         f"{training.padding:.1%} is padding",
     )

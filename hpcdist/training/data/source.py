@@ -23,6 +23,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import DataError, HpcdistError
 from hpcdist.models.config import FOREIGN, TRANSFORMERS, ModelConfig
+from hpcdist.models.counts import DocumentPairs
 from hpcdist.models.documents import PackedTokens
 from hpcdist.models.stage import IGNORED, check_tokens
 from hpcdist.reporting import regular, user_cache
@@ -205,6 +206,7 @@ class Source:
     digest: str = ""
     padding: float | None = None  # of packed training samples, the share of their places
     targets: float | None = None  # of those, the targets of a sample in the mean
+    documents: DocumentPairs | None = None  # of those, the pairs that attention has
 
     def made(self, scalars: Mapping[str, Any]) -> bool:
         """Whether a checkpoint with ``scalars`` is of this data, as far as both sides know it."""
@@ -383,6 +385,7 @@ def _packed_source(
         {"context": config.context},
         state.hexdigest(),
         padding=split.padding,
+        documents=split.pairs,
         targets=training.targets(np.arange(training.count)) / training.count,
     )
 

@@ -140,12 +140,15 @@ def utilisation_figures(comm: Communicator, trainer: Trainer, tokens_per_s: floa
     """Return the operations of a step per sample and per second, the peak, and the share of it (MFU). Collective.
 
     The peak is that of a matrix product in the type that the model computes in, measured on all computing ranks at
-    once, and summed over them. What is not known is None, with ``mfu_reason``: ``why_not`` where there is no speed.
+    once, and summed over them. Attention of packed samples counts within documents, and padding as it is computed. What
+    is not known is None, with ``mfu_reason``: ``why_not`` where there is no speed.
     """
     utilisation: dict[str, Any] = dict.fromkeys(UTILISATION_FIGURES)
     if trainer.recipe.model.kind in FOREIGN:
         return utilisation | {"mfu_reason": USER_MODEL_NOT_COUNTED}
-    utilisation["flops_per_sample"] = counts(trainer.recipe.model, **trainer.source.inputs).flops
+    utilisation["flops_per_sample"] = counts(
+        trainer.recipe.model, documents=trainer.source.documents, **trainer.source.inputs
+    ).flops
     if math.isnan(tokens_per_s):
         return utilisation | {"mfu_reason": why_not}
     utilisation["flops_per_s"] = tokens_per_s / trainer.model.tokens_per_sample * utilisation["flops_per_sample"]

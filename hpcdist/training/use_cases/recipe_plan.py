@@ -5,17 +5,23 @@ planner describes (asynchronous replicas, schedules from a file) are refused.
 """
 
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import ConfigurationError, DataError, HpcdistError
 from hpcdist.models.config import TRANSFORMERS
 from hpcdist.planner.layout import COMPRESSIONS, STRATEGIES, ParallelLayout
 from hpcdist.planner.model.description import ModelDescription
+from hpcdist.reporting.units import format_bytes
 from hpcdist.strategies.config import resolve_context_method
 from hpcdist.strategies.schedule.generate.registry import FILE
 
 if TYPE_CHECKING:
+    from hpcdist.models.counts import DocumentPairs
+    from hpcdist.training.data.source import Source
     from hpcdist.training.recipe.recipe import Recipe
+
+MOST_READ_BYTES: Final = 1 << 30  # of data, for the lengths of documents
 
 # Compressors of a recipe -> that of the planner which sends as much.
 _PLANNED_COMPRESSION: Final = {
@@ -61,7 +67,7 @@ def plan_of_recipe(recipe: "Recipe", name: str) -> PlanSubject:
     batch = recipe.run.global_batch
     if recipe.run.batch_warmup:
         notes.append(f"run.batch_warmup: all steps are planned with the {batch} samples of the last ones")
-    steps, description = recipe.run.steps, _description(recipe, name)
+    steps, description = recipe.run.steps, _description(recipe, name, notes)
     return PlanSubject(
         description=description, layout=layout, global_batch=batch, steps=steps, notes=tuple(notes), of_recipe=True
     )
@@ -82,21 +88,51 @@ def _refuse(recipe: "Recipe") -> None:
         )
 
 
-def _description(recipe: "Recipe", name: str) -> ModelDescription:
+def _description(recipe: "Recipe", name: str, notes: list[str]) -> ModelDescription:
     from hpcdist.planner.model import transformer
 
+    documents = None
     if recipe.model.kind in TRANSFORMERS:
         inputs = {"context": recipe.data.context}
+        documents = _documents(recipe, notes) if recipe.data.packed else None
     elif recipe.model.kind == "mlp" and not recipe.data.path:
         inputs = {"features": recipe.data.context, "classes": 256}  # the next byte of a text
     elif recipe.model.kind in ("mlp", "convnet"):
-        from hpcdist.comm.threads.communicator import solo
-        from hpcdist.training.data.source import open_source
-
-        inputs = open_source(recipe.data, recipe.model, solo(), digests=False).inputs
+        inputs = _source(recipe).inputs
     else:
         inputs = {}
-    return replace(transformer.of_config(recipe.model, **inputs), name=name)
+    return replace(transformer.of_config(recipe.model, documents=documents, **inputs), name=name)
+
+
+def _source(recipe: "Recipe") -> "Source":
+    from hpcdist.comm.threads.communicator import solo
+    from hpcdist.training.data.source import open_source
+
+    return open_source(recipe.data, recipe.model, solo(), digests=False)
+
+
+def _documents(recipe: "Recipe", notes: list[str]) -> "DocumentPairs | None":
+    """Return the pairs that attention has in packed samples, None where the documents are not known here."""
+    from hpcdist.models.counts import attention_pairs
+
+    model, path = recipe.model, Path(recipe.data.path)
+    try:
+        if path.is_file() and path.stat().st_size > MOST_READ_BYTES:
+            raise DataError(f"{path} is larger than {format_bytes(MOST_READ_BYTES)}, the most that a plan reads")
+        documents = _source(recipe).documents
+    except HpcdistError as error:
+        notes.append(
+            "data.packed: attention is planned over the whole context, the most that it can be, as the documents are "
+            f"not known here: {error}"
+        )
+        return None
+    assert documents is not None
+    whole = attention_pairs(recipe.data.context, causal=model.kind == "gpt", window=model.window)
+    notes.append(
+        "data.packed: attention is planned within the documents of the data, which have "
+        f"{documents.seen / whole:.1%} of the pairs of tokens of whole contexts"
+    )
+    return documents
 
 
 def _layout(recipe: "Recipe", notes: list[str]) -> ParallelLayout:

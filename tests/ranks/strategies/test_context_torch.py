@@ -32,15 +32,15 @@ class Embed(nn.Module):
 class Block(nn.Module):
     """Attention with two heads of keys, and a scale of its own."""
 
-    def __init__(self, attention=context_attention) -> None:
+    def __init__(self, attention=context_attention, **seen) -> None:
         super().__init__()
-        self.norm, self.attention = nn.LayerNorm(HIDDEN), attention
+        self.norm, self.attention, self.seen = nn.LayerNorm(HIDDEN), attention, {"is_causal": True} | seen
         self.qkv, self.out = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x):
         parts = self.qkv(self.norm(x)).unflatten(2, (2 * HEADS, -1)).transpose(1, 2)
         q, k, v = parts[:, :HEADS], parts[:, HEADS : HEADS + 2], parts[:, HEADS + 2 :]
-        mixed = self.attention(q, k, v, is_causal=True, scale=0.7, enable_gqa=True)
+        mixed = self.attention(q, k, v, **self.seen, scale=0.7, enable_gqa=True)
         return x + self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -79,11 +79,20 @@ def axis(comm):
     return ContextAxis(comm, CONTEXT)
 
 
-def test_attention_of_wrapped_modules_is_that_of_whole_samples(axis, rng):
+def banded(window):
+    """Return the mask of a window, of all tokens without one, made pair by pair."""
+    window = window or CONTEXT
+    return torch.tensor([[0 <= row - column < window for column in range(CONTEXT)] for row in range(CONTEXT)])
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 14])
+def test_attention_of_wrapped_modules_is_that_of_whole_samples(window, axis, rng):
+    """With a window that only the modules know, blocks of keys pass by the ranks that see none of them."""
     seed, tokens = int(rng.integers(1 << 31)), rng.integers(0, VOCABULARY, (3, CONTEXT + 1))
     x, y = tokens[:, :-1], tokens[:, 1:]
-    total, gradient = step(wrapped(language_model(seed, attention=functional.scaled_dot_product_attention), x), x, y)
-    model = cut_context(wrapped(language_model(seed), x), axis)
+    pytorch = {"attention": functional.scaled_dot_product_attention, "is_causal": False, "attn_mask": banded(window)}
+    total, gradient = step(wrapped(language_model(seed, **pytorch), x), x, y)
+    model = cut_context(wrapped(language_model(seed, window=window), x), axis)
     assert model.stages[-1].output_shape(2) == (2, axis.tokens, VOCABULARY)
     with pytest.raises(DataError, match="cuts samples of 21 tokens"):
         axis.cut(x[:, 1:])
@@ -103,6 +112,8 @@ def test_modules_that_would_not_see_other_ranks_are_refused(axis, rng):
         step(cut_context(wrapped(blind, x), axis), cut, cut)
     with pytest.raises(UsageError, match="no dropout of attention"):
         step(cut_context(wrapped(language_model(1, attention=masked), x), axis), cut, cut)
+    with pytest.raises(UsageError, match="window = 3, is_causal = False"):
+        step(cut_context(wrapped(language_model(1, window=3, is_causal=False), x), axis), cut, cut)
     with pytest.raises(ConfigurationError, match="tokens_per_sample"):
         cut_context(wrap(blind, loss, example=x[:1]), axis)
     keys = recipe_keys("parallel.context=2 kind=given")
@@ -114,4 +125,10 @@ def test_without_context_ranks_it_is_attention_of_pytorch():
     q = torch.randn(2, 4, 5, 3)
     expected = functional.scaled_dot_product_attention(q, q, q, dropout_p=0.0, is_causal=True)
     assert (context_attention(q, q, q, is_causal=True) == expected).all()
+    q = torch.randn(2, 4, CONTEXT, 3)
+    expected = functional.scaled_dot_product_attention(q, q, q, banded(4))
+    assert (context_attention(q, q, q, is_causal=True, window=4) == expected).all()
+    for wrong in ({"window": -1, "is_causal": True}, {"window": 4}, {"window": 4, "attn_mask": banded(4)}):
+        with pytest.raises(UsageError, match="a window is a number of tokens"):
+            context_attention(q, q, q, **wrong)
     assert context_positions(4).tolist() == [0, 1, 2, 3]

@@ -7,8 +7,11 @@ from harness.documents import spans
 from harness.trainings import TOLERANCE, alone, check_training, difference, losses, recipe_keys, refused, trainer_of
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads, solo
+from hpcdist.models.attention import kernels
+from hpcdist.models.counts import counts
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import IGNORED
+from hpcdist.training.observe.figures import utilisation_figures
 from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 20
@@ -99,6 +102,33 @@ def test_a_step_is_that_of_each_document_alone(changed, text):
     assert len(parts) > len(given)
     np.testing.assert_allclose(loss, expected, rtol=1e-12)
     assert np.linalg.norm(whole - apart) <= 1e-12 * np.linalg.norm(apart)
+
+
+@pytest.mark.parametrize("changed", ["", "window=5", "kind=encoder"])
+def test_operations_are_those_that_attention_computes(changed, text, monkeypatch):
+    """The pairs that kernels look at in an epoch, counted in their tiles, are those that the summary counts."""
+    looked, advance = [], kernels.softmax_advance
+
+    def counted(tile, where, *rest):
+        (pairs, rows, columns), (_, _, first, stop, _) = tile.shape, where
+        seen = [min(stop + row, columns) - max(first + row, 0) for row in range(rows)]
+        looked.append(pairs * sum(max(0, number) for number in seen))
+        advance(tile, where, *rest)
+
+    monkeypatch.setattr(kernels, "softmax_advance", counted)
+    keys = {**KEYS, "data.path": text, **recipe_keys(changed)}
+    trainer = trainer_of(solo(), keys)
+    source, config = trainer.source, trainer.recipe.model
+    trainer = trainer_of(solo(), keys | {"run.global_batch": source.training.count})
+    looked.clear()
+    losses(trainer, 1)
+    samples, blocks = source.training.count, config.layers
+    assert sum(looked) == pytest.approx(samples * blocks * config.heads * source.documents.seen, rel=1e-12)
+    told = utilisation_figures(solo(), trainer, float("nan"), "no speed")["flops_per_sample"]
+    whole = counts(config, context=26)
+    attention = 3 * 4 * config.hidden * sum(looked) / (samples * config.heads)
+    linear = whole.flops - 3 * sum(unit.attention for unit in whole.units)
+    assert told == pytest.approx(linear + attention, rel=1e-6) and told < whole.flops
 
 
 def test_a_run_goes_on_where_it_was_on_other_ranks(text, tmp_path):

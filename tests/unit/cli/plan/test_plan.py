@@ -254,6 +254,20 @@ def test_what_a_plan_leaves_out_of_a_recipe_is_told(key, said, planned, recipe):
     assert said in " ".join(planned(recipe(RECIPE), *ON, "--set", key)["flags"])
 
 
+def test_attention_of_packed_documents_is_planned_within_them(planned, recipe, tmp_path):
+    """Without data to measure them it is that of whole contexts, and a note says so."""
+    keys = [f"--set={key}" for key in ("data.context=512", "data.packed=true", "data.document_end=10")]
+    keys.append("--set=data.validation_fraction=0")
+    path = recipe(RECIPE)
+    (tmp_path / "lines.txt").write_text("a line of 32 bytes, with its end\n" * 800)  # 32 places each, 16 a sample
+    within = planned(path, *ON, *keys, f"--set=data.path={tmp_path / 'lines.txt'}")
+    whole = planned(path, *ON, *keys, f"--set=data.path={tmp_path / 'none'}")
+    assert whole["step_s"] == planned(path, *ON, keys[0])["step_s"] > within["step_s"]
+    assert within["memory"] == whole["memory"]
+    assert f"have {33 / 513:.1%} of the pairs of tokens of whole contexts" in " ".join(within["flags"])
+    assert "the most that it can be" in " ".join(whole["flags"])
+
+
 @cases(
     "more, told",
     ([], True),

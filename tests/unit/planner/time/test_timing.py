@@ -165,6 +165,16 @@ def test_the_context_axis_gathers_keys_and_values():
     assert found.terms["context"] > 0
 
 
+def test_a_ring_passes_on_what_a_window_sees():
+    """Of pieces of 48 tokens in 4 ranks: none, those of both neighbours, or all that there are."""
+
+    def sent(window):
+        model = describe(replace(SHAPE, heads=7, kv_heads=0, hidden=448, context=384, window=window), "gpt")
+        return timing(model, replace(LAYOUT, context=4), CLUSTER, 8).bytes.get("context", 0.0)
+
+    assert [sent(window) / sent(0) for window in (1, 2, 48, 384)] == pytest.approx([0, 2 / 3, 2 / 3, 1])
+
+
 @pytest.mark.parametrize("context", [2, 3, 4])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_passes_round_a_ring_hide_behind_the_tiles_of_attention(context, recompute):

@@ -16,7 +16,7 @@ from hpcdist.models.stage import Draw
 from hpcdist.strategies.context.axis import ContextAxis
 from hpcdist.strategies.context.costs import AttentionShare, sent_bytes
 from hpcdist.strategies.context.model import METHODS
-from hpcdist.strategies.context.passes import pairs, pieces, tokens, visits
+from hpcdist.strategies.context.passes import pairs, paths, pieces, tokens, visits
 from hpcdist.strategies.context.ring import RingAttention
 
 
@@ -47,6 +47,12 @@ def test_every_pair_of_a_query_and_a_key_is_on_one_rank(ranks, rng):
         seen = np.tri(context, dtype=int) - np.tri(context, k=-window, dtype=int)
         for rank, own in enumerate(placed):
             assert pairs(placed, rank, causal=True, window=window) == seen[places(own)].sum()
+        for source, path in enumerate(paths(placed, window)):
+            steps = [(rank - source) % ranks for rank in path]
+            assert steps == sorted(steps) and path[0] == source, "in the order of the ring"
+            for rank in set(range(ranks)) - {source}:
+                looks = seen[np.ix_(places(placed[rank]), places(placed[source]))].any()
+                assert rank in path if looks else rank not in path or context % (8 * ranks), "or pieces are uneven"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -75,8 +81,9 @@ def attention(inputs, dy, size, options, draw, make, cut=lambda x: x, documents=
     ("ring", 4, 13, 2, 2, True, 0.1, 0),  # ranks without a tail
     ("ring", 8, 200, 2, 0, True, 0.2, 0),
     ("ring", 2, 40, 4, 0, True, 0.0, 5),
-    ("ring", 3, 131, 4, 2, True, 0.3, 30),  # tails whose rows see nothing of the head, or a part
-    ("ring", 4, 150, 4, 1, True, 0.0, 1),
+    ("ring", 3, 131, 4, 2, True, 0.3, 20),  # tails whose rows see nothing of the head; blocks that some ranks do not
+    ("ring", 4, 150, 4, 1, True, 0.0, 1),  # nobody sees another rank's
+    ("ring", 8, 200, 2, 0, True, 0.2, 17),
     ("ring", 2, 1400, 2, 1, True, 0.2, 300),
     ("all_to_all", 4, 37, 8, 1, True, 0.3, 9),
     ("all_to_all", 2, 40, 4, 0, True, 0.2, 0),
@@ -93,7 +100,7 @@ def test_attention_is_that_of_whole_samples(method, ranks, context, heads, share
     expected = attention((qkv, kv), dy, size, options, draw, LocalAttention)
 
     def body(comm):
-        axis = ContextAxis(comm, context, method)
+        axis = ContextAxis(comm, context, method, window=window)
         with count_traffic(comm) as traffic:
             got = attention((qkv, kv), dy, size, options, draw, lambda: METHODS[method](axis), axis.cut)
         for one, want in zip(got, expected, strict=True):
@@ -106,11 +113,16 @@ def test_attention_is_that_of_whole_samples(method, ranks, context, heads, share
     together = run_threads(ranks, body)
     token = batch * size * 8  # bytes of a head
     shared = shared or heads
-    sent = 6 * context * shared * (ranks - 1)  # 2 (c - 1) / c a rank forward, twice that backward
+    # Keys and values forward, and with their gradients backward, of each block to those that see it.
+    placed = pieces(context, ranks)
+    visitors = [len(path) - 1 for path in paths(placed, window if method == "ring" else 0)]
+    assert window or visitors == [ranks - 1] * ranks
+    sent = 6 * shared * sum(tokens(own) * count for own, count in zip(placed, visitors, strict=True))
     if method == "all_to_all":
         sent = 4 * context * (heads + max(shared, ranks)) * (ranks - 1) // ranks
     assert sum(bytes_sent for bytes_sent, _ in together) == sent * token
     sizes = {"samples": batch, "tokens": context, "heads": heads, "shared": shared, "size": size, "itemsize": 8}
+    sizes["window"] = window
     planned = sum(sent_bytes(AttentionShare(ranks=ranks, **sizes), method))
     assert planned * ranks == pytest.approx(sent * token, rel=1e-12)
     assert sum(own for _, own in together) == context

@@ -9,7 +9,7 @@ import pytest
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.context.costs import AttentionShare, ring_exposed_s, scratch_elements
 from hpcdist.strategies.context.operations import MEMORY, Action, HeadExchange, head_exchanges, ring_operations
-from hpcdist.strategies.context.passes import pieces
+from hpcdist.strategies.context.passes import paths, pieces
 from hpcdist.strategies.context.proof import prove_messages
 from hpcdist.strategies.schedule.generate.operation_list import compute_operations
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
@@ -22,8 +22,13 @@ MESSAGES = (Action.SEND, Action.RECEIVE)
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2}  # schedule -> chunks of a rank
 
 
-def rings(ranks, back):
-    return [list(ring_operations(ranks, rank, back=back)) for rank in range(ranks)]
+def visited(ranks, window=0):
+    """Return the ranks that each block visits, of pieces of 4 tokens."""
+    return paths(pieces(8 * ranks, ranks), window)
+
+
+def rings(ranks, back, window=0):
+    return [list(ring_operations(visited(ranks, window), rank, back=back)) for rank in range(ranks)]
 
 
 def heads(context, ranks):
@@ -31,16 +36,16 @@ def heads(context, ranks):
     return [list(head_exchanges(placed, rank)) for rank in range(ranks)]
 
 
-def refused(lists, back, match="rank"):
+def refused(lists, back, match="rank", window=0):
     with pytest.raises(ScheduleError, match=match):
-        prove_messages(lists, range(10, 10 + len(lists)), back=back)
+        prove_messages(lists, range(10, 10 + len(lists)), visited(len(lists), window), back=back)
 
 
 @pytest.mark.parametrize("back", [False, True])
 def test_rings_are_proven(back):
     for ranks in (1, 2, 3, 4, 5, 8, 16):
         lists = rings(ranks, back)
-        prove_messages(lists, range(ranks), back=back)
+        prove_messages(lists, range(ranks), visited(ranks), back=back)
         for row in lists:
             sent = [op for op in row if op.action is Action.SEND]
             assert len(sent) == (1 + back) * (ranks - 1), "blocks, as `costs.sent_bytes` has them"
@@ -50,22 +55,40 @@ def test_rings_are_proven(back):
 
 
 @pytest.mark.parametrize("back", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_no_operation_can_be_left_out_or_done_twice(ranks, back):
-    for rank in range(ranks):
-        for place, op in enumerate(rings(ranks, back)[rank]):
-            less, more = rings(ranks, back), rings(ranks, back)
-            del less[rank][place]
-            refused(less, back)
-            more[rank].insert(place, op)
-            refused(more, back)
+def test_rings_with_a_window_are_proven(back, rng):
+    """Whatever its length: blocks visit those alone that see them, and no ranks wait in a circle."""
+    for ranks in (2, 3, 4, 5, 7, 8, 12):
+        for context in (8 * ranks, int(rng.integers(4 * ranks, 16 * ranks))):
+            placed = pieces(context, ranks)
+            for window in {1, 2, context, *rng.integers(1, context, 9).tolist()}:
+                visits = paths(placed, window)
+                lists = [ring_operations(visits, rank, back=back) for rank in range(ranks)]
+                prove_messages(lists, range(ranks), visits, back=back)
+                sent = sum(op.action is Action.SEND for row in lists for op in row)
+                assert sent == (1 + back) * (sum(map(len, visits)) - ranks)
+    assert paths(pieces(64, 4), 4) == ((0, 1), (1, 2, 0), (2, 3, 1), (3, 2)), "pieces of 8 see one piece before them"
+
+
+RINGS = [(2, 0), (3, 0), (4, 0), (4, 4), (5, 9)]  # ranks, window
 
 
 @pytest.mark.parametrize("back", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_wrong_neighbour_block_or_memory_is_found(ranks, back):
+@pytest.mark.parametrize(("ranks", "window"), RINGS)
+def test_no_operation_can_be_left_out_or_done_twice(ranks, window, back):
     for rank in range(ranks):
-        for place, op in enumerate(rings(ranks, back)[rank]):
+        for place, op in enumerate(rings(ranks, back, window)[rank]):
+            less, more = rings(ranks, back, window), rings(ranks, back, window)
+            del less[rank][place]
+            refused(less, back, window=window)
+            more[rank].insert(place, op)
+            refused(more, back, window=window)
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize(("ranks", "window"), RINGS)
+def test_a_wrong_neighbour_block_or_memory_is_found(ranks, window, back):
+    for rank in range(ranks):
+        for place, op in enumerate(rings(ranks, back, window)[rank]):
             changes = [{"source": (op.source + 1) % ranks}]
             changes += [{"memory": other} for other in MEMORY if other != op.memory]
             if op.action in MESSAGES:
@@ -73,9 +96,9 @@ def test_a_wrong_neighbour_block_or_memory_is_found(ranks, back):
             for change in changes:
                 if op.action is Action.WAIT and change == {"source": (op.source + 1) % ranks}:
                     continue  # of a send it says only what is free again
-                lists = rings(ranks, back)
+                lists = rings(ranks, back, window)
                 lists[rank][place] = replace(op, **change)
-                refused(lists, back)
+                refused(lists, back, window=window)
 
 
 @pytest.mark.parametrize("back", [False, True])
@@ -102,7 +125,7 @@ def test_waits_in_a_circle_are_found():
     refused(lists, False, "rank 10: WAIT.* waits for ever")
     mixed = rings(3, back=False)
     mixed[2] = lists[2]
-    prove_messages(mixed, range(3), back=False)  # one such rank waits only for others
+    prove_messages(mixed, range(3), visited(3), back=False)  # one such rank waits only for others
 
 
 def test_one_attention_takes_no_message_of_another():
@@ -114,7 +137,7 @@ def test_one_attention_takes_no_message_of_another():
 
 def test_exchanges_of_heads_are_proven():
     for context, ranks in ((8, 2), (37, 3), (13, 4)):
-        prove_messages(heads(context, ranks), range(ranks), back=False)
+        prove_messages(heads(context, ranks), range(ranks), visited(ranks), back=False)
     lists = heads(37, 3)
     del lists[1][1]
     refused(lists, True, "rank 11 makes 1 exchanges")
@@ -199,7 +222,7 @@ def expanded(schedule, stages, ranks, microbatches):
 def passes_of(stage, rank, ranks, op):
     """Return the entries of one attention; a receive is named by what it is meant for."""
     receives = {}
-    for step in ring_operations(ranks, rank, back=op.kind is not Kind.FORWARD):
+    for step in ring_operations(visited(ranks), rank, back=op.kind is not Kind.FORWARD):
         name = op.kind, op.microbatch, op.unit, step.source
         if step.action is Action.SEND:
             receives.pop(step.memory, None)

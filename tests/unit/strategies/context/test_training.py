@@ -184,8 +184,8 @@ def test_ranks_of_a_context_axis_compute_in_the_same_order(text):
 def test_messages_within_attention_are_proven_before_anything_runs(method, text, monkeypatch):
     make = operations.MESSAGES[method]
 
-    def without_the_last(placed, rank, back):
-        messages = make(placed, rank, back)
+    def without_the_last(placed, window, rank, back):
+        messages = make(placed, window, rank, back)
         return messages[:-1] if rank == 1 and back else messages
 
     monkeypatch.setitem(operations.MESSAGES, method, without_the_last)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.documents import sees
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import DataError
 from hpcdist.models.config import ModelConfig
@@ -68,6 +69,21 @@ def test_every_document_is_there_once_whole(rng):
     tokens = sum(len(document) - 1 for document in documents)
     assert samples.targets(np.arange(samples.count)) == tokens
     assert samples.padding == pytest.approx(1 - tokens / (64 * samples.count))
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, 0), (True, 9), (False, 0)])
+def test_pairs_are_those_within_documents(causal, window, rng):
+    """One by one, of all samples; those of the padding too, which are computed."""
+    text, documents = drawn(rng)
+    samples = PackedSamples(text, 0, ends_of(documents), 64, predicting=True, cut=False)
+    places = samples.take(np.arange(samples.count), 0)[0].arrays[1]
+    within, number = sees(places, causal), np.arange(64)
+    assert within.shape == (samples.count, 64, 64)
+    looked = within & (number[:, None] - number < (window or 64))
+    found = samples.pairs(causal=causal, window=window)
+    assert found.seen == pytest.approx(looked.sum() / samples.count, rel=1e-12)
+    lengths = [len(inputs) for inputs, _ in documents_in(samples.take(np.arange(samples.count), 0))]
+    assert found.every == pytest.approx(sum(n * min(window or n, n) for n in lengths) / samples.count, rel=1e-12)
 
 
 def test_longer_documents_are_refused_or_cut(rng):
