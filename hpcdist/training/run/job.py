@@ -170,6 +170,7 @@ class TrainingJob:
             stopped = "" if outcome.stop_request is None else self._how_to_go_on(outcome.done, trainer)
             if not exit_file.announce_completion(stopped) and stopped:
                 print(stopped, file=sys.stderr, flush=True)
+        loop.metrics.close()
         trainer.close()
         self.lock.release()
         return OK if outcome.stop_request is None else EXIT_CODES[outcome.stop_request]
