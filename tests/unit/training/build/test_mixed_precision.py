@@ -380,10 +380,6 @@ def test_what_is_evaluated_is_the_working_copy(text, tmp_path):
         ["precision.mode=bfloat16", "precision.activations=working"],
         r"^run.device = 'cpu' with precision.activations = 'working' and precision.mode = 'bfloat16' is not built",
     ),
-    (
-        ["precision.mode=float16", "precision.activations=working", "run.device=gpu", "parallel.microbatches=2"],
-        "parallel.microbatches = 2",
-    ),
 )
 def test_what_does_not_go_with_16_bits_is_refused_by_name(overrides, key):
     refused(overrides, key)
