@@ -220,6 +220,7 @@ def _introduction(
         nodes = trainer.comm.nodes().members
         yield from rank_map(grid, nodes)
         yield _labelled("warning", spread_groups(grid, nodes))
+    yield _labelled("precision", figures.describe_precision(recipe))
     yield _labelled("warning", figures.warn_of_whole_gathers(trainer))
     yield _labelled("chaos", recipe.chaos.described())
     yield rates.describe_rate(recipe.optimizer, recipe.run.batches)

@@ -7,11 +7,15 @@ import pytest
 
 from harness.inputs import write_text
 from harness.marks import on_threads
-from harness.trainings import LAYOUTS, Trained, assembled, check_same, recipe_keys
+from harness.trainings import LAYOUTS, Trained, assembled, check_same, recipe_keys, session_of
 from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device as arrays_device
+from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
+from hpcdist.training.run.job import TrainingJob
+from hpcdist.training.run.stop_requests import StopRequests
+from hpcdist.training.run_directory import RunDirectory
 
 BOUND = 2e-4  # a GPU sums in another order, and what is rounded to 11 bits may then fall on the other side
 
@@ -124,3 +128,17 @@ def test_tensor_ranks_of_16_bits_learn_as_one_rank_of_float32(gpu, tmp_path, rng
     for run in cut:
         np.testing.assert_allclose(run.losses, wide.losses, rtol=2e-2)
         np.testing.assert_allclose(run.losses, whole.losses, rtol=5e-3)
+
+
+@on_threads(1)
+def test_a_run_on_a_gpu_begins_with_the_type_that_it_multiplies_in(comm, gpu, words, tmp_path, capsys):
+    def introduced(keys):
+        trainer = assembled(comm, {**words, "precision.mode": "float32", **keys})
+        run = RunDirectory(tmp_path, None)
+        job = TrainingJob(trainer.recipe, run, StopRequests(), RunLock({}), as_json=False)
+        job.introduce(session_of(comm), trainer, job.progress(trainer))
+        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("precision: ")]
+
+    assert introduced({}) == []
+    (line,) = introduced({"run.device": "gpu"})
+    assert "in float32; precision.mode = 'bfloat16'" in line
