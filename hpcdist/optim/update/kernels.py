@@ -98,14 +98,14 @@ def launch_scaled_direction(
 def partial_sums(size: int, tensors: int) -> Array:  # (places, 2)
     """Return zeroed memory on a GPU for what directions sum up, of ``tensors`` in a flat space of ``size`` elements.
 
-    A tensor has a place for each `TILE` of the space that it lies in. One that is cut at their bounds has the bits of
-    one that is whole.
+    A tensor has a place for each `TILE` of the space that it lies in: cut at the bounds of tiles it has the bits of one
+    that is whole.
     """
     return zeros((-(-size // TILE) + tensors, 2), np.dtype(np.float64), "gpu")
 
 
 def tensor_sums(partial: Array, tensors: TensorOptions) -> Array:  # (tensors, 2)
-    """Return the sums of squares of weights and directions by tensor, float64 on the GPU; no order depends on it."""
+    """Return the sums of squares of weights and directions by tensor, in float64 on the GPU, tile by tile."""
     sums = namespace(partial).empty((len(tensors.bounds), 2), np.float64)
     CUDA_SOURCE.launch("tensor_sums", len(sums), THREADS, partial, sums, tensors.bounds, **_types(sums, sums, sums))
     return sums

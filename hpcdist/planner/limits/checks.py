@@ -280,7 +280,7 @@ _CHOICES: Final = {
 
 
 def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
-    """Return flags of layouts that are seldom wise: a tensor axis between nodes, 16 bits for nothing or not (local)."""
+    """Return flags of layouts that are seldom wise: tensor ranks on several nodes, 16 bits in vain, or none (local)."""
     texts, node = [], cluster.node.devices
     if layout.tensor > node:
         texts.append(

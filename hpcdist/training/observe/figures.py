@@ -90,10 +90,10 @@ def describe_architecture(trainer: Trainer) -> str:
 
 
 def describe_precision(recipe: Recipe) -> str:
-    """Return in which type a GPU multiplies matrices, and the keys for another one; "" for what others compute (local).
+    """Return in which type a GPU multiplies matrices, and the keys for another one; "" on a CPU (local).
 
-    The numbers are those of a CPU up to rounding unless the recipe asks for 16 bits: a default that followed the device
-    would give one recipe two results.
+    Modules of a user choose for themselves: "", too. Unless the recipe asks for 16 bits the numbers are those of a CPU
+    up to rounding: a default that followed the device would give one recipe two results.
     """
     precision = recipe.precision
     if recipe.run.device != "gpu" or recipe.model.kind in FOREIGN:
