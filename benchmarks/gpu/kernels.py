@@ -56,6 +56,7 @@ def cases(dtype: np.dtype, tokens: int, hidden: int) -> dict[str, Case]:
     whole, half = x.reshape(1, tokens, hidden), out.reshape(-1)[: 2 * count].reshape(tokens, -1)
     sums_of_columns = made(4 * hidden)
     copy = gradient if e != r else None
+    step, partial = made(8 * count, kind=exact), optim.partial_sums(8 * count, 148)
     return {
         "gelu": (lambda: models.gelu(wide, out), 8 * count * e),
         "gelu backward": (lambda: models.gelu_backward(out, wide), 12 * count * e),
@@ -72,6 +73,14 @@ def cases(dtype: np.dtype, tokens: int, hidden: int) -> dict[str, Case]:
         "adamw": (
             lambda: optim.launch_adam(weights, gradient, m, v, copy, options, *adam),
             8 * count * (6 * r + e + (e if e != r else 0)),
+        ),
+        "lamb direction": (
+            lambda: optim.launch_adam_direction(weights, gradient, m, v, step, partial, options, *adam[:-1]),
+            8 * count * (6 * r + e),
+        ),
+        "lamb step": (
+            lambda: optim.launch_descend(weights, step, copy, options),
+            8 * count * (3 * r + (e if e != r else 0)),
         ),
         "sum of squares": (lambda: optim.launch_sum_of_squares(gradient), gradient.nbytes),
     }

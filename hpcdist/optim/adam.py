@@ -77,6 +77,21 @@ class Lamb(AdamMomentSlots, LayerWise):
       between steps, does that make a difference: u does not change with the scale of all gradients.
     """
 
+    def _direct(
+        self,
+        where: Range,
+        weights: Array,
+        gradient: Array,
+        step: Array,
+        partial: Array,
+        scale: float,
+        tensors: kernels.TensorOptions,
+    ) -> None:
+        config, slots = self.config, (self.slots["m"].range(where), self.slots["v"].range(where))
+        factors = kernels.moment_factors((config.beta1, config.beta2), self.count if config.bias_correction else 0)
+        scalars = (scale, *factors, config.epsilon)
+        kernels.launch_adam_direction(weights, gradient, *slots, step, partial, tensors, *scalars)
+
     def _ratio(self, weight_norm: float, step_norm: float, decay: float) -> float:
         if not (weight_norm > 0.0 and step_norm > 0.0):
             return 1.0

@@ -27,7 +27,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.optim import rates
 from hpcdist.optim.config import OptimizerConfig, ParameterGroup
-from hpcdist.optim.norms import ExactNorms, Norms
+from hpcdist.optim.norms import ExactNorms, GpuNorms, Norms
 from hpcdist.optim.update import kernels
 
 Copy: TypeAlias = FlatStore | None  # the rounded working copy of the weights, where there is one
@@ -71,9 +71,11 @@ class SegmentWise(ABC):
         self.slots = {name: make(name) for name in self._slots_of(config)}
         self._total_steps = total_steps
         self._index = {segment.range.start: index for index, segment in enumerate(layout.segments)}
-        self._norms: Norms | ExactNorms = Norms(len(layout.segments), on)
         self._groups = grouped(config, layout)
         self._options = self._options_on_gpu() if on == "gpu" else None
+        self._norms: Norms | GpuNorms | ExactNorms = Norms(len(layout.segments))
+        if self._options is not None and self.needs_norms:
+            self._norms = GpuNorms(layout.size, self._options)
 
     def _slots_of(self, config: OptimizerConfig) -> tuple[str, ...]:
         return self.slot_names
@@ -142,6 +144,11 @@ class SegmentWise(ABC):
             place(np.array(options, np.float64).reshape(-1, 2), "gpu"),
         )
 
+    def _all_tensors(self, piece: Range) -> kernels.TensorOptions:
+        """Return the options of all tensors, for a kernel over ``piece``."""
+        assert self._options is not None, "an optimizer of weights on a GPU is built with its state there"
+        return self._options._replace(start=piece.start)
+
 
 def grouped(config: OptimizerConfig, layout: Layout) -> dict[str, ParameterGroup]:
     """Return the group of each tensor of ``layout`` that has one, by its name (local).
@@ -196,9 +203,8 @@ class ElementWise(SegmentWise):
         assert master.dtype == self.dtype, f"the master weights are {master.dtype}, the optimizer's {self.dtype}"
         common_rate = self.learning_rate
         if is_device(direction.array) and not self._before:  # one kernel for all tensors
-            assert self._options is not None, "an optimizer of weights on a GPU is built with its state there"
-            copy, options = None if working is None else working.range(piece), self._options._replace(start=piece.start)
-            self._step(piece, master.range(piece), direction.range(piece), common_rate, options, copy)
+            copy = None if working is None else working.range(piece)
+            self._step(piece, master.range(piece), direction.range(piece), common_rate, self._all_tensors(piece), copy)
             return
         for _, spec, where in self._tensors(piece):
             rate = common_rate * self._rate_factor(spec)
@@ -250,49 +256,115 @@ NORM_BLOCK: Final = 1 << 16  # elements of which a direction is still in the cac
 
 
 class LayerWise(SegmentWise):
-    """Layer-wise optimizer: directions and their sums of squares in one pass, the steps in another."""
+    """Layer-wise optimizer: directions and their sums of squares in one pass, the steps in another.
+
+    On a GPU each pass over a piece is one kernel for all tensors.
+    """
 
     needs_norms: ClassVar[bool] = True
+    _rates: kernels.TensorOptions | None = None  # decays and rates of the update under way, on a GPU
 
-    def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Turn ``scale * gradient`` on ``piece`` into the direction u, in place, and advance the slots."""
-        assert master.dtype == self.dtype == gradient.dtype, "widen 16-bit gradients to the master dtype first"
+    def begin_step(self, factor: float = 1.0) -> None:
+        """Count one update more, whose rates depend on norms that are still to come."""
+        super().begin_step(factor)
+        self._rates = None
+
+    def direction(
+        self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0, into: FlatStore | None = None
+    ) -> None:
+        """Turn ``scale * gradient`` on ``piece`` into the direction u, in place, and advance the slots.
+
+        With ``into``, of the master dtype, it goes there, and a gradient of 16 bits is kept.
+        """
+        step = gradient if into is None else into
+        assert master.dtype == self.dtype == step.dtype, "directions are not rounded to 16 bits"
+        if is_device(gradient.array):
+            assert isinstance(self._norms, GpuNorms), "norms on a GPU are not exact"
+            arrays = master.range(piece), gradient.range(piece), step.range(piece), self._norms.partial
+            self._direct(piece, *arrays, scale, self._all_tensors(piece))
+            return
+        assert not isinstance(self._norms, GpuNorms), (
+            "an optimizer of weights on the host is built with its state there"
+        )
         for index, spec, where in self._tensors(piece):
             decay = self._decay(spec)
-            for block in _blocks(where, gradient.array):
-                weights, step = master.range(block), gradient.range(block)
-                self._direction(block, weights, step, scale, decay)
+            for block in cut(where, NORM_BLOCK):
+                weights, values = master.range(block), step.range(block)
+                if into is not None:
+                    kernels.widen(gradient.range(block), values)
+                self._direction(block, weights, values, scale, decay)
                 if spec.adapted:
-                    self._norms.add(index, block, weights, step)
+                    self._norms.add(index, block, weights, values)
+
+    def partial_norms(self) -> np.ndarray:  # (segments, 2) or (segments, 2, exact.SLOTS)
+        """Return sums of squares of w and of the direction over the pieces seen; 0 for tensors that need none."""
+        sums = super().partial_norms()
+        sums[[not segment.spec.adapted for segment in self.layout.segments]] = 0  # a kernel sums up all
+        return sums
 
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
         """Move ``master`` along ``direction`` on ``piece``, and round it into ``working`` when given."""
         assert norms is not None, "the reduced partial norms are missing"
+        if is_device(direction.array):
+            copy = None if working is None else working.range(piece)
+            self._update_all(piece, master.range(piece), direction.range(piece), self._rates_on_gpu(piece, norms), copy)
+            return
         common_rate = self.learning_rate
         for index, spec, where in self._tensors(piece):
-            decay, rate = self._decay(spec), common_rate * self._rate_factor(spec)
-            weight_norm, step_norm = (norms[index] ** 0.5).tolist()
-            ratio = self._ratio(weight_norm, step_norm, decay) if spec.adapted else 1.0
-            for block in _blocks(where, direction.array) if working is not None else (where,):
+            decay, rate = self._decay(spec), self._rate_of(index, spec, common_rate, norms)
+            for block in cut(where, NORM_BLOCK) if working is not None else (where,):
                 weights = master.range(block)
-                self._update(block, weights, direction.range(block), rate * ratio, decay)
+                self._update(block, weights, direction.range(block), rate, decay)
                 if working is not None:
                     kernels.round_into(weights, working.range(block))
+
+    def _rate_of(self, index: int, spec: TensorSpec, common_rate: float, norms: np.ndarray) -> float:
+        """Return the rate of a tensor: with the factor of its group and, where it is adapted, the layer-wise one."""
+        weight_norm, step_norm = (norms[index] ** 0.5).tolist()
+        ratio = self._ratio(weight_norm, step_norm, self._decay(spec)) if spec.adapted else 1.0
+        return common_rate * self._rate_factor(spec) * ratio
+
+    def _rates_on_gpu(self, piece: Range, norms: np.ndarray) -> kernels.TensorOptions:
+        """Return decays and rates of all tensors, for a kernel over ``piece``: one copy to the GPU for an update."""
+        if self._rates is None:
+            common_rate = self.learning_rate
+            table = [
+                (self._decay(segment.spec), self._rate_of(index, segment.spec, common_rate, norms))
+                for index, segment in enumerate(self.layout.segments)
+            ]
+            self._rates = self._all_tensors(piece)._replace(
+                options=place(np.array(table, np.float64).reshape(-1, 2), "gpu")
+            )
+        return self._rates._replace(start=piece.start)
 
     @abstractmethod
     def _ratio(self, weight_norm: float, step_norm: float, decay: float) -> float:
         """Return the layer-wise factor of an adapted tensor with these norms and its weight decay."""
 
+    @abstractmethod
+    def _direct(
+        self,
+        where: Range,
+        weights: Array,
+        gradient: Array,
+        step: Array,
+        partial: Array,
+        scale: float,
+        tensors: kernels.TensorOptions,
+    ) -> None:
+        """Do as `_direction` for all tensors of a stretch on a GPU, into ``step``, and add to the ``partial`` norms."""
+
     def _update(self, where: Range, weights: Array, step: Array, rate: float, decay: float) -> None:
         """Move the weights of one stretch at the ``rate`` of its tensor."""
         kernels.descend(weights, step, rate)
 
-
-def _blocks(where: Range, array: Array) -> Iterable[Range]:
-    """Return the ranges that are processed one by one: on a GPU all at once."""
-    return (where,) if is_device(array) else cut(where, NORM_BLOCK)
+    def _update_all(
+        self, where: Range, weights: Array, step: Array, tensors: kernels.TensorOptions, working: Array | None
+    ) -> None:
+        """Do as `_update` for all tensors of a stretch on a GPU, and round the weights into ``working``."""
+        kernels.launch_descend(weights, step, working, tensors)
 
 
 class WrappedOptimizer:

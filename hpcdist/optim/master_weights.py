@@ -6,7 +6,6 @@ the master, rounded. Of K = 12 bytes a parameter, as arXiv:1910.02054 counts Ada
 """
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 
@@ -14,14 +13,11 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import FLOATS
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.memory import Ledger
-from hpcdist.arrays.ranges import Range, cut
+from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.optim import base
-from hpcdist.optim.base import Copy, ElementWise, SegmentWise, Sums, WrappedOptimizer
+from hpcdist.optim.base import Copy, ElementWise, LayerWise, SegmentWise, Sums, WrappedOptimizer
 from hpcdist.optim.update import kernels
-
-# elements that are widened at a time: what a cache holds, or what is worth the launches on a GPU
-BLOCK: Final = {"cpu": base.BLOCK, "gpu": 1 << 22}
 
 
 class MasterWeights(WrappedOptimizer):
@@ -38,12 +34,11 @@ class MasterWeights(WrappedOptimizer):
         super().__init__(inner)
         dtype = FLOATS["float32"]
         self.weights = FlatStore(layout, dtype, parts, on=on, category="optimizer", ledger=ledger)
-        self._block = BLOCK[on]
         self._wide: FlatStore | None = None  # of all parts
         if isinstance(inner, ElementWise):
             if on == "cpu":  # a GPU reads the gradient as it is
                 longest = max((part.size for part in self.parts), default=0)
-                inner.wide = backend.empty(min(self._block, longest), dtype, on)
+                inner.wide = backend.empty(min(base.BLOCK, longest), dtype, on)
                 if ledger is not None:
                     ledger.track(inner.wide, "gradients")
         else:
@@ -51,12 +46,10 @@ class MasterWeights(WrappedOptimizer):
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
         """Store ``scale`` or, where norms are needed, compute the direction on ``piece`` in float32."""
-        if self._wide is None:
+        if isinstance(self._inner, LayerWise):
+            self._inner.direction(piece, self.weights, gradient, scale, self._wide)
+        else:
             self._inner.direction(piece, self.weights, gradient, scale)
-            return
-        for part in cut(piece, self._block):
-            kernels.widen(gradient.range(part), self._wide.range(part))
-            self._inner.direction(part, self.weights, self._wide, scale)
 
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None

@@ -7,8 +7,8 @@ one reduced accumulator of `hpcdist.optim.update.exact` where its bits must not 
 
 `Norms` has the norms of tensors for layer-wise rates, summed by pieces. A tensor that arrives in blocks, one behind the
 other, has the same bits of norm as one that arrives whole, because its running sums are kept between the blocks. So a
-state that is read in blocks from a file is updated as one in memory. `ExactNorms` do not round at all: they have the
-same bits however tensors are cut.
+state that is read in blocks from a file is updated as one in memory. `GpuNorms` are summed by the kernels that compute
+directions, tile by tile. `ExactNorms` do not round at all: they have the same bits however tensors are cut.
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device, namespace, zeros
+from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.dtypes import is_16bit_float
 from hpcdist.arrays.filestore import FileStore
 from hpcdist.arrays.layout import Layout
@@ -41,13 +41,13 @@ def sum_of_block_squares(blocks: Iterable[Array]) -> float:
 
 
 class Norms:
-    """sum(w^2) and sum(u^2) of each of ``count`` tensors, over the pieces that were given since `clear`.
+    """sum(w^2) and sum(u^2) of each of ``count`` tensors on the host, over the pieces that were given since `clear`.
 
     A piece that follows the one before it, of the same tensor, has the bits of both as one.
     """
 
-    def __init__(self, count: int, on: str) -> None:
-        self._sums = zeros((count, 2), np.dtype(np.float64), on)
+    def __init__(self, count: int) -> None:
+        self._sums = np.zeros((count, 2))
         self._tensor, self._stretch = -1, Range(0, 0)  # of which ``_running`` are the sums; -1: of nothing
         self._running = np.zeros((2, kernels.LANES))
 
@@ -58,10 +58,6 @@ class Norms:
 
     def add(self, tensor: int, where: Range, weights: Array, step: Array) -> None:
         """Add the piece of ``tensor`` at ``where``."""
-        if is_device(weights):
-            self._sums[tensor, 0] += kernels.sum_of_squares(weights)
-            self._sums[tensor, 1] += kernels.sum_of_squares(step)
-            return
         if (tensor, where.start) != (self._tensor, self._stretch.stop):
             self._close()
             self._tensor, self._stretch = tensor, Range(where.start, where.start)
@@ -71,8 +67,8 @@ class Norms:
             kernels.add_squares(values, sums, phase)
         self._stretch = Range(self._stretch.start, where.stop)
 
-    def sums(self) -> Array:  # (tensors, 2)
-        """Return the sums, where the weights live."""
+    def sums(self) -> np.ndarray:  # (tensors, 2)
+        """Return the sums."""
         self._close()
         return self._sums
 
@@ -80,6 +76,21 @@ class Norms:
         if self._tensor >= 0:
             self._sums[self._tensor] += [kernels.total(sums) for sums in self._running]
             self._tensor = -1
+
+
+class GpuNorms:
+    """As `Norms`, of all tensors on a GPU, whose directions add to ``partial``."""
+
+    def __init__(self, size: int, tensors: kernels.TensorOptions) -> None:
+        self.partial, self._tensors = kernels.partial_sums(size, len(tensors.bounds)), tensors
+
+    def clear(self) -> None:
+        """Forget all pieces."""
+        self.partial[...] = 0.0
+
+    def sums(self) -> Array:  # (tensors, 2)
+        """Return the sums, on the GPU."""
+        return kernels.tensor_sums(self.partial, self._tensors)
 
 
 class ExactNorms:

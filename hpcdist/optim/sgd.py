@@ -103,6 +103,18 @@ class Lars(LayerWise):
     def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
         kernels.scale_in_place(gradient, scale)
 
+    def _direct(
+        self,
+        where: Range,
+        weights: Array,
+        gradient: Array,
+        step: Array,
+        partial: Array,
+        scale: float,
+        tensors: kernels.TensorOptions,
+    ) -> None:
+        kernels.launch_scaled_direction(weights, gradient, step, partial, tensors, scale)
+
     def _ratio(self, weight_norm: float, step_norm: float, decay: float) -> float:
         if not (weight_norm > 0.0 and step_norm > 0.0):
             return 1.0
@@ -118,3 +130,9 @@ class Lars(LayerWise):
             momentum=self.config.momentum * self._correction,
             decay=decay,
         )
+
+    def _update_all(
+        self, where: Range, weights: Array, step: Array, tensors: kernels.TensorOptions, working: Array | None
+    ) -> None:
+        velocity, momentum = self.slots["momentum"].range(where), self.config.momentum * self._correction
+        kernels.launch_descend_with_velocity(weights, step, velocity, working, tensors, momentum)

@@ -276,12 +276,8 @@ RULES: Final = (
     rule(f"communication.overlap=poll->none with {IN_16_BITS} where {SHARDED}", UNBUILT),
     rule(f"communication.algorithm=hierarchical->native with {IN_16_BITS} where {SERVED}", UNBUILT),
     rule(f"asynchronous workers with {IN_16_BITS}", UNBUILT, f"set {BSP}, or precision.mode = 'float32'"),
-    *each_of(
-        f"* with precision.activations=working->float32 with {IN_16_BITS}",
-        UNBUILT,
-        "run.device!=gpu",  # a processor multiplies no such numbers
-        "parallel.microbatches>1",  # sums of gradients would be rounded
-    ),
+    # a processor multiplies no such numbers
+    rule(f"run.device!=gpu with precision.activations=working->float32 with {IN_16_BITS}", UNBUILT),
     # Steps that are computed again
     *each_of(
         "* with own steps",

@@ -284,6 +284,7 @@ def expected_sites(gpu: ModuleType, run: Trained, messages: Counter[str], pointe
     last, context = len(trainer.model.stages) - 1, trainer.context
     normed = any(op.kind is Kind.APPLY for op in trainer.operations) and context.parts  # be they counted or watched
     forwards = [op for op in trainer.operations if op.kind is Kind.FORWARD and op.unit == last]
+    normalised = sum(op.kind is Kind.NORMS for op in trainer.operations)
     phases = [phase_of(op.kind) for op in trainer.operations]
     to_host = sum(messages[op] for op in TO_HOST)
     to_device = sum(messages[op] for op in TO_DEVICE)
@@ -293,7 +294,8 @@ def expected_sites(gpu: ModuleType, run: Trained, messages: Counter[str], pointe
             (gpu.H2D, "source.place"): 2,
             (gpu.D2H, "stages.losses"): int(any(op.microbatch < samples for op in forwards)),
             (gpu.D2H, "norms.sum_of_squares"): int(bool(normed)),
-            (gpu.D2H, "base.partial_norms"): sum(op.kind is Kind.NORMS for op in trainer.operations),
+            (gpu.D2H, "base.partial_norms"): normalised,
+            (gpu.H2D, "base._rates_on_gpu"): normalised,
             (gpu.D2H, "handover.outgoing"): 0 if pointers else to_host - both,
             (gpu.D2H, "handover.both"): 0 if pointers else both,
             (gpu.H2D, "handover._copy_back"): 0 if pointers else to_device,

@@ -5,9 +5,9 @@ float64. Scalars are cast to that dtype before a loop: a Python float would pull
 ufunc versions ask the buffer for its library, so they run on numpy too.
 
 The functions ``launch_*`` run kernels of ``cuda/updates.cu``, which read the gradient in the type that it has. Those of
-an update are one kernel for all tensors of the buffers, which `TensorOptions` tell apart. Weights and slots are float32
-or float64. ``working``, a copy of the weights in another type, is rounded from them in the same pass, None where there
-is none. They do not wait for the GPU.
+an update are one kernel for all tensors of the buffers, which `TensorOptions` tell apart; layer-wise optimizers have
+one for directions and one for steps. Weights and slots are float32 or float64. ``working``, a copy of the weights in
+another type, is rounded from them in the same pass, None where there is none. They do not wait for the GPU.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.backend import Array, is_device, namespace, zeros
 from hpcdist.arrays.dtypes import BFLOAT16, is_16bit_float
 from hpcdist.arrays.gpu.kernels import KernelSource, elementwise
 from hpcdist.arrays.jit import jit
@@ -30,7 +30,7 @@ from hpcdist.collectives.half_precision import (
 
 CUDA_SOURCE: Final = KernelSource(Path(__file__).parent / "cuda" / "updates.cu")
 PACK: Final = 4  # elements that a thread takes at a time
-TILE: Final = 4096  # elements that a block of an update takes at a time
+TILE: Final = 4096  # elements of the flat space that a block of an update takes at a time
 BLOCKS: Final = 1024  # of a sum at most: a constant, so that it is the same on every GPU
 THREADS: Final = 256  # of a block of an update or a sum
 
@@ -70,6 +70,59 @@ def launch_sgd(
     _launch_update("plain", weights, gradient, (), working, tensors, (scale, rate))
 
 
+def launch_adam_direction(
+    weights: Array,
+    gradient: Array,
+    m: Array,
+    v: Array,
+    step: Array,
+    partial: Array,
+    tensors: TensorOptions,
+    *scalars: float,
+) -> None:
+    """Update the moments, and write the direction of `adam_direction` to ``step``, which may be the gradient.
+
+    Sums of squares of weights and direction are added to ``partial``, see `tensor_sums`. ``scalars``: scale, beta1,
+    1 - beta1, beta2, 1 - beta2, the corrections of both, epsilon.
+    """
+    _launch("adam_direction", weights, gradient, (m, v, step, partial), step, tensors, (), scalars)
+
+
+def launch_scaled_direction(
+    weights: Array, gradient: Array, step: Array, partial: Array, tensors: TensorOptions, scale: float
+) -> None:
+    """Write ``scale * gradient`` to ``step``, which may be the gradient; ``partial`` as in `launch_adam_direction`."""
+    _launch("scaled_direction", weights, gradient, (step, partial), step, tensors, (), (scale,))
+
+
+def partial_sums(size: int, tensors: int) -> Array:  # (places, 2)
+    """Return zeroed memory on a GPU for what directions sum up, of ``tensors`` in a flat space of ``size`` elements.
+
+    A tensor has a place for each `TILE` of the space that it lies in: cut at the bounds of tiles it has the bits of one
+    that is whole.
+    """
+    return zeros((-(-size // TILE) + tensors, 2), np.dtype(np.float64), "gpu")
+
+
+def tensor_sums(partial: Array, tensors: TensorOptions) -> Array:  # (tensors, 2)
+    """Return the sums of squares of weights and directions by tensor, in float64 on the GPU, tile by tile."""
+    sums = namespace(partial).empty((len(tensors.bounds), 2), np.float64)
+    CUDA_SOURCE.launch("tensor_sums", len(sums), THREADS, partial, sums, tensors.bounds, **_types(sums, sums, sums))
+    return sums
+
+
+def launch_descend(weights: Array, step: Array, working: Array | None, tensors: TensorOptions) -> None:
+    """Launch the kernel of `descend`; the factors of ``tensors`` are their rates."""
+    _launch_update("descend", weights, step, (), working, tensors, ())
+
+
+def launch_descend_with_velocity(
+    weights: Array, step: Array, velocity: Array, working: Array | None, tensors: TensorOptions, momentum: float
+) -> None:
+    """Launch the kernel of `descend_with_velocity`; the factors of ``tensors`` are their rates."""
+    _launch_update("descend_with_velocity", weights, step, (velocity,), working, tensors, (momentum,))
+
+
 def _launch_update(
     name: str,
     weights: Array,
@@ -80,13 +133,30 @@ def _launch_update(
     scalars: Any,
 ) -> None:
     # Without a working copy the kernel gets the weights in its place, and a flag that it is not to be written.
-    copy, n = weights if working is None else working, weights.size
-    bounds, options, start = tensors
-    types: dict[str, Any] = {"REAL": weights.dtype, "GRADIENT": gradient.dtype, "WORKING": copy.dtype}
+    copy = weights if working is None else working
+    _launch(name, weights, gradient, (*slots, copy), copy, tensors, (int(working is not None),), scalars)
+
+
+def _launch(
+    name: str,
+    weights: Array,
+    gradient: Array,
+    others: tuple[Array, ...],
+    working: Array,
+    tensors: TensorOptions,
+    flags: tuple[int, ...],
+    scalars: Any,
+) -> None:
+    n, (bounds, options, start) = weights.size, tensors
+    grid = elementwise(start % TILE + n if n else 0, TILE // THREADS)  # as many blocks as tiles that the buffers touch
     CUDA_SOURCE.launch(
-        name, *elementwise(n, TILE // THREADS), weights, gradient, *slots, copy, bounds, options, len(bounds), start, n,
-        int(working is not None), *map(float, scalars), **types
+        name, *grid, weights, gradient, *others, bounds, options, len(bounds), start, n, *flags, *map(float, scalars),
+        **_types(weights, gradient, working)
     )  # fmt: skip
+
+
+def _types(weights: Array, gradient: Array, working: Array) -> dict[str, Any]:
+    return {"REAL": weights.dtype, "GRADIENT": gradient.dtype, "WORKING": working.dtype}
 
 
 def launch_sum_of_squares(*pieces: Array) -> Array:
@@ -234,9 +304,11 @@ def _descend_ufuncs(weights, step, rate):  # type: ignore[no-untyped-def]
 def descend_with_velocity(
     weights: Array, gradient: Array, velocity: Array, *, rate: float, momentum: float, decay: float
 ) -> None:
-    """Update ``velocity`` = momentum velocity + rate (gradient + decay w), and subtract it from ``weights``."""
-    run = _velocity_ufuncs if is_device(weights) else _velocity_loop
-    run(weights, gradient, velocity, *map(weights.dtype.type, (rate, momentum, decay)))
+    """Update ``velocity`` = momentum velocity + rate (gradient + decay w), and subtract it from ``weights``.
+
+    On the host: a GPU has `launch_descend_with_velocity`.
+    """
+    _velocity_loop(weights, gradient, velocity, *map(weights.dtype.type, (rate, momentum, decay)))
 
 
 @jit
@@ -245,12 +317,6 @@ def _velocity_loop(weights, gradient, velocity, rate, momentum, decay):  # type:
         fast = momentum * velocity[i] + rate * (gradient[i] + decay * weights[i])
         velocity[i] = fast
         weights[i] -= fast
-
-
-def _velocity_ufuncs(weights, gradient, velocity, rate, momentum, decay):  # type: ignore[no-untyped-def]
-    velocity *= momentum
-    velocity += rate * (gradient + decay * weights)
-    weights -= velocity
 
 
 def sum_of_squares(values: Array) -> Any:

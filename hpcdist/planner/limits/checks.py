@@ -262,6 +262,7 @@ GB: Final = 1e9
 # Beyond what anybody trains: a slip of the keyboard is told at once, and not planned for hours.
 MOST: Final = {"layers": 10_000, "hidden": 1 << 20, "context": 1 << 27, "vocabulary": 1 << 30}
 MOST_SAMPLES: Final = 1 << 40
+WORTH_16_BITS: Final = 2.0  # times the peak of float32 products, from which a plan in float32 names them
 MOST_DEVICES: Final = 10_000_000
 _CHOICES: Final = {
     "strategy": known.STRATEGIES,
@@ -278,7 +279,7 @@ _CHOICES: Final = {
 
 
 def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
-    """Return flags of layouts that are seldom wise: a tensor axis between nodes, 16 bits for nothing (local)."""
+    """Return flags of layouts that are seldom wise: tensor ranks on several nodes, 16 bits in vain, or none (local)."""
     texts, node = [], cluster.node.devices
     if layout.tensor > node:
         texts.append(
@@ -290,6 +291,13 @@ def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
             f"{layout.precision} with activations in float32: products are of float32 numbers, so computing takes as "
             "long and activations as much memory as in float32; on a GPU precision.activations = 'working' "
             "(--activations working) changes that"
+        )
+    peaks = cluster.device.peak_flops
+    if layout.precision == "float32" and peaks.get("bfloat16", 0.0) >= WORTH_16_BITS * peaks.get("float32", math.inf):
+        texts.append(
+            f"products of float32 numbers: those of bfloat16 have {peaks['bfloat16'] / peaks['float32']:.0f} times the "
+            f"peak on {cluster.device.name}; precision.mode = 'bfloat16' with precision.activations = 'working' "
+            "(--precision bfloat16 --activations working) takes them, with a float32 master"
         )
     return tuple(texts)
 

@@ -26,6 +26,8 @@ from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import Source
 from hpcdist.training.data.samples import Sliceable
 from hpcdist.training.observe.metrics import RunMetrics
+from hpcdist.training.recipe.config import HALVES
+from hpcdist.training.recipe.recipe import Recipe
 
 LARGE_STAGE_SHARE: Final = 0.75  # of its parameters in one stage: sharding these saves little of their memory
 OVERLAP_TEXTS: Final = {"thread": "overlapped by a thread", "poll": "overlapped by polling"}
@@ -85,6 +87,25 @@ def describe_architecture(trainer: Trainer) -> str:
     if parallel.recomputes_layers:
         parts.append("layers recomputed")
     return ", ".join(parts)
+
+
+def describe_precision(recipe: Recipe) -> str:
+    """Return in which type a GPU multiplies matrices, and the keys for another one; "" on a CPU (local).
+
+    Modules of a user choose for themselves: "", too. Unless the recipe asks for 16 bits the numbers are those of a CPU
+    up to rounding: a default that followed the device would give one recipe two results.
+    """
+    precision = recipe.precision
+    if recipe.run.device != "gpu" or recipe.model.kind in FOREIGN:
+        return ""
+    if precision.stages in HALVES:
+        return (
+            f"matrix products and activations in {precision.stages}, their sums and the master weights in float32; "
+            "without precision.mode all is float32"
+        )
+    kept = "" if precision.working is None else f", parameters and gradients in {precision.working}"
+    others = "; precision.mode = 'bfloat16' with precision.activations = 'working' takes tensor cores"
+    return f"matrix products and activations in {precision.stages}{kept}" + others * (precision.stages == "float32")
 
 
 def _state_placement(zero: ZeroConfig, trainer: Trainer) -> list[str]:

@@ -156,6 +156,9 @@ class RunMetrics:
             self._publish(self._writer)
             self._streaming.close(normal=True)
 
+    def close(self) -> None:
+        """Free what belongs to the rows alone, after the last `flush`. Collective."""
+
 
 # A message has 2.3 kB, which MPI libraries send eagerly, so that no sender waits for rank 0.
 ROWS_PER_MESSAGE: Final = 32
@@ -185,6 +188,10 @@ class AsyncRunMetrics(RunMetrics):
         self._taken: Counter[int] = Counter()  # messages that rank 0 has taken, by sender
         self._last: dict[int, int] = {}  # worker -> the last step of which rank 0 knows
         self._waiting: dict[int, dict[int, np.ndarray]] = {}  # step -> worker -> its row; on rank 0
+
+    def close(self) -> None:
+        """Free the channel of the rows, after the last `flush`. Collective."""
+        self._channel.free()
 
     def begin(self, clocks: Mapping[int, int]) -> None:
         """Record the step from which each worker goes on (local)."""

@@ -114,7 +114,7 @@ class PrecisionConfig:
     float32 and float64 are also that of activations and of the optimizer's state. With a 16-bit type, parameters
     and gradients are kept and sent in it; updates step a float32 master, of which checkpoints are made.
     ``activations`` is what stages compute in, and send: "float32", layer by layer, or on a GPU the "working" type
-    itself, with sums, norms and losses in float32; a step then has one micro-batch, whose gradient is rounded once.
+    itself, with sums, norms and losses in float32. Gradients of several micro-batches are rounded as each is added.
     bfloat16 has the range of float32; gradients in float16 are those of the loss times ``loss_scale``, a power of
     two. 0: it doubles after ``growth_interval`` steps without overflow, and halves after ``hysteresis`` overflows
     in a row, but not below ``minimum_scale``, at which 16 of them in a row end the run. A step whose gradient

@@ -330,6 +330,7 @@ learning_rate = 3e-4
 strategy = "zero1"
 [precision]
 mode = "bfloat16"
+activations = "working"  # on a GPU: products on tensor cores
 [run]
 steps = 20000
 global_batch = 256
@@ -356,7 +357,7 @@ The first of these places that has a key gives its value; without any, it has it
 | site profile | the file that `HPCDIST_SITE` names | what a cluster needs |
 
 `hpcdist config show recipe.toml --origin` prints every key, its value, and the place that gave it. A relative path in a
-file counts from the directory of the file, any other from the current directory. These 12 keys are changed first:
+file counts from the directory of the file, any other from the current directory. These 13 keys are changed first:
 
 ```toml
 {_EXAMPLE}```

@@ -170,6 +170,7 @@ class TrainingJob:
             stopped = "" if outcome.stop_request is None else self._how_to_go_on(outcome.done, trainer)
             if not exit_file.announce_completion(stopped) and stopped:
                 print(stopped, file=sys.stderr, flush=True)
+        loop.metrics.close()
         trainer.close()
         self.lock.release()
         return OK if outcome.stop_request is None else EXIT_CODES[outcome.stop_request]
@@ -219,6 +220,7 @@ def _introduction(
         nodes = trainer.comm.nodes().members
         yield from rank_map(grid, nodes)
         yield _labelled("warning", spread_groups(grid, nodes))
+    yield _labelled("precision", figures.describe_precision(recipe))
     yield _labelled("warning", figures.warn_of_whole_gathers(trainer))
     yield _labelled("chaos", recipe.chaos.described())
     yield rates.describe_rate(recipe.optimizer, recipe.run.batches)

@@ -1,17 +1,20 @@
 """Optimizers and clipping on the double of a GPU: the numbers of the CPU, and no more transfers than they need."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from harness.devices import OPTIMIZERS, TENSORS, UPDATES, OptimizerRun, drawn
+from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
 from hpcdist.optim import norms, optimizer
+from hpcdist.optim.master_weights import MasterWeights
 from hpcdist.optim.update import kernels
 from stubs.gpu import cuda_compiler
 
@@ -29,7 +32,8 @@ def test_updates_are_those_of_the_cpu(gpu, name, dtype, rng):
         host.step(gradient)
         gpu.LOG.clear()
         device.step(gradient)
-        norms = {(gpu.D2H, "base.partial_norms"): 2} if device.optimizers[0].needs_norms else {}
+        crossing = (gpu.D2H, "base.partial_norms"), (gpu.H2D, "base._rates_on_gpu")
+        norms = dict.fromkeys(crossing, 2) if device.optimizers[0].needs_norms else {}
         assert gpu.LOG.sites() == {(gpu.H2D, "store.copy_from"): 1, **norms}
     for got, want in zip(device.stores(), host.stores(), strict=True):
         assert np.linalg.norm(got.array.get() - want.array) <= BOUNDS[dtype] * np.linalg.norm(want.array)
@@ -126,6 +130,87 @@ def test_all_tensors_are_one_kernel(gpu, name, given, rng):
     rounded = weights.array.get().astype(working.dtype)
     assert working.array.get()[~padding].tobytes() == rounded[~padding].tobytes()
     assert all(store.array.get()[padding].tobytes() == values[padding].tobytes() for store, values in start.items())
+
+
+class LayerWiseUpdate:
+    """One update of ``name`` on ``on``, in pieces, from given numbers; 16-bit gradients have a float32 master."""
+
+    def __init__(self, name, given, on, layout, pieces, start):
+        config = replace(OPTIMIZERS[name], groups=GROUPS, warmup_steps=0)
+        master = dtype_of("float64" if given == "float64" else "float32")
+        whole = Range(0, layout.size)
+        self.rule = self.inner = optimizer.build(config, layout, whole, master, total_steps=10, on=on)
+        self.weights, self.gradient = FlatStore(layout, master, on=on), FlatStore(layout, dtype_of(given), on=on)
+        self.working = FlatStore(layout, self.gradient.dtype, on=on)
+        if self.gradient.dtype != master:
+            self.rule = MasterWeights(self.inner, layout, whole, ledger=None, on=on)
+            self.weights = self.rule.weights
+        self.stores = [self.weights, self.gradient, self.working, *self.inner.slots.values()]
+        for store, values in zip(self.stores, start, strict=True):
+            store.array[...] = backend.place(values.astype(store.dtype), on)
+        self.pieces = pieces
+        self.rule.begin_step()
+
+    def directions(self):
+        """Return the norms of tensors."""
+        for piece in self.pieces:
+            if self.rule is self.inner:
+                self.rule.direction(piece, self.weights, self.gradient, 0.5)
+            else:
+                self.rule.direction(piece, self.working, self.gradient, 0.5)
+        return self.rule.partial_norms()
+
+    def apply(self, norms):
+        for piece in self.pieces:
+            if self.rule is self.inner:
+                self.rule.apply(piece, self.weights, self.gradient, self.working, norms)
+            else:
+                self.rule.apply(piece, self.working, self.gradient, norms=norms)
+
+
+def starts(rng, layout, count):
+    """Random numbers for the stores of an update; squares of gradients are no less than 0."""
+    drawn = [rng.standard_normal(layout.size) for _ in range(count)]
+    return [*drawn[:4], *(np.square(each) for each in drawn[4:])]
+
+
+LAYOUT = Layout.of(TensorSpec(int(key[0]), key[2:], shape, len(shape) > 1) for key, shape in SHAPES.items())
+
+
+@pytest.mark.parametrize("given", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("name", ["lamb", "lamb, not corrected", "lars"])
+@pytest.mark.full_except("lamb-bfloat16", "lars-float32")
+def test_a_layer_wise_update_is_a_kernel_a_phase_with_the_bits_of_the_cpu(gpu, name, given, rng):
+    cut = int(rng.integers(1, LAYOUT.size))
+    pieces = [Range(0, cut), Range(cut, LAYOUT.size)]
+    start = starts(rng, LAYOUT, 4 if name == "lars" else 5)
+    host, device = (LayerWiseUpdate(name, given, on, LAYOUT, pieces, start) for on in ("cpu", "gpu"))
+    norms, phase = host.directions(), "scaled_direction" if name == "lars" else "adam_direction"
+    cuda_compiler.LAUNCHES.clear()
+    found = device.directions()
+    assert [*[phase] * len(pieces), "tensor_sums"] == cuda_compiler.LAUNCHES
+    assert found[:, 0].any() and not found[[not segment.spec.adapted for segment in LAYOUT.segments]].any()
+    np.testing.assert_allclose(found, norms, rtol=1e-14)
+    host.apply(norms)
+    cuda_compiler.LAUNCHES.clear()
+    device.apply(norms)
+    moved = "descend_with_velocity" if name == "lars" else "descend"
+    assert [moved] * len(pieces) == cuda_compiler.LAUNCHES
+    inside = np.zeros(LAYOUT.size, bool)
+    for segment in LAYOUT.segments:
+        inside[segment.range.slice] = True
+    for got, want, values in zip(device.stores, host.stores, start, strict=True):
+        assert got.array.get()[inside].tobytes() == want.array[inside].tobytes()
+        assert got.array.get()[~inside].tobytes() == values.astype(got.dtype)[~inside].tobytes()
+
+
+@pytest.mark.parametrize("name", ["lamb", "lars"])
+def test_norms_of_tensors_do_not_depend_on_pieces_that_are_cut_at_tiles(gpu, name, rng):
+    start, found = starts(rng, LAYOUT, 4 if name == "lars" else 5), []
+    for bounds in ([0], [0, kernels.TILE], [0, 2 * kernels.TILE]):
+        pieces = [Range(*ends) for ends in pairwise([*bounds, LAYOUT.size])]
+        found.append(LayerWiseUpdate(name, "float32", "gpu", LAYOUT, pieces, start).directions())
+    assert len({norms.tobytes() for norms in found}) == 1
 
 
 def test_a_nan_on_the_device_is_refused_and_named(gpu, rng):

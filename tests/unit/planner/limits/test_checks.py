@@ -181,6 +181,17 @@ def test_a_tensor_axis_beyond_a_node_is_possible_and_flagged():
     assert checks.flags(FITS, CLUSTER) == ()
 
 
+def test_a_gpu_that_multiplies_16_bits_faster_is_named_with_the_keys_that_take_them():
+    wide = replace(FITS, precision="float32")
+    (text,) = checks.flags(wide, CLUSTER)
+    peaks = CLUSTER.device.peak_flops
+    assert f"{peaks['bfloat16'] / peaks['float32']:.0f} times" in text and "precision.activations = 'working'" in text
+    alike = replace(CLUSTER, device=replace(CLUSTER.device, peak_flops={**peaks, "bfloat16": peaks["float32"]}))
+    assert checks.flags(wide, alike) == ()
+    without = replace(CLUSTER, device=replace(CLUSTER.device, peak_flops={"float32": 1e12}))
+    assert checks.flags(wide, without) == ()
+
+
 def test_a_model_that_is_no_transformer_has_nothing_for_a_tensor_axis():
     mlp = of_config(ModelConfig(kind="mlp", layers=3, hidden=64), features=32, classes=10)
     plain = ParallelLayout(data=2, precision="float32")

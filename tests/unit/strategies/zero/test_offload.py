@@ -97,7 +97,7 @@ def test_norms_of_blocks_have_the_bits_of_the_whole(tmp_path, rng, dtype):
     expected = norms.sum_of_block_squares([values])
     assert expected == float(norms.kernels.sum_of_squares(values))
     assert norms.sum_of_block_squares(values[part.slice] for part in cuts) == expected
-    together = norms.Norms(2, "cpu")
+    together = norms.Norms(2)
     for part in cuts:
         together.add(1, part, values[part.slice], values[part.slice] + 1)
     together.add(1, Range(2000, 3003), values, values)  # another stretch of the same tensor

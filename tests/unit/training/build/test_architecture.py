@@ -93,3 +93,25 @@ def test_zero3_warns_where_one_stage_is_all_of_it(kind, layers, warned):
     told = run_threads(2, body)
     assert told[0] == told[1] and bool(told[0]) == warned
     assert not warned or "stage 0 has 100% of the parameters of this rank" in told[0]
+
+
+@cases(
+    "keys, expected",
+    ("run.device=cpu precision.mode=bfloat16", ""),
+    (
+        "run.device=gpu",
+        "activations in float32; precision.mode = 'bfloat16' with precision.activations = 'working' takes tensor cores",
+    ),
+    ("run.device=gpu precision.mode=float64", "matrix products and activations in float64"),
+    (
+        "run.device=gpu precision.mode=bfloat16",
+        "matrix products and activations in float32, parameters and gradients in bfloat16; precision.mode = ",
+    ),
+    (
+        "run.device=gpu precision.mode=float16 precision.activations=working",
+        "activations in float16, their sums and the master weights in float32; without precision.mode all is float32",
+    ),
+)
+def test_a_gpu_says_in_which_type_it_multiplies(keys, expected):
+    text = figures.describe_precision(recipe_of(recipe_keys(keys)))
+    assert expected in text and bool(text) == bool(expected)

@@ -7,10 +7,15 @@ import pytest
 
 from harness.inputs import write_text
 from harness.marks import on_threads
-from harness.trainings import LAYOUTS, Trained, assembled, check_same, recipe_keys
+from harness.trainings import LAYOUTS, Trained, assembled, check_same, recipe_keys, session_of
+from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device as arrays_device
+from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
+from hpcdist.training.run.job import TrainingJob
+from hpcdist.training.run.stop_requests import StopRequests
+from hpcdist.training.run_directory import RunDirectory
 
 BOUND = 2e-4  # a GPU sums in another order, and what is rounded to 11 bits may then fall on the other side
 
@@ -73,12 +78,28 @@ def test_a_gpu_without_tensor_cores_for_it_is_refused(comm, gpu, monkeypatch, wo
 @pytest.mark.parametrize("mode", ["float16", "bfloat16"])
 def test_activations_of_16_bits_learn_as_those_of_float32(gpu, tmp_path, rng, layout, mode):
     text = write_text(tmp_path / "text.txt", rng)
-    settings = {**LAYOUTS[layout][1], "data.path": text, "parallel.microbatches": 1}
+    settings = {**LAYOUTS[layout][1], "data.path": text}  # of two micro-batches, or three in a pipeline
     host = run_threads(2, lambda comm: Trained(comm, settings))
     narrow = {**settings, "precision.mode": mode, "precision.activations": "working", "run.device": "gpu"}
     device = run_threads(2, lambda comm: Trained(comm, narrow))
     assert host[0].losses[-1] < host[0].losses[0] and gpu.LOG.events
     np.testing.assert_allclose(device[0].losses, host[0].losses, rtol={"float16": 2e-3, "bfloat16": 2e-2}[mode])
+
+
+def test_gradients_of_many_micro_batches_are_rounded_little(gpu, words):
+    """Each sum is rounded once more, and no micro-batch is lost or counted twice."""
+    keys = {**words, **recipe_keys("optimizer.name=sgd optimizer.momentum=0 global_batch=12 steps=1")}
+    narrow = {"precision.mode": "bfloat16", "precision.activations": "working", "run.device": "gpu"}
+
+    def gradient(comm, more):
+        exchange = Trained(comm, {**keys, "optimizer.clip_norm": 0, **more}).trainer.exchange
+        return backend.to_host(exchange.gradients.array).astype(np.float64)
+
+    (exact,) = run_threads(1, lambda comm: gradient(comm, {"precision.mode": "float64"}))
+    for microbatches in (1, 12):
+        more = {**narrow, "parallel.microbatches": microbatches}
+        (rounded,) = run_threads(1, lambda comm, more=more: gradient(comm, more))
+        assert 0 < np.linalg.norm(rounded - exact) <= 1.5e-2 * np.linalg.norm(exact)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +108,7 @@ def test_activations_of_16_bits_learn_as_those_of_float32(gpu, tmp_path, rng, la
         (2, ""),
         (2, "parallel.sequence_parallel=true data.context=9"),
         (4, "parallel.strategy=zero3"),
-        (4, "parallel.pipeline=2 model.tied=false"),
+        (4, "parallel.pipeline=2 parallel.microbatches=3 run.global_batch=12 model.tied=false"),
     ],
 )
 def test_tensor_ranks_of_16_bits_learn_as_one_rank_of_float32(gpu, tmp_path, rng, ranks, keys):
@@ -107,3 +128,17 @@ def test_tensor_ranks_of_16_bits_learn_as_one_rank_of_float32(gpu, tmp_path, rng
     for run in cut:
         np.testing.assert_allclose(run.losses, wide.losses, rtol=2e-2)
         np.testing.assert_allclose(run.losses, whole.losses, rtol=5e-3)
+
+
+@on_threads(1)
+def test_a_run_on_a_gpu_begins_with_the_type_that_it_multiplies_in(comm, gpu, words, tmp_path, capsys):
+    def introduced(keys):
+        trainer = assembled(comm, {**words, "precision.mode": "float32", **keys})
+        run = RunDirectory(tmp_path, None)
+        job = TrainingJob(trainer.recipe, run, StopRequests(), RunLock({}), as_json=False)
+        job.introduce(session_of(comm), trainer, job.progress(trainer))
+        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("precision: ")]
+
+    assert introduced({}) == []
+    (line,) = introduced({"run.device": "gpu"})
+    assert "in float32; precision.mode = 'bfloat16'" in line

@@ -33,7 +33,7 @@ def test_the_example_of_the_page_is_a_recipe(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text(reference.page().split("```toml\n")[1].split("```")[0])
     resolved = recipes.load(path, environment={"HOME": str(tmp_path)})
-    assert sum(place == f"recipe {path}" for place in resolved.origin.values()) == 12
+    assert sum(place == f"recipe {path}" for place in resolved.origin.values()) == 13
 
 
 @cases(

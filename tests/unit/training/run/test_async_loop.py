@@ -1,5 +1,6 @@
 """The loop under asp: nobody waits for a slow worker, and the rows of all come to the file nevertheless."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -11,8 +12,9 @@ import pytest
 from harness.jobs import LIMIT_S
 from harness.marks import cases
 from harness.trainings import assembled, recipe_keys, session_of
+from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm.record.timing import OperationTiming
-from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.telemetry.metrics import step_metrics as files
@@ -23,9 +25,11 @@ from hpcdist.training.observe.event_publisher import EventPublisher
 from hpcdist.training.observe.instrumentation import ConsoleProgress
 from hpcdist.training.observe.metrics import ROWS_PER_MESSAGE, AsyncRunMetrics
 from hpcdist.training.run.async_loop import AsyncTrainingLoop, loop_class
+from hpcdist.training.run.job import TrainingJob
 from hpcdist.training.run.loop import TrainingLoop
 from hpcdist.training.run.stop_requests import StopReason, StopRequests
 from hpcdist.training.run.summary import NO_STEP_MADE, describe, summarise
+from hpcdist.training.run_directory import RunDirectory
 
 STEPS = 12
 ASP = recipe_keys(
@@ -132,6 +136,26 @@ def test_no_worker_waits_for_another_though_rows_are_always_due(placement, slow,
     assert rows["step"].tolist() == written == list(range(1, STEPS + 1))
     assert np.isfinite(rows["loss"]).all() and (rows["tokens"] == 7 * 8).all()
     assert (rows["compute_s"][:, :2] > 0).all() and np.isnan(rows["compute_s"][:, 2:]).all()
+
+
+def test_the_end_of_a_job_frees_the_channel_of_rows(text, tmp_path, monkeypatch):
+    """No collection of garbage would: a communicator of MPI lasts until it is freed."""
+    freed = []
+    monkeypatch.setattr(ThreadCommunicator, "free", lambda comm: freed.append(comm.name))
+
+    def body(comm):
+        loop = loop_on(comm, text, tmp_path)
+        outcome = loop.run()
+        loop.metrics.flush()
+        comm.barrier()
+        assert not freed
+        comm.barrier()
+        run = RunDirectory(tmp_path, None)
+        job = TrainingJob(loop.trainer.recipe, run, loop.stop_requests, RunLock({}), as_json=True)
+        return job.finish(loop, outcome, math.nan)
+
+    assert run_threads(2, body) == [0, 0]
+    assert sum("/rows" in name for name in freed) == 2
 
 
 def test_rows_of_many_steps_come_in_short_messages_and_in_order(text, tmp_path):
