@@ -21,6 +21,7 @@ from hpcdist.collectives import dispatch
 from hpcdist.collectives.algorithms import all_to_all as exchange
 from hpcdist.collectives.algorithms import broadcast as tree
 from hpcdist.collectives.reduction import check_buffer, check_op
+from hpcdist.collectives.segments import gather_counts
 from hpcdist.collectives.sharded import SHARDED, SHARDED_ON_GPUS, Sharding
 from hpcdist.collectives.tuning import autotune
 from hpcdist.comm.communicator import Communicator
@@ -107,7 +108,7 @@ def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
     """
     where = communicator_of(comm)
     _check_rows(array, "all_gather")
-    counts = _gathered_counts(where, np.array([array.shape[0]], np.int64))[:, 0]
+    counts = gather_counts(where, np.array([array.shape[0]], np.int64))[:, 0]
     ends, width = np.cumsum(counts), _row_size(array)
     shares = [Range(int(end - count) * width, int(end) * width) for end, count in zip(ends, counts, strict=True)]
     result: Array = backend.namespace(array).empty((int(ends[-1]), *array.shape[1:]), array.dtype)
@@ -144,7 +145,7 @@ def all_to_all(parts: Sequence[Array], *, comm: AnyComm = None) -> list[Array]:
     if len(shapes) > 1:
         raise UsageError(f"the parts of all_to_all differ in more than their rows: {sorted(map(str, shapes))}")
     width = _row_size(parts[0])
-    counts = _gathered_counts(where, np.array([part.shape[0] for part in parts], np.int64))
+    counts = gather_counts(where, np.array([part.shape[0] for part in parts], np.int64))
     sent, received = (
         np.concatenate([[0], np.cumsum(rows)]) * width for rows in (counts[where.rank], counts[:, where.rank])
     )
@@ -164,14 +165,6 @@ def row_ranges(rows: int, parts: int) -> list[Range]:
 
 def _ranges(edges: Sequence[int] | np.ndarray) -> list[Range]:
     return [Range(int(start), int(stop)) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
-
-
-def _gathered_counts(comm: Communicator, own: np.ndarray) -> np.ndarray:
-    """Return the ``own`` counts of all ranks as rows. Collective."""
-    everybody = np.zeros((comm.size, own.size), np.int64)
-    everybody[comm.rank] = own
-    comm.all_gather(everybody.reshape(-1), [Range(own.size * rank, own.size * (rank + 1)) for rank in range(comm.size)])
-    return everybody
 
 
 def _check_mean(array: Array, op: str) -> None:

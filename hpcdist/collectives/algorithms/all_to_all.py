@@ -27,7 +27,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, name_of
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives.algorithms.hierarchical_all_to_all import hierarchical_all_to_all
+from hpcdist.collectives.algorithms.hierarchical_all_to_all import gather_sizes, hierarchical_all_to_all
 from hpcdist.collectives.algorithms.ring import all_gather
 from hpcdist.collectives.half_precision import round_into, widen
 from hpcdist.collectives.reduction import check_buffer, ufunc
@@ -78,12 +78,8 @@ def _compare_parts(comm: Communicator, send_ranges: Sequence[Range], receive_ran
 
     Parts may differ from rank to rank, so two of them are compared, not the calls of all.
     """
-    own = np.array([[part.size for part in ranges] for ranges in (send_ranges, receive_ranges)], np.int64)
-    everybody = np.empty((comm.size, *own.shape), np.int64)  # (rank, sends or expects, of which rank)
-    everybody[comm.rank] = own
-    rows = [Range(own.size * rank, own.size * (rank + 1)) for rank in range(comm.size)]
-    comm.all_gather(everybody.reshape(-1), rows)
-    sent, expected = everybody[:, 0], everybody[:, 1].T  # both (from, to)
+    sizes = gather_sizes(comm, send_ranges, receive_ranges)
+    sent, expected = sizes[:, 0], sizes[:, 1].T  # both (from, to)
     for source, to in np.argwhere(sent != expected):
         raise CommunicationError(
             f"in an all-to-all of {comm.name} rank {source} sends {sent[source, to]} elements to rank {to}, which "
