@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.ranges import Range, consecutive
 from hpcdist.collectives.segments import gather_counts, scratch, wait_all
 from hpcdist.comm.communicator import Communicator, Nodes
 
@@ -91,20 +91,15 @@ def _exchange(intra: Communicator, name: str, parts: Parts, expected: list[list[
     send = scratch(f"{name} out", sum(part.size for part in flat), like.dtype, like)
     _views(send, [part.size for part in flat], flat)
     receive = scratch(f"{name} in", sum(lengths), like.dtype, like)
-    intra.all_to_all(send, receive, _ranges([[p.size for p in own] for own in parts]), _ranges(expected))
+    sent = consecutive(sum(part.size for part in own) for own in parts)
+    intra.all_to_all(send, receive, sent, consecutive(map(sum, expected)))
     views = iter(_views(receive, lengths))
     return [[next(views) for _ in own] for own in expected]
 
 
-def _ranges(sizes: list[list[int]]) -> list[Range]:
-    ends = np.concatenate([[0], np.cumsum([sum(own) for own in sizes])]).tolist()
-    return [Range(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
-
-
 def _views(buffer: Array, sizes: Sequence[int], values: Sequence[Array] = ()) -> list[Array]:
     """Return the parts of ``buffer`` of these sizes, one behind the other, with ``values`` in them if given."""
-    ends = np.concatenate([[0], np.cumsum(np.array(sizes, np.int64))]).tolist()
-    views: list[Array] = [buffer[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+    views: list[Array] = [buffer[part.slice] for part in consecutive(sizes)]
     for view, value in zip(views, values, strict=False):
         view[...] = value
     return views
