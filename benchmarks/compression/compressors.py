@@ -64,7 +64,7 @@ def exchanges(values: np.ndarray, out: np.ndarray) -> dict[str, Callable[[], obj
     adam = OneBitAdam(n, 0, 1, AdamMoments())
     adam.warm(values.copy())
     adam.freeze()
-    signs = np.empty(adam.own_places[0].size, np.uint8)
+    signs = np.empty(adam.compressor.payload_bytes(n), np.uint8)
 
     def gradient_to_factors() -> None:
         low.project(matrix, p)

@@ -71,7 +71,7 @@ def cases(dtype: np.dtype, tokens: int, hidden: int) -> dict[str, Case]:
         "bias gradient": (lambda: models.column_sums(wide, sums_of_columns, False), 4 * count * e),
         "cross entropy": (lambda: models.cross_entropy(logits, targets, sums), logits.nbytes),
         "adamw": (
-            lambda: optim.launch_adam(weights, gradient, m, v, copy, options, *adam),
+            lambda: optim.launch_update("adam", weights, gradient, (m, v), copy, options, *adam),
             8 * count * (6 * r + e + (e if e != r else 0)),
         ),
         "lamb direction": (
@@ -79,7 +79,7 @@ def cases(dtype: np.dtype, tokens: int, hidden: int) -> dict[str, Case]:
             8 * count * (6 * r + e),
         ),
         "lamb step": (
-            lambda: optim.launch_descend(weights, step, copy, options),
+            lambda: optim.launch_update("descend", weights, step, (), copy, options),
             8 * count * (3 * r + (e if e != r else 0)),
         ),
         "sum of squares": (lambda: optim.launch_sum_of_squares(gradient), gradient.nbytes),

@@ -51,7 +51,8 @@ class Piece:
             0 <= start <= stop <= size for (start, stop), size in zip(self.box, self.global_shape, strict=True)
         )
         assert inside, f"{self.name}: the box {self.box} is not inside {self.global_shape}"
-        assert self.flat.stop <= self.box_size, f"{self.name}: {self.flat} exceeds a box of {self.box_size} elements"
+        elements = math.prod(stop - start for start, stop in self.box)
+        assert self.flat.stop <= elements, f"{self.name}: {self.flat} exceeds a box of {elements} elements"
         assert self.array.shape == (self.flat.size,), f"{self.name}: {self.flat} in an array of {self.array.shape}"
 
     @classmethod
@@ -70,11 +71,6 @@ class Piece:
     def name(self) -> str:
         """Name for errors and files."""
         return f"{self.kind}/{self.tensor}"
-
-    @property
-    def box_size(self) -> int:
-        """Number of elements of the box."""
-        return math.prod(stop - start for start, stop in self.box)
 
 
 def whole_box(shape: tuple[int, ...]) -> Box:

@@ -7,6 +7,7 @@ ranks, empty parts, a ragged tail) are decided and tested once.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 ALIGN_BYTES = 64  # a cache line, and the widest vector register: no line is shared by two owners
 
@@ -60,6 +61,11 @@ def split(size: int, parts: int, itemsize: int, align_bytes: int = ALIGN_BYTES) 
     shortest, longer = divmod(blocks, parts)
     bounds = [min(size, block * (part * shortest + min(part, longer))) for part in range(parts + 1)]
     return [Range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+
+def consecutive(sizes: Iterable[int]) -> list[Range]:
+    """Return the ranges of ``sizes`` elements, one behind the other from 0 on."""
+    return [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def cut(whole: Range, longest: int) -> Iterator[Range]:

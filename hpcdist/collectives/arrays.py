@@ -16,11 +16,12 @@ import numpy as np
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
-from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.ranges import Range, consecutive, split
 from hpcdist.collectives import dispatch
 from hpcdist.collectives.algorithms import all_to_all as exchange
 from hpcdist.collectives.algorithms import broadcast as tree
 from hpcdist.collectives.reduction import check_buffer, check_op
+from hpcdist.collectives.segments import gather_counts
 from hpcdist.collectives.sharded import SHARDED, SHARDED_ON_GPUS, Sharding
 from hpcdist.collectives.tuning import autotune
 from hpcdist.comm.communicator import Communicator
@@ -88,7 +89,7 @@ def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Ar
     _check_mean(array, op)
     if op != MEAN:
         check_op(op)
-    rows, width = row_ranges(array.shape[0], where.size), _row_size(array)
+    rows, width = split(array.shape[0], where.size, itemsize=1, align_bytes=1), _row_size(array)
     shares = [Range(part.start * width, part.stop * width) for part in rows]
     buffer = array.reshape(-1).copy()  # the algorithms work in place
     sharding_for(where, buffer).reduce_scatter(where, buffer, shares, "sum" if op == MEAN else op)
@@ -107,10 +108,9 @@ def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
     """
     where = communicator_of(comm)
     _check_rows(array, "all_gather")
-    counts = _gathered_counts(where, np.array([array.shape[0]], np.int64))[:, 0]
-    ends, width = np.cumsum(counts), _row_size(array)
-    shares = [Range(int(end - count) * width, int(end) * width) for end, count in zip(ends, counts, strict=True)]
-    result: Array = backend.namespace(array).empty((int(ends[-1]), *array.shape[1:]), array.dtype)
+    counts = gather_counts(where, np.array([array.shape[0]], np.int64))[:, 0]
+    shares = consecutive((counts * _row_size(array)).tolist())
+    result: Array = backend.namespace(array).empty((int(counts.sum()), *array.shape[1:]), array.dtype)
     buffer = result.reshape(-1)
     buffer[shares[where.rank].slice] = array.reshape(-1)
     sharding_for(where, buffer).all_gather(where, buffer, shares)
@@ -143,35 +143,13 @@ def all_to_all(parts: Sequence[Array], *, comm: AnyComm = None) -> list[Array]:
     shapes = {(part.shape[1:], part.dtype) for part in parts}
     if len(shapes) > 1:
         raise UsageError(f"the parts of all_to_all differ in more than their rows: {sorted(map(str, shapes))}")
-    width = _row_size(parts[0])
-    counts = _gathered_counts(where, np.array([part.shape[0] for part in parts], np.int64))
-    sent, received = (
-        np.concatenate([[0], np.cumsum(rows)]) * width for rows in (counts[where.rank], counts[:, where.rank])
-    )
+    sizes = gather_counts(where, np.array([part.size for part in parts], np.int64))
+    sent, received = (consecutive(own.tolist()) for own in (sizes[where.rank], sizes[:, where.rank]))
     xp = backend.namespace(parts[0])
     outgoing = xp.concatenate([part.reshape(-1) for part in parts])
-    incoming = xp.empty(int(received[-1]), outgoing.dtype)
-    exchange.all_to_all(where, outgoing, incoming, _ranges(sent), _ranges(received))
-    return [incoming[part.slice].reshape(-1, *parts[0].shape[1:]) for part in _ranges(received)]
-
-
-def row_ranges(rows: int, parts: int) -> list[Range]:
-    """Return the ranges of `numpy.array_split`: the first ``rows`` % ``parts`` of them have one row more (local)."""
-    small, more = divmod(rows, parts)
-    starts = [index * small + min(index, more) for index in range(parts + 1)]
-    return _ranges(starts)
-
-
-def _ranges(edges: Sequence[int] | np.ndarray) -> list[Range]:
-    return [Range(int(start), int(stop)) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
-
-
-def _gathered_counts(comm: Communicator, own: np.ndarray) -> np.ndarray:
-    """Return the ``own`` counts of all ranks as rows. Collective."""
-    everybody = np.zeros((comm.size, own.size), np.int64)
-    everybody[comm.rank] = own
-    comm.all_gather(everybody.reshape(-1), [Range(own.size * rank, own.size * (rank + 1)) for rank in range(comm.size)])
-    return everybody
+    incoming = xp.empty(received[-1].stop, outgoing.dtype)
+    exchange.all_to_all(where, outgoing, incoming, sent, received)
+    return [incoming[part.slice].reshape(-1, *parts[0].shape[1:]) for part in received]
 
 
 def _check_mean(array: Array, op: str) -> None:

@@ -108,7 +108,8 @@ ALLREDUCE: Final[dict[str, AllreduceFunction]] = {
     "all_to_all": all_to_all_allreduce,
 }
 
-ON_GPUS: Final[dict[str, AllreduceFunction]] = {"nccl": staging.on_host}  # what these do on the host
+# What these do on the host: a run on GPUs reduces norms, losses and flags there.
+ON_GPUS: Final[dict[str, AllreduceFunction]] = {"nccl": native_allreduce}
 _BY_NAME: Final = ALLREDUCE | ON_GPUS
 
 # No partial sum travels in 16 bits: they need no float32 copy.

@@ -92,6 +92,14 @@ def check_ranges(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> 
         )
 
 
+def gather_counts(comm: Communicator, own: np.ndarray) -> np.ndarray:
+    """Return ``own``, int64 of the same shape on all ranks, of every rank: (ranks, ...). Collective over ``comm``."""
+    everybody = np.empty((comm.size, *own.shape), np.int64)
+    everybody[comm.rank] = own
+    comm.all_gather(everybody.reshape(-1), [Range(own.size * rank, own.size * (rank + 1)) for rank in range(comm.size)])
+    return everybody
+
+
 def check_segment(segment_bytes: int) -> None:
     """Raise UsageError unless pieces can have ``segment_bytes`` (local)."""
     if segment_bytes < 1:

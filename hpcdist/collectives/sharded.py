@@ -250,5 +250,5 @@ SHARDED: Final[dict[str, Sharding]] = {
 }
 # For buffers on GPUs alone; they refuse others.
 SHARDED_ON_GPUS: Final[dict[str, Sharding]] = {
-    "nccl": _watched("nccl", nccl.shares, nccl.reduce_scatter, nccl.all_gather)
+    "nccl": _watched("nccl", _in_rank_order, nccl.reduce_scatter, nccl.all_gather)
 }

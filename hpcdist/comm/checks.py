@@ -18,7 +18,6 @@ import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from types import FrameType
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -26,6 +25,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, is_16bit_float, name_of
 from hpcdist.arrays.ranges import Range
+from hpcdist.comm import events
 from hpcdist.comm.communicator import REDUCTIONS, Communicator, Request
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, UsageError
 from hpcdist.reporting.hostlist import format_ranges
@@ -156,10 +156,8 @@ def ranges_fingerprint(shares: Sequence[Range]) -> str:
 
 def call_site() -> str:
     """Return the file and line of the innermost caller outside of collectives/ and comm/ (local)."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
-        frame = frame.f_back
-    return "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    site = events.call_site(sys._getframe(1), _INTERNAL)
+    return "an unknown place" if site is None else f"{site.code.co_filename}:{site.line}"
 
 
 def _exchange_calls(

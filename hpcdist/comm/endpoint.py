@@ -62,6 +62,17 @@ class Endpoint(FaultTolerant):
     def _begin(self, op: str, buffer: Array, sent_bytes: int, peer: int = -1, tag: int = 0) -> int:
         return self.events.begin(self.name, op, name_of(buffer.dtype), buffer.size, sent_bytes, peer, tag)
 
+    def _in_place(
+        self, op: str, buffer: Array, transport: Callable[..., None], *arguments: Any, peer: int = -1
+    ) -> None:
+        """Call ``transport`` on ``buffer`` and the ``arguments``, as the operation ``op``."""
+        message, finish = self.handover.both(buffer, op)
+        token = self._begin(op, buffer, UNKNOWN_BYTES, peer)
+        transport(message, *arguments)
+        if finish is not None:
+            finish()
+        self.events.end(token)
+
     def send(self, buffer: Array, peer: int, tag: int = 0) -> None:
         """Send to ``peer``."""
         message = self.handover.outgoing(buffer)
@@ -137,12 +148,7 @@ class Endpoint(FaultTolerant):
         """Broadcast in place."""
         if self._checked:
             checks.compare_native(self, "broadcast", buffer, extra=f"from rank {root}")
-        message, finish = self.handover.both(buffer, "broadcast")
-        token = self._begin("broadcast", buffer, UNKNOWN_BYTES, root)
-        self._broadcast(message, root)
-        if finish is not None:
-            finish()
-        self.events.end(token)
+        self._in_place("broadcast", buffer, self._broadcast, root, peer=root)
 
     def allreduce(self, buffer: Array, op: str = "sum") -> None:
         """Reduce natively in place."""
@@ -174,24 +180,14 @@ class Endpoint(FaultTolerant):
             checks.compare_native(self, "reduce_scatter", buffer, op, checks.ranges_fingerprint(ranges))
         check_reduction(buffer, op)
         check_tiling(buffer, ranges, self.size)
-        message, finish = self.handover.both(buffer, "reduce_scatter")
-        token = self._begin("reduce_scatter", buffer, UNKNOWN_BYTES)
-        self._reduce_scatter(message, ranges, op)
-        if finish is not None:
-            finish()
-        self.events.end(token)
+        self._in_place("reduce_scatter", buffer, self._reduce_scatter, ranges, op)
 
     def all_gather(self, buffer: Array, ranges: Sequence[Range]) -> None:
         """Gather natively in place."""
         if self._checked:
             checks.compare_native(self, "all_gather", buffer, extra=checks.ranges_fingerprint(ranges))
         check_tiling(buffer, ranges, self.size)
-        message, finish = self.handover.both(buffer, "all_gather")
-        token = self._begin("all_gather", buffer, UNKNOWN_BYTES)
-        self._all_gather(message, ranges)
-        if finish is not None:
-            finish()
-        self.events.end(token)
+        self._in_place("all_gather", buffer, self._all_gather, ranges)
 
     def all_to_all(
         self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]

@@ -2,5 +2,5 @@
 
 Floor 3: imports collectives (conversions of 16-bit floats), arrays and errors. At the top are the optimizers (`adam`,
 `sgd`), their base classes, learning rates, batch sizes and gradient norms; `update` has the loops over elements.
-`config` imports nothing but the errors. Begin with `optimizer.Optimizer` (the protocol) and `optimizer.build`.
+`config` imports nothing but the errors. Begin with `base.SegmentWise` and `optimizer.build`.
 """

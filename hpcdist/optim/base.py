@@ -36,9 +36,11 @@ Decay: TypeAlias = float | kernels.TensorOptions  # of one tensor, or of all on 
 
 
 class SegmentWise(ABC):
-    """State of an optimizer on the owned ranges; `ElementWise` and `LayerWise` define its two phases.
+    """Optimizer on the ``parts`` that a rank owns; `ElementWise` and `LayerWise` define its two phases. No messages.
 
-    See `hpcdist.optim.optimizer.Optimizer` for the members and the order of calls.
+    ``slots`` are the stores of its state by name, in the master dtype; a checkpoint saves them as pieces. ``count`` is
+    the number of updates, the begun one included. ``needs_norms``: `apply` needs the reduced `partial_norms`. See
+    `hpcdist.optim.optimizer` for the order of calls.
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ()
@@ -86,28 +88,41 @@ class SegmentWise(ABC):
         return self._factor * rates.learning_rate(self.config, max(1, self.count), self._total_steps)
 
     def begin_step(self, factor: float = 1.0) -> None:
-        """Count one update more, at ``factor`` times its rate, and forget the partial norms of the one before."""
+        """Begin an update, at ``factor`` times its rate. Call it once it is certain that this one is not skipped."""
         self.count += 1
         self._factor = factor
         self._norms.clear()
 
     @abstractmethod
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Compute what `apply` needs from all pieces first; see `hpcdist.optim.optimizer.Optimizer`."""
+        """Take the mean gradient on ``piece``, times ``scale`` (see `hpcdist.optim.norms`): one in each update.
+
+        Where norms are needed the buffer of ``gradient``, in the master dtype, holds the direction u afterwards; else
+        it must stay as it is until `apply`. Each element of the owned part is given once in an update; pieces may cut
+        tensors anywhere. Padding is not touched.
+        """
 
     def sum_exactly(self) -> None:
-        """From now on sum the partial norms in exact accumulators."""
+        """Make `partial_norms` exact from the next update on: the same bits of the norms for every partition."""
         self._norms = ExactNorms(len(self.layout.segments))
 
     def partial_norms(self) -> np.ndarray:  # (segments, 2) or (segments, 2, exact.SLOTS)
-        """Return sums of squares of w and of the direction over the pieces seen; 0 for tensors that need none."""
+        """Return, for each tensor of the layout, sum(w^2) and sum(u^2) over the given pieces, in float64, on the host.
+
+        The caller sums them over the ranks that share the tensors; rows of tensors that need none are 0. After
+        `sum_exactly` they are accumulators of `hpcdist.optim.update.exact`, int64, which the caller sums and rounds.
+        """
         return to_host(self._norms.sums()).copy()
 
     @abstractmethod
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Write the new ``master`` weights on ``piece`` and, when given, their rounded ``working`` copy."""
+        """Write the new ``master`` weights on ``piece`` and, when given, their rounded ``working`` copy.
+
+        ``direction`` is what `direction` was given, undefined afterwards. ``norms`` are the summed `partial_norms`;
+        they may be None when `needs_norms` is false.
+        """
 
     def state(self) -> dict[str, float]:
         """Return what a checkpoint needs beside the slots: the number of applied updates."""
@@ -364,13 +379,13 @@ class LayerWise(SegmentWise):
         self, where: Range, weights: Array, step: Array, tensors: kernels.TensorOptions, working: Array | None
     ) -> None:
         """Do as `_update` for all tensors of a stretch on a GPU, and round the weights into ``working``."""
-        kernels.launch_descend(weights, step, working, tensors)
+        kernels.launch_update("descend", weights, step, (), working, tensors)
 
 
-class WrappedOptimizer:
+class WrappedOptimizer(ABC):
     """Base of optimizers that hand ``inner`` other weights, gradients or state to step: its clock, rates and norms.
 
-    See `hpcdist.optim.optimizer.Optimizer`. A subclass has ``direction`` and ``apply``.
+    The members are those of `SegmentWise`.
     """
 
     def __init__(self, inner: SegmentWise) -> None:
@@ -394,6 +409,16 @@ class WrappedOptimizer:
     def begin_step(self, factor: float = 1.0) -> None:
         """Begin an update, at ``factor`` times the rate."""
         self._inner.begin_step(factor)
+
+    @abstractmethod
+    def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
+        """Take the mean gradient on ``piece``."""
+
+    @abstractmethod
+    def apply(
+        self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
+    ) -> None:
+        """Write the new ``master`` weights on ``piece``."""
 
     def sum_exactly(self) -> None:
         """Make `partial_norms` exact."""

@@ -21,7 +21,7 @@ from hpcdist.optim.update import kernels
 
 
 class MasterWeights(WrappedOptimizer):
-    """`hpcdist.optim.optimizer.Optimizer` over ``inner``, that steps float32 ``weights`` of its own.
+    """Optimizer over ``inner`` that steps float32 ``weights`` of its own.
 
     What it is given as master is the 16-bit working copy, and the gradient is 16-bit too. The gradient is widened
     block by block and the direction never rounded; without layer-wise rates, a block is stepped and rounded at once, in

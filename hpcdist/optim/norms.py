@@ -37,7 +37,7 @@ def sum_of_block_squares(blocks: Iterable[Array]) -> float:
     for block in blocks:
         kernels.add_squares(block, sums, seen % kernels.LANES)
         seen += block.size
-    return kernels.total(sums)
+    return float(kernels.total(sums))
 
 
 class Norms:

@@ -1,4 +1,4 @@
-"""Two-phase optimizer interface, and the table of optimizers by name.
+"""Optimizers by name, and the order in which their methods are called.
 
 A layer-wise optimizer needs norms of whole tensors, but a rank may own any part of the flat space. So an update is
 
@@ -9,8 +9,8 @@ they are summed exactly. Without norms to wait for, `direction` only stores the 
 one pass over memory.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -19,70 +19,12 @@ from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.optim.adam import AdamW, Lamb
-from hpcdist.optim.base import Copy, SegmentWise, Sums
+from hpcdist.optim.base import SegmentWise, WrappedOptimizer
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.optim.sgd import Lars, Sgd
 
 OPTIMIZERS: Final[dict[str, type[SegmentWise]]] = {"adamw": AdamW, "lamb": Lamb, "lars": Lars, "sgd": Sgd}
-
-
-class Optimizer(Protocol):
-    """One optimizer on the parts of the flat space that a rank owns. Nothing here communicates."""
-
-    parts: tuple[Range, ...]
-
-    @property
-    def slots(self) -> dict[str, FlatStore]:
-        """Stores of the state, by name, on the owned part, in the master dtype; a checkpoint saves them as pieces."""
-
-    @property
-    def count(self) -> int:
-        """Number of applied updates, the begun one included."""
-
-    @property
-    def needs_norms(self) -> bool:
-        """Whether `apply` needs the reduced `partial_norms`."""
-
-    @property
-    def learning_rate(self) -> float:
-        """Rate of the update that is under way."""
-
-    def begin_step(self, factor: float = 1.0) -> None:
-        """Begin an update, at ``factor`` times the rate. Call it once it is certain that this one is not skipped."""
-
-    def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Take the mean gradient on ``piece``, times ``scale`` (see `hpcdist.optim.norms`): one in each update.
-
-        Where norms are needed the buffer of ``gradient``, in the master dtype, holds the direction u afterwards; else
-        it must stay as it is until `apply`. Each element of the owned part is given once in an update; pieces may cut
-        tensors anywhere. Padding is not touched.
-        """
-
-    def sum_exactly(self) -> None:
-        """From the next update on make `partial_norms` exact: the norms then have the same bits for every partition."""
-
-    def partial_norms(self) -> np.ndarray:  # (segments, 2)
-        """Return, for each tensor of the layout, sum(w^2) and sum(u^2) over the given pieces, in float64.
-
-        On the host. The caller sums them over the ranks that share the tensors; rows of tensors that need none are 0.
-        After `sum_exactly` they are accumulators of `hpcdist.optim.update.exact` (segments, 2, exact.SLOTS), int64,
-        which the caller sums and rounds.
-        """
-
-    def apply(
-        self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
-    ) -> None:
-        """Write the new ``master`` weights on ``piece`` and, when given, their rounded ``working`` copy.
-
-        ``direction`` is what `direction` was given, undefined afterwards. ``norms`` are the summed `partial_norms`;
-        they may be None when `needs_norms` is false.
-        """
-
-    def state(self) -> dict[str, float]:
-        """Return the scalars that a checkpoint needs beside the slots."""
-
-    def restore(self, state: Mapping[str, float]) -> None:
-        """Take back what `state` returned."""
+Optimizer: TypeAlias = SegmentWise | WrappedOptimizer
 
 
 def build(

@@ -135,4 +135,4 @@ class Lars(LayerWise):
         self, where: Range, weights: Array, step: Array, tensors: kernels.TensorOptions, working: Array | None
     ) -> None:
         velocity, momentum = self.slots["momentum"].range(where), self.config.momentum * self._correction
-        kernels.launch_descend_with_velocity(weights, step, velocity, working, tensors, momentum)
+        kernels.launch_update("descend_with_velocity", weights, step, (velocity,), working, tensors, momentum)

@@ -67,7 +67,8 @@ def test_one_bit_adam(cupy, rng):
     for on, state in states.items():
         state.warm(backend.place(gradients[0].copy(), on))
         state.freeze()
-        payload, outs[on] = backend.empty(state.own_places[0].size, BYTES, on), backend.empty(N, REAL, on)
+        size = state.compressor.payload_bytes(N)
+        payload, outs[on] = backend.empty(size, BYTES, on), backend.empty(N, REAL, on)
         for number, gradient in enumerate(gradients[1:]):
             state.accumulate(backend.place(gradient, on))
             state.encode_worker(0, payload, RandomKey(0, number, 0, 0))

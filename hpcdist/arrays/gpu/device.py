@@ -35,15 +35,11 @@ def nccl() -> Any:
         if not getattr(module, "available", False):  # cupy puts an empty module there, and keeps the reason to itself
             module = importlib.import_module("cupy_backends.cuda.libs.nccl")
     except ImportError as error:
-        raise MissingCapabilityError(_no_nccl(str(error))) from error
+        raise MissingCapabilityError(
+            f"cupy finds no NCCL ({error}); pip install nvidia-nccl-cu12 (or -cu13), or choose another "
+            "communication.algorithm than nccl"
+        ) from error
     return module
-
-
-def _no_nccl(reason: str) -> str:
-    return (
-        f"cupy finds no NCCL ({reason}); pip install nvidia-nccl-cu12 (or -cu13), or choose another "
-        "communication.algorithm than nccl"
-    )
 
 
 def is_device_array(array: Any) -> bool:

@@ -60,7 +60,8 @@ class KernelSource:
         if not all(blocks):
             return
         real = accumulation_dtype(np.dtype(types["REAL"])).type
-        _compiled(self, name, _key(types))(blocks, threads, tuple(_kernel_argument(name, arg, real) for arg in args))
+        kernel = _compiled(device.cupy(), self, name, _key(types))
+        kernel(blocks, threads, tuple(_kernel_argument(name, arg, real) for arg in args))
 
 
 def elementwise(n: int, width: int = 1, threads: int = 256) -> tuple[int, int]:
@@ -83,12 +84,8 @@ def _key(types: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 @functools.cache
-def _compiled_for(module: Any, source: KernelSource, name: str, types: tuple[tuple[str, Any], ...]) -> Any:
+def _compiled(module: Any, source: KernelSource, name: str, types: tuple[tuple[str, Any], ...]) -> Any:
     return module.RawKernel(source.code(**dict(types)), name, options=OPTIONS)
-
-
-def _compiled(source: KernelSource, name: str, types: tuple[tuple[str, Any], ...]) -> Any:
-    return _compiled_for(device.cupy(), source, name, types)
 
 
 def _three_dims(size: Size) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ import numpy as np
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint.convert.exporting import export_metadata, key_of, new_files, write_file, write_tensors
-from hpcdist.checkpoint.format.manifest import Manifest
+from hpcdist.checkpoint.format.manifest import Manifest, unique_keys
 from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
 from hpcdist.hdf5.overlay import pread_all, pwrite_all
 from hpcdist.reporting import regular
@@ -126,7 +126,7 @@ def read_header(fd: int) -> tuple[dict[str, TensorLocation], dict[str, str]]:
     length = int.from_bytes(pread_all(fd, 8, 0), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
         raise ValueError(f"a header of {length} bytes in a file of {size}")
-    entries = json.loads(pread_all(fd, length, 8), object_pairs_hook=_unique_keys)
+    entries = json.loads(pread_all(fd, length, 8), object_pairs_hook=unique_keys)
     if not isinstance(entries, dict):
         raise ValueError("the header is no JSON object")
     if len(entries) > MAX_TENSORS:
@@ -157,13 +157,6 @@ def _location(name: str, entry: Any, begin: int) -> TensorLocation:
     if stop - start != nbytes:
         raise ValueError(f"{name}: {stop - start} bytes for {code}{list(shape)}, expected {nbytes}")
     return TensorLocation(DTYPES[code], shape, begin + start, nbytes)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        raise ValueError("a name comes twice")
-    return entries
 
 
 class SafetensorsReader:

@@ -51,7 +51,7 @@ _SCALARS: Final = b'],"scalars":'
 _SEAL: Final = re.compile(rb',"digest":"([0-9a-f]{32})"}\n\Z')
 _SEAL_BYTES: Final = 46
 
-_DECODER: Final = json.JSONDecoder(object_pairs_hook=lambda pairs: _unique_keys(pairs))
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=lambda pairs: unique_keys(pairs))
 
 
 class NewerVersionError(StorageError):
@@ -353,7 +353,7 @@ def _shard_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for pattern in ("*.h5", "*/*.h5") for path in directory.glob(pattern))
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of ``pairs``. Raises ValueError for a key that comes twice: readers differ on its value."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
@@ -407,7 +407,7 @@ def _parse_free_form(path: Path, data: bytes) -> Manifest:
     """Return the manifest in ``data``, JSON that another version of hpcdist or a person wrote; of bounded size."""
     if len(data) > MIN_LIMIT_BYTES:
         raise ValueError(f"it has {len(data)} bytes and is not as this version writes it")
-    body = json.loads(data, object_pairs_hook=_unique_keys)
+    body = json.loads(data, object_pairs_hook=unique_keys)
     if not isinstance(body, dict):
         raise StorageError(f"{path} is not a manifest of {SCHEMA}")
     _check_version(path, body.get("schema"), body.get("version"))

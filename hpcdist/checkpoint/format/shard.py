@@ -107,7 +107,7 @@ class BlockReader:
         fd, digest, count = self._fd(name), xxhash.xxh3_128(), 0
         for part in (part for whole in parts for part in cut(whole, READ_BYTES)):
             view = self._memory.data[: part.size]
-            read = _read_fully(fd, view, part.start)
+            read = read_fully(fd, view, part.start)
             digest.update(view[:read])
             count += read
         return count, digest.hexdigest()
@@ -126,7 +126,7 @@ class BlockReader:
             part = view[:size]
             read = os.preadv(fd, [part], begin + done)
             if read < size:  # a signal may cut a read short; 0 bytes more means the end of the file
-                read += _read_fully(fd, part[read:], begin + done + read)
+                read += read_fully(fd, part[read:], begin + done + read)
             if read < size:
                 return done + read, ""
             digest.update(part)
@@ -144,7 +144,7 @@ class BlockReader:
         return self._open[name]
 
 
-def _read_fully(fd: int, view: memoryview, start: int) -> int:
+def read_fully(fd: int, view: memoryview, start: int) -> int:
     """Fill ``view`` from the byte ``start`` on; return how many bytes there were."""
     done = 0
     while done < len(view) and (read := os.preadv(fd, [view[done:]], start + done)):

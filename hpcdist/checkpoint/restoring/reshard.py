@@ -13,14 +13,13 @@ tensor of d dims. The cover (`cover`) is pure and local.
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
 
 from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.piece import Box, Piece, Runs, grouped_alike, intersect_runs, runs
-from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.ranges import Range, consecutive
 from hpcdist.checkpoint.restoring import messages as moves
 from hpcdist.checkpoint.restoring.messages import ElementRuns
 from hpcdist.comm.communicator import Communicator
@@ -301,10 +300,8 @@ def _exchange_requests(
     comm: Communicator, requests: Sequence[np.ndarray], counts: Sequence[Sequence[int]]
 ) -> list[np.ndarray]:
     """Return the request of each rank to this one. Collective."""
-    ends = list(accumulate((request.size for request in requests), initial=0))
-    sent = [Range(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
-    ends = list(accumulate((row[comm.rank] for row in counts), initial=0))
-    received = [Range(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
-    numbers = np.empty(ends[-1], np.int64)
+    sent = consecutive(request.size for request in requests)
+    received = consecutive(row[comm.rank] for row in counts)
+    numbers = np.empty(received[-1].stop, np.int64)
     comm.all_to_all(np.concatenate(requests), numbers, sent, received)
     return [numbers[part.slice] for part in received]

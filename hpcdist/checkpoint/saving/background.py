@@ -34,6 +34,7 @@ from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
 from hpcdist.checkpoint.format.manifest import BLOCK_BYTES
+from hpcdist.checkpoint.format.shard import read_fully
 from hpcdist.checkpoint.format.shard_layout import BlockSource, blocks_of
 from hpcdist.checkpoint.saving import two_phase
 from hpcdist.checkpoint.saving.two_phase import GroupGather, IncrementalWriter, SavePlan, ShardOutcome, agree, group_of
@@ -151,12 +152,8 @@ class SnapshotFile:
         memory = np.empty(min(nbytes, BLOCK_BYTES), np.uint8)
         for done in range(0, nbytes, BLOCK_BYTES):
             block = memory[: min(BLOCK_BYTES, nbytes - done)]
-            view, at = block.data, start + done
-            while view.nbytes:
-                read = os.preadv(self._fd, [view], at)
-                if not read:
-                    raise StorageError(f"{self._directory}: the snapshot ends at byte {at}")
-                view, at = view[read:], at + read
+            if (read := read_fully(self._fd, block.data, start + done)) < block.nbytes:
+                raise StorageError(f"{self._directory}: the snapshot ends at byte {start + done + read}")
             yield block
 
 

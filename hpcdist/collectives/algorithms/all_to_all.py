@@ -27,7 +27,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, name_of
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives.algorithms.hierarchical_all_to_all import hierarchical_all_to_all
+from hpcdist.collectives.algorithms.hierarchical_all_to_all import gather_sizes, hierarchical_all_to_all
 from hpcdist.collectives.algorithms.ring import all_gather
 from hpcdist.collectives.half_precision import round_into, widen
 from hpcdist.collectives.reduction import check_buffer, ufunc
@@ -78,12 +78,8 @@ def _compare_parts(comm: Communicator, send_ranges: Sequence[Range], receive_ran
 
     Parts may differ from rank to rank, so two of them are compared, not the calls of all.
     """
-    own = np.array([[part.size for part in ranges] for ranges in (send_ranges, receive_ranges)], np.int64)
-    everybody = np.empty((comm.size, *own.shape), np.int64)  # (rank, sends or expects, of which rank)
-    everybody[comm.rank] = own
-    rows = [Range(own.size * rank, own.size * (rank + 1)) for rank in range(comm.size)]
-    comm.all_gather(everybody.reshape(-1), rows)
-    sent, expected = everybody[:, 0], everybody[:, 1].T  # both (from, to)
+    sizes = gather_sizes(comm, send_ranges, receive_ranges)
+    sent, expected = sizes[:, 0], sizes[:, 1].T  # both (from, to)
     for source, to in np.argwhere(sent != expected):
         raise CommunicationError(
             f"in an all-to-all of {comm.name} rank {source} sends {sent[source, to]} elements to rank {to}, which "
@@ -95,7 +91,6 @@ def pairwise_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
     """Send to the rank k ahead while receiving from the one k behind, for k = 1 to p-1. Collective over ``comm``."""
-    _check(comm, send, receive, send_ranges, receive_ranges)
     receive[receive_ranges[comm.rank].slice] = send[send_ranges[comm.rank].slice]
     # At every distance the messages are a permutation of the ranks: each sends one and receives one at a time.
     for distance in range(1, comm.size):
@@ -107,7 +102,6 @@ def bruck_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
     """Pass blocks on by powers of two, together those whose distance has this bit. Collective over ``comm``."""
-    _check(comm, send, receive, send_ranges, receive_ranges)
     block = _block(send_ranges, receive_ranges)
     # Row i is the block that has i ranks to go. In the step of bit b, all rows whose number has this bit move 2^b ranks
     # ahead, and keep their number: at the end row i has gone i ranks, so it came from the rank i behind.
@@ -143,27 +137,15 @@ def native_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
     """Exchange by MPI_Alltoallv. Collective over ``comm``."""
-    _check(comm, send, receive, send_ranges, receive_ranges)
     comm.all_to_all(send, receive, send_ranges, receive_ranges)
 
 
-def _checked(function: AllToAllFunction) -> AllToAllFunction:
-    """Return ``function``, which refuses buffers and ranges that do not fit before it sends anything."""
-
-    def run(
-        comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
-    ) -> None:
-        _check(comm, send, receive, send_ranges, receive_ranges)
-        function(comm, send, receive, send_ranges, receive_ranges)
-
-    return run
-
-
+# By name, for `all_to_all`, which refuses buffers and ranges that do not fit.
 ALL_TO_ALL: Final[dict[str, AllToAllFunction]] = {
     "native": native_all_to_all,
     "pairwise": pairwise_all_to_all,
     "bruck": bruck_all_to_all,
-    "hierarchical": _checked(hierarchical_all_to_all),
+    "hierarchical": hierarchical_all_to_all,
 }
 
 

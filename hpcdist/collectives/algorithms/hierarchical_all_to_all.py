@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.ranges import Range
-from hpcdist.collectives.segments import scratch, wait_all
+from hpcdist.arrays.ranges import Range, consecutive
+from hpcdist.collectives.segments import gather_counts, scratch, wait_all
 from hpcdist.comm.communicator import Communicator, Nodes
 
 TAG = 11
@@ -37,7 +37,7 @@ def hierarchical_all_to_all(
     others = [node for node in range(nodes.count) if node != nodes.index]
     stands = [[node for node in others if node % len(here) == place] for place in range(len(here))]
     mine = stands[nodes.intra.rank]  # the nodes towards which this rank stands for its own
-    sizes = _gathered(nodes.intra, send_ranges, receive_ranges)  # (ranks here, sent or received, all ranks)
+    sizes = gather_sizes(nodes.intra, send_ranges, receive_ranges)
     # Inside: what each rank here has for the ranks of a node, to the one that stands for us there.
     own = [[send[send_ranges[rank].slice] for node in of for rank in nodes.members[node]] for of in stands]
     targets = [rank for node in mine for rank in nodes.members[node]]
@@ -79,13 +79,10 @@ def _between(
     return arrived
 
 
-def _gathered(intra: Communicator, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> np.ndarray:
-    """Return the sizes that each rank of the node sends to and receives from all ranks. Collective over ``intra``."""
-    own = np.array([[part.size for part in ranges] for ranges in (send_ranges, receive_ranges)], np.int64)
-    sizes = np.empty((intra.size, *own.shape), np.int64)
-    sizes[intra.rank] = own
-    intra.all_gather(sizes.reshape(-1), [Range(own.size * rank, own.size * (rank + 1)) for rank in range(intra.size)])
-    return sizes
+def gather_sizes(comm: Communicator, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> np.ndarray:
+    """Return the sizes that ranks send and receive: (rank of ``comm``, sent or received, of which rank). Collective."""
+    own = [[part.size for part in ranges] for ranges in (send_ranges, receive_ranges)]
+    return gather_counts(comm, np.array(own, np.int64))
 
 
 def _exchange(intra: Communicator, name: str, parts: Parts, expected: list[list[int]], like: Array) -> Parts:
@@ -94,20 +91,15 @@ def _exchange(intra: Communicator, name: str, parts: Parts, expected: list[list[
     send = scratch(f"{name} out", sum(part.size for part in flat), like.dtype, like)
     _views(send, [part.size for part in flat], flat)
     receive = scratch(f"{name} in", sum(lengths), like.dtype, like)
-    intra.all_to_all(send, receive, _ranges([[p.size for p in own] for own in parts]), _ranges(expected))
+    sent = consecutive(sum(part.size for part in own) for own in parts)
+    intra.all_to_all(send, receive, sent, consecutive(map(sum, expected)))
     views = iter(_views(receive, lengths))
     return [[next(views) for _ in own] for own in expected]
 
 
-def _ranges(sizes: list[list[int]]) -> list[Range]:
-    ends = np.concatenate([[0], np.cumsum([sum(own) for own in sizes])]).tolist()
-    return [Range(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
-
-
 def _views(buffer: Array, sizes: Sequence[int], values: Sequence[Array] = ()) -> list[Array]:
     """Return the parts of ``buffer`` of these sizes, one behind the other, with ``values`` in them if given."""
-    ends = np.concatenate([[0], np.cumsum(np.array(sizes, np.int64))]).tolist()
-    views: list[Array] = [buffer[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+    views: list[Array] = [buffer[part.slice] for part in consecutive(sizes)]
     for view, value in zip(views, values, strict=False):
         view[...] = value
     return views

@@ -42,7 +42,7 @@ def nccl_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
     Raises MissingCapabilityError, with the reason and on every rank, where NCCL is missing or would refuse the GPUs.
     """
     if is_16bit_float(buffer.dtype):
-        parts = shares(comm, buffer.size, buffer.itemsize)
+        parts = split(buffer.size, comm.size, buffer.itemsize)
         reduce_scatter(comm, buffer, parts, op)
         all_gather(comm, buffer, parts)
         return
@@ -53,11 +53,6 @@ def nccl_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
     address = _address(buffer)
     channel.allReduce(address, address, buffer.size, kind, getattr(module, _OPS[op]), stream)
     device.produced()
-
-
-def shares(comm: Communicator, size: int, itemsize: int) -> list[Range]:
-    """Return equal shares in rank order (local)."""
-    return split(size, comm.size, itemsize)
 
 
 def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:

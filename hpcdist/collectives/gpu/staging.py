@@ -35,7 +35,7 @@ from hpcdist.arrays.gpu import device, staging
 from hpcdist.arrays.gpu.device import Event
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.collectives.gpu import nccl, peer_memory
-from hpcdist.collectives.reduction import AllreduceFunction, native_allreduce
+from hpcdist.collectives.reduction import AllreduceFunction
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.endpoint import Endpoint
 from hpcdist.comm.handover import MESSAGES
@@ -110,14 +110,6 @@ def route(algorithm: str, function: AllreduceFunction) -> AllreduceFunction:
     if algorithm in _ON_HOST:
         return functools.partial(staged_allreduce, function)
     return functools.partial(_pointers, function, _ASKS.get(algorithm, MESSAGES))
-
-
-def on_host(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce a host buffer by MPI_Allreduce where the algorithm is "nccl". Collective over ``comm``.
-
-    A run on GPUs has such buffers: norms, losses, flags.
-    """
-    native_allreduce(comm, buffer, op)
 
 
 def _shared(function: AllreduceFunction, comm: Communicator, buffer: Array, op: str = "sum") -> None:

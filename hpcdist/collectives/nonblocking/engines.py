@@ -196,23 +196,13 @@ class PollEngine(ProgressEngine):
 END_S: Final = 1.0  # a thread that is still in a collective when the process ends is not waited for any longer
 
 
-def _allreduce(comm: Communicator, task: Task) -> None:
-    collectives.allreduce(comm, task.buffer, task.algorithm, task.op)
-
-
-def _reduce_scatter(comm: Communicator, task: Task) -> None:
-    SHARDED[task.algorithm].reduce_scatter(comm, task.buffer, task.shares, task.op)
-
-
-def _all_gather(comm: Communicator, task: Task) -> None:
-    SHARDED[task.algorithm].all_gather(comm, task.buffer, task.shares)
-
-
-BLOCKING: Final[dict[str, Callable[[Communicator, Task], None]]] = {
-    ALLREDUCE: _allreduce,
-    REDUCE_SCATTER: _reduce_scatter,
-    ALL_GATHER: _all_gather,
-}
+def _run_blocking(comm: Communicator, task: Task) -> None:
+    if task.operation == ALLREDUCE:
+        collectives.allreduce(comm, task.buffer, task.algorithm, task.op)
+    elif task.operation == REDUCE_SCATTER:
+        SHARDED[task.algorithm].reduce_scatter(comm, task.buffer, task.shares, task.op)
+    else:
+        SHARDED[task.algorithm].all_gather(comm, task.buffer, task.shares)
 
 
 class _Job:
@@ -319,7 +309,7 @@ class ThreadEngine(ProgressEngine):
                 "use the progress 'poll', or a blocking collective"
             )
         own = self.own
-        return self._put(lambda: BLOCKING[task.operation](own, task), ended)
+        return self._put(lambda: _run_blocking(own, task), ended)
 
     def _refuse(self, call: checks.CollectiveCall, error: HpcdistError) -> None:
         own = self.own

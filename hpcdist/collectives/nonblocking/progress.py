@@ -32,6 +32,7 @@ from hpcdist.collectives.reduction import REFUSALS, Combine, check_buffer, check
 from hpcdist.collectives.segments import check_ranges
 from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.comm.threads.group import CompletedRequest
 from hpcdist.errors import HpcdistError, UsageError
 
 Lane: TypeAlias = Generator[Sequence[Request], None, None]
@@ -182,7 +183,7 @@ class ProgressEngine(ABC):
 
         Arguments and errors are those of `hpcdist.collectives.allreduce`; UsageError also after `close`.
         """
-        return self._begin(Task(ALLREDUCE, buffer, str(algorithm), op), _check_allreduce)
+        return self._begin(Task(ALLREDUCE, buffer, str(algorithm), op))
 
     def ireduce_scatter(
         self, buffer: Array, shares: Sequence[Range], algorithm: str = "native", op: str = "sum"
@@ -191,27 +192,27 @@ class ProgressEngine(ABC):
 
         ``shares`` are those that the same algorithm of `hpcdist.collectives.SHARDED` cuts; so are the errors.
         """
-        return self._begin(Task(REDUCE_SCATTER, buffer, algorithm, op, tuple(shares)), _check_reduce_scatter)
+        return self._begin(Task(REDUCE_SCATTER, buffer, algorithm, op, tuple(shares)))
 
     def iall_gather(self, buffer: Array, shares: Sequence[Range], algorithm: str = "native") -> Handle:
         """Begin to give ``buffer[shares[rank]]`` to all, and to fill the other shares, in place. Collective.
 
         ``shares`` are those that the same algorithm of `hpcdist.collectives.SHARDED` cuts; so are the errors.
         """
-        return self._begin(Task(ALL_GATHER, buffer, algorithm, "", tuple(shares)), _check_all_gather)
+        return self._begin(Task(ALL_GATHER, buffer, algorithm, "", tuple(shares)))
 
-    def _begin(self, task: Task, check: Callable[[Communicator, Task], None]) -> Handle:
+    def _begin(self, task: Task) -> Handle:
         if self._closed:
             raise UsageError(f"i{task.operation} on a Progress that was closed; start it before close()")
         try:
             task = replace(task, algorithm=self._name(task))
-            check(self.own, task)
+            _check(self.own, task)
         except HpcdistError as error:
             if self.own.checked:
                 self._refuse(call_of(task), error)
             raise
         if self.comm.size == 1:
-            return _DONE
+            return CompletedRequest()
         events, buffer = self.comm.events, task.buffer
         # From start to end one event of the caller's communicator: a rank that skips the call is named, as in any
         # collective.
@@ -284,29 +285,9 @@ def call_of(task: Task) -> checks.CollectiveCall:
     return checks.describe_call(f"i{task.operation}", task.algorithm, task.buffer, task.op, shares)
 
 
-def _check_allreduce(comm: Communicator, task: Task) -> None:
-    check_op(task.op)
+def _check(comm: Communicator, task: Task) -> None:
+    if task.operation != ALL_GATHER:
+        check_op(task.op)
     check_buffer(task.buffer)
-
-
-def _check_reduce_scatter(comm: Communicator, task: Task) -> None:
-    _check_allreduce(comm, task)
-    check_ranges(comm, task.buffer, task.shares)
-
-
-def _check_all_gather(comm: Communicator, task: Task) -> None:
-    check_buffer(task.buffer)
-    check_ranges(comm, task.buffer, task.shares)
-
-
-class _Done:
-    """Handle of an operation that was complete when it was started."""
-
-    def wait(self) -> None:
-        return
-
-    def test(self) -> bool:
-        return True
-
-
-_DONE: Final = _Done()
+    if task.operation != ALLREDUCE:
+        check_ranges(comm, task.buffer, task.shares)

@@ -21,7 +21,7 @@ from hpcdist.comm import placement
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.launch import exit_file
 from hpcdist.comm.launch.core_binding import hardware_threads
-from hpcdist.comm.launch.environment import LaunchEnvironment, inside_srun, started_by_srun
+from hpcdist.comm.launch.environment import LaunchEnvironment, inside_srun, integer_variable, started_by_srun
 from hpcdist.errors import HpcdistError
 from hpcdist.reporting.hostlist import parse_ranges
 from hpcdist.reporting.machine import package_version, processor
@@ -224,12 +224,6 @@ def scheduler_request(
             return SchedulerRequest("PBS")
         return SchedulerRequest("PBS", len(lines) or None, len(set(lines)) or None)
     return SchedulerRequest("")
-
-
-def integer_variable(environment: Mapping[str, str], name: str) -> int | None:
-    """Return the whole number in a variable, None where it has none."""
-    text = environment.get(name, "")
-    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def plugin_versions(environment: Mapping[str, str] = os.environ) -> str:

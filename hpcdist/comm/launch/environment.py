@@ -166,8 +166,10 @@ def launch_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnv
         if launcher == "Slurm srun" and not inside_srun(environment):
             continue
         if size in environment and rank in environment:
-            local = _integer(environment.get(local_rank) or environment.get("PMI_LOCAL_RANK"))
-            announced.append(LaunchEnvironment(launcher, int(environment[size]), _integer(environment[rank]), local))
+            local = integer_variable(environment, local_rank if environment.get(local_rank) else "PMI_LOCAL_RANK")
+            announced.append(
+                LaunchEnvironment(launcher, int(environment[size]), integer_variable(environment, rank), local)
+            )
     if not announced:
         return None
     # srun and flux with PMI announce the world in PMI's variables and the local rank in their own.
@@ -193,7 +195,7 @@ def started_by_srun(size: int, rank: int | None, environment: Mapping[str, str])
 
     srun also starts the daemons of mpirun, one on each node, whose variables their ranks inherit.
     """
-    own = (_integer(environment.get("SLURM_STEP_NUM_TASKS")), _integer(environment.get("SLURM_PROCID")))
+    own = (integer_variable(environment, "SLURM_STEP_NUM_TASKS"), integer_variable(environment, "SLURM_PROCID"))
     return inside_srun(environment) and own == (size, rank)
 
 
@@ -204,5 +206,7 @@ def inside_srun(environment: Mapping[str, str]) -> bool:
     return step.isdigit() and int(step) < 0xFFFFFFF0 and "SLURM_PROCID" in environment
 
 
-def _integer(text: str | None) -> int | None:
-    return int(text) if text and text.isdigit() else None
+def integer_variable(environment: Mapping[str, str], name: str) -> int | None:
+    """Return the whole number in a variable, None where it has none."""
+    text = environment.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() else None

@@ -113,17 +113,23 @@ def candidates(environment: Mapping[str, str] = os.environ) -> list[Path]:
 def identify(path: Path) -> Launcher:
     """Return the launcher at ``path``, by its --version. Raises MissingCapabilityError where that does not run."""
     try:
-        child = subprocess.run(
-            [path, "--version"],
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=VERSION_LIMIT_S,
-            check=False,
-        )
+        text = _output(path, "--version")
     except (OSError, subprocess.TimeoutExpired) as error:
         raise MissingCapabilityError(f"{path} --version did not run ({error}); repair or remove this MPI") from error
-    return Launcher(path, *recognise(child.stdout + child.stderr))
+    return Launcher(path, *recognise(text))
+
+
+def _output(program: Path, option: str) -> str:
+    """Return what ``program`` prints. Raises OSError or subprocess.TimeoutExpired where it does not run."""
+    child = subprocess.run(
+        [program, option],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=VERSION_LIMIT_S,
+        check=False,
+    )
+    return child.stdout + child.stderr
 
 
 def recognise(text: str) -> tuple[str, str]:
@@ -197,14 +203,7 @@ def _why_no_ulfm(launcher: Launcher) -> str:
     if _major(launcher) < 5:
         return f"{launcher.path} is Open MPI {launcher.version}"
     try:
-        info = subprocess.run(
-            [launcher.path.with_name("ompi_info"), "--parsable"],
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=VERSION_LIMIT_S,
-            check=False,
-        ).stdout
+        info = _output(launcher.path.with_name("ompi_info"), "--parsable")
     except (OSError, subprocess.TimeoutExpired):
         return ""  # ULFM is built by default, and otherwise mpirun refuses --with-ft
     return "" if _ULFM in info else f"{launcher.path} was built without it (see `ompi_info`)"

@@ -152,10 +152,12 @@ class MpiCommunicator(Endpoint):
 
     def _split(self, color: int | None, key: int, name: str) -> "MpiCommunicator | None":
         child = self._comm.Split(self._mpi.UNDEFINED if color is None else color, key)
-        if color is None:
-            return None
-        child.Set_name(name)
-        return MpiCommunicator(self._mpi, child, name, self.handover, self.declared_node)
+        return None if color is None else self._made(child, name)
+
+    def _made(self, comm: Any, name: str) -> Self:
+        """Return the communicator over ``comm``, which was made from the one of this."""
+        comm.Set_name(name[:60])  # of MPI; errors and records have the whole name
+        return type(self)(self._mpi, comm, name, self.handover, self.declared_node)
 
     def subgroup(self, ranks: Sequence[int], tag: int, label: str = "group") -> "MpiCommunicator":
         """Return the communicator of ``ranks`` of this one, in their order. Collective over those ranks alone.
@@ -172,8 +174,7 @@ class MpiCommunicator(Endpoint):
         child = self._comm.Create_group(group, tag)
         group.Free()
         everybody.Free()
-        child.Set_name(name[:60])  # of MPI; errors and records have the whole name
-        return MpiCommunicator(self._mpi, child, name, self.handover, self.declared_node)
+        return self._made(child, name)
 
     def _first_of_node(self) -> int:
         node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)
@@ -207,14 +208,10 @@ class MpiCommunicator(Endpoint):
         return ulfm.agree(self._mpi, self._comm, flag)
 
     def _shrink(self, name: str) -> Self:
-        smaller = ulfm.shrink(self._mpi, self._comm)
-        smaller.Set_name(name)
-        return type(self)(self._mpi, smaller, name, self.handover, self.declared_node)
+        return self._made(ulfm.shrink(self._mpi, self._comm), name)
 
     def _grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], name: str) -> Self:
-        larger = ulfm.grow(self._mpi, self._comm, count, arguments, environment)
-        larger.Set_name(name)
-        return type(self)(self._mpi, larger, name, self.handover, self.declared_node)
+        return self._made(ulfm.grow(self._mpi, self._comm, count, arguments, environment), name)
 
     def _abandon(self) -> None:
         self._nodes = None

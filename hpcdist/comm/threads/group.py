@@ -204,7 +204,7 @@ class FailureDetector:
 
 
 class CompletedRequest:
-    """A request that was complete when it was made: sends copy."""
+    """A request that was complete when it was made."""
 
     def wait(self) -> None:
         """Return at once."""

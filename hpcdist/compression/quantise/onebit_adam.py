@@ -88,16 +88,6 @@ class OneBitAdam:
         self.m, self.v, self.worker_error = (backend.zeros(n, real, on) for _ in range(3))
         self.server_error: Array = backend.zeros(self.own.size, real, on)
 
-    @property
-    def worker_places(self) -> list[Range]:
-        """Places of the payloads for the owners of the chunks in the message of `encode_worker`."""
-        return places([self.compressor.payload_bytes(chunk.size) for chunk in self.chunks])
-
-    @property
-    def own_places(self) -> list[Range]:
-        """Places of the ranks' payloads for the own chunk in what the all-to-all brings."""
-        return places([self.compressor.payload_bytes(self.own.size)] * self.ranks)
-
     def warm(self, gradient: Array) -> None:
         """Advance both moments by the reduced ``gradient`` (n,), and write the step of Adam to it."""
         self._check(gradient, frozen=False)

@@ -296,8 +296,3 @@ class Qsgd(BlockCompressor):
     def levels(self) -> int:
         """The number of levels above 0: s."""
         return levels_of(self.bits)
-
-    def variance_bound(self, n: int) -> float:
-        """Return the bound of E|Q(v) - v|^2 / |v|^2 for ``n`` values: that of the largest bucket."""
-        widest = min(n, self.bucket)
-        return min(widest / self.levels**2, widest**0.5 / self.levels)

@@ -31,15 +31,9 @@ from hpcdist.errors import UsageError
 WARMUP_STAGES: Final = 4
 
 
-def density_at(step: int, final: float, stage_steps: int) -> float:
-    """Return the share of elements that is sent in ``step``, counted from 0, with stages of so many steps (0: none).
-
-    A stage is an epoch in the paper. The share is never below ``final``.
-    """
+def density_at(stage: int, final: float) -> float:
+    """Return the share of elements that is sent in ``stage``, an epoch in the paper; it is never below ``final``."""
     coo.check_density(final)
-    if step < 0 or stage_steps < 0:
-        raise UsageError(f"step {step}, stages of {stage_steps} steps; pass numbers of at least 0")
-    stage = step // stage_steps if stage_steps else WARMUP_STAGES
     return max(final, 0.25 ** (stage + 1)) if stage < WARMUP_STAGES else final
 
 

@@ -36,7 +36,7 @@ def adam(
     """
     scalars = (scale, *kernels.moment_factors(betas, count), epsilon)
     if isinstance(decay, TensorOptions):
-        kernels.launch_adam(weights, gradient, m, v, working, decay, *scalars, rate)
+        kernels.launch_update("adam", weights, gradient, (m, v), working, decay, *scalars, rate)
         return
     _adam_loop(weights, gradient, m, v, *map(weights.dtype.type, (*scalars, decay, rate)))
     _round(weights, working)
@@ -68,7 +68,7 @@ def momentum(
     own, ahead = kernels.shares_of_step(momentum, nesterov)
     scalars = (scale, momentum, own, ahead)
     if isinstance(decay, TensorOptions):
-        kernels.launch_momentum(weights, gradient, velocity, working, decay, *scalars, rate)
+        kernels.launch_update("momentum", weights, gradient, (velocity,), working, decay, *scalars, rate)
         return
     _momentum_loop(weights, gradient, velocity, *map(weights.dtype.type, (*scalars, decay, rate)))
     _round(weights, working)
@@ -95,7 +95,7 @@ def sgd(
 ) -> None:
     """Step the weights by -rate (``scale * gradient`` + decay w)."""
     if isinstance(decay, TensorOptions):
-        kernels.launch_sgd(weights, gradient, working, decay, scale, rate)
+        kernels.launch_update("plain", weights, gradient, (), working, decay, scale, rate)
         return
     _sgd_loop(weights, gradient, *map(weights.dtype.type, (scale, decay, rate)))
     _round(weights, working)

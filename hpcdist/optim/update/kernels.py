@@ -11,6 +11,7 @@ another type, is rounded from them in the same pass, None where there is none. T
 """
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -41,33 +42,6 @@ class TensorOptions(NamedTuple):
     bounds: Array  # (tensors, 2), int64: where each begins and ends, ascending
     options: Array  # (tensors, 2), float64: weight decay, and factor of the rate
     start: int = 0
-
-
-def launch_adam(
-    weights: Array, gradient: Array, m: Array, v: Array, working: Array | None, tensors: TensorOptions, *scalars: float
-) -> None:
-    """Launch the kernel of `hpcdist.optim.update.fused.adam`; the gradient is kept.
-
-    ``scalars``: scale, beta1, 1 - beta1, beta2, 1 - beta2, the corrections of both, epsilon, rate.
-    """
-    _launch_update("adam", weights, gradient, (m, v), working, tensors, scalars)
-
-
-def launch_momentum(
-    weights: Array, gradient: Array, velocity: Array, working: Array | None, tensors: TensorOptions, *scalars: float
-) -> None:
-    """Launch the kernel of `hpcdist.optim.update.fused.momentum`; the gradient is kept.
-
-    ``scalars``: scale, momentum, shares of g and of the velocity in the step, rate.
-    """
-    _launch_update("momentum", weights, gradient, (velocity,), working, tensors, scalars)
-
-
-def launch_sgd(
-    weights: Array, gradient: Array, working: Array | None, tensors: TensorOptions, scale: float, rate: float
-) -> None:
-    """Launch the kernel of `hpcdist.optim.update.fused.sgd`; the gradient is kept."""
-    _launch_update("plain", weights, gradient, (), working, tensors, (scale, rate))
 
 
 def launch_adam_direction(
@@ -111,27 +85,25 @@ def tensor_sums(partial: Array, tensors: TensorOptions) -> Array:  # (tensors, 2
     return sums
 
 
-def launch_descend(weights: Array, step: Array, working: Array | None, tensors: TensorOptions) -> None:
-    """Launch the kernel of `descend`; the factors of ``tensors`` are their rates."""
-    _launch_update("descend", weights, step, (), working, tensors, ())
-
-
-def launch_descend_with_velocity(
-    weights: Array, step: Array, velocity: Array, working: Array | None, tensors: TensorOptions, momentum: float
-) -> None:
-    """Launch the kernel of `descend_with_velocity`; the factors of ``tensors`` are their rates."""
-    _launch_update("descend_with_velocity", weights, step, (velocity,), working, tensors, (momentum,))
-
-
-def _launch_update(
+def launch_update(
     name: str,
     weights: Array,
     gradient: Array,
-    slots: tuple[Array, ...],
+    slots: Sequence[Array],
     working: Array | None,
     tensors: TensorOptions,
-    scalars: Any,
+    *scalars: float,
 ) -> None:
+    """Launch the kernel ``name`` of `hpcdist.optim.update.fused`; the gradient is kept.
+
+    Slots and scalars by name:
+
+    "adam": m and v; scale, beta1, 1 - beta1, beta2, 1 - beta2, the corrections of both, epsilon, rate.
+    "momentum": the velocity; scale, momentum, shares of g and of the velocity in the step, rate.
+    "plain": no slots; scale, rate.
+    "descend": no slots, no scalars; the gradient is a direction, the factors of ``tensors`` are rates.
+    "descend_with_velocity": the velocity; momentum.
+    """
     # Without a working copy the kernel gets the weights in its place, and a flag that it is not to be written.
     copy = weights if working is None else working
     _launch(name, weights, gradient, (*slots, copy), copy, tensors, (int(working is not None),), scalars)
@@ -306,7 +278,7 @@ def descend_with_velocity(
 ) -> None:
     """Update ``velocity`` = momentum velocity + rate (gradient + decay w), and subtract it from ``weights``.
 
-    On the host: a GPU has `launch_descend_with_velocity`.
+    On the host: a GPU has `launch_update`.
     """
     _velocity_loop(weights, gradient, velocity, *map(weights.dtype.type, (rate, momentum, decay)))
 
@@ -325,26 +297,17 @@ def sum_of_squares(values: Array) -> Any:
         return launch_sum_of_squares(values)
     sums = np.zeros(LANES)
     add_squares(values, sums, 0)
-    return total(sums)
-
-
-def add_squares(values: Array, sums: np.ndarray, phase: int) -> None:
-    """Add the square of element i of ``values``, on the host, to ``sums[(phase + i) % LANES]``, in float64.
-
-    ``values`` are float32 or float64. So a tensor that comes in blocks gives the bits of one that comes whole.
-    """
-    _squares_loop(values, sums, phase)
-
-
-def total(sums: np.ndarray) -> float:  # (LANES,)
-    """Return the sum of the lanes of `add_squares`; ``sums`` are undefined afterwards."""
-    return float(_total_loop(sums))
+    return float(total(sums))
 
 
 # Sums that are far apart are added in vector registers, whichever the CPU has, and in one order. fastmath would be as
 # fast, in an order that differs between CPUs: replicas on different ones would then take different steps.
 @jit
-def _squares_loop(values, sums, phase):  # type: ignore[no-untyped-def]
+def add_squares(values: Any, sums: Any, phase: Any) -> None:
+    """Add the square of element i of ``values``, on the host, to ``sums[(phase + i) % LANES]``, in float64.
+
+    ``values`` are float32 or float64. So a tensor that comes in blocks gives the bits of one that comes whole.
+    """
     # Up to the next lane 0, from the lane at which the block before ended; from there on element k of a row goes to
     # lane k, without a modulus. The last row may be shorter.
     head = min((LANES - phase) % LANES, values.size)
@@ -361,7 +324,8 @@ def _squares_loop(values, sums, phase):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _total_loop(sums):  # type: ignore[no-untyped-def]
+def total(sums: Any) -> Any:  # (LANES,)
+    """Return the sum of the lanes of `add_squares`; ``sums`` are undefined afterwards."""
     half = LANES // 2  # a fixed tree, whose additions are independent in each level
     while half:
         left, right = sums[:half], sums[half : 2 * half]
@@ -432,5 +396,5 @@ for _kernel, _buffers, _scalars in (
 for _loop in (_add_to_bfloat16_loop, _add_to_float16_loop):
     _loop.sample(lambda: (np.ones(8, np.uint16), np.ones(8, np.float32)))
 for _dtype in (np.float32, np.float64):
-    _squares_loop.sample(lambda _dtype=_dtype: (np.ones(8, _dtype), np.zeros(LANES), 0))
-_total_loop.sample(lambda: (np.zeros(LANES),))
+    add_squares.sample(lambda _dtype=_dtype: (np.ones(8, _dtype), np.zeros(LANES), 0))
+total.sample(lambda: (np.zeros(LANES),))

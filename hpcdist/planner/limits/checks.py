@@ -5,6 +5,7 @@ the grid (`grid_problems`) and the order of micro-batches (`order_problems`). Me
 else is right: the memory of an impossible layout means nothing.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 

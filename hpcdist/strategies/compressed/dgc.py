@@ -93,7 +93,7 @@ class DgcExchange(LocalGradients):
         """The share of elements that the next update sends (local)."""
         done, steps = self.sharded_update.optimizer.count, self.config.warmup_steps
         stage = WARMUP_STAGES * done // steps if steps else WARMUP_STAGES
-        return density_at(stage, self.config.density, 1)
+        return density_at(stage, self.config.density)
 
     def _gathered(self) -> GatheredReduction:
         return GatheredReduction(self.context.data, DgcCoder(self.context.layout, self.density, self._states))

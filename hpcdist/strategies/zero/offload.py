@@ -110,8 +110,7 @@ class Offload:
 class BlockedOptimizer(WrappedOptimizer):
     """Optimizer that updates block by block, for state, weights or gradients that are not in host memory.
 
-    See `hpcdist.optim.optimizer.Optimizer`; the result has the bits of ``inner`` on stores in memory. Slots that lie in
-    memory are used where they are.
+    The result has the bits of ``inner`` on stores in memory. Slots that lie in memory are used where they are.
     """
 
     def __init__(self, inner: SegmentWise, *, block_bytes: int, on: str = "cpu", ledger: Ledger | None = None) -> None:

@@ -169,7 +169,7 @@ def test_skipped_collective_then_another_one(die, tmp_path):
             comm.allreduce(np.ones(1 << 20, np.float32))
         comm.barrier()
         """,
-        deadline_s=3,
+        deadline_s=1.5,
     )
     assert ended.code != 0, ended.output
     found = cause(tmp_path)
@@ -189,7 +189,7 @@ def test_skipped_ring_names_both_lines(die, tmp_path):
             ring_allreduce(comm, np.ones(1 << 18, np.float32))
         comm.barrier()
         """,
-        deadline_s=3,
+        deadline_s=1.5,
     )
     assert ended.code == 1, ended.output
     found = cause(tmp_path)
@@ -207,7 +207,7 @@ def test_absent_rank_meets_the_deadline(die, tmp_path):
             time.sleep(600)  # busy elsewhere
         comm.barrier()
         """,
-        deadline_s=3,
+        deadline_s=1.5,
     )
     assert ended.code == 1, ended.output
     assert "rank 0 waited past its deadline" in ended.stderr
@@ -233,7 +233,7 @@ def test_rank_that_finished_without_the_others(die, tmp_path):
             sys.exit(0)
         comm.barrier()
         """,
-        deadline_s=3,
+        deadline_s=1.5,
     )
     assert ended.code == 1, ended.output
     assert (cause(tmp_path).kind, cause(tmp_path).ranks) == ("skipped", (1,))
@@ -249,7 +249,7 @@ def test_stopped_rank(die, tmp_path):
             os.kill(os.getpid(), signal.SIGSTOP)
         comm.barrier()
         """,
-        deadline_s=5,
+        deadline_s=2,
     )
     assert ended.code == 1, ended.output
     found = cause(tmp_path)
@@ -270,7 +270,7 @@ def test_mismatched_size(die, tmp_path):
         comm.allreduce(np.ones((1 << 20) + (comm.rank == 2), np.float32))
         comm.barrier()
         """,
-        deadline_s=5,
+        deadline_s=2,
     )
     print(ended.output)  # the MPI library may notice, hang, or take it as it is: the records show it in any case
     found = cause(tmp_path)

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -66,25 +65,18 @@ def test_new_processes_take_the_places_of_the_dead(text, tmp_path, rng):
 
 @pytest.mark.full
 def test_a_job_that_shrank_saves_on_a_signal_and_goes_on_where_it_was(text, tmp_path):
-    out = tmp_path / "run"
+    out, log = tmp_path / "run", tmp_path / "log"
     keys = ["run.steps=1000000", "parallel.strategy=zero2"]
-    started = subprocess.Popen(
-        line(3, text, out, "--survive", "shrink", keys=[*keys, "chaos.kill=['0@5:update']"]),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    limit = time.monotonic() + LIMIT_S
+    command = line(3, text, out, "--survive", "shrink", keys=[*keys, "chaos.kill=['0@5:update']"])
+    with log.open("wb") as said:
+        started = subprocess.Popen(command, stdout=said, stderr=said)
     try:
-        while not (out / "chaos").exists() or _world(out) != 2:
-            assert time.monotonic() < limit and started.poll() is None
-            time.sleep(0.2)
+        jobs.until(lambda: "rank 0 died: on 2 ranks" in log.read_text(), process=started, log=log)
         started.send_signal(signal.SIGTERM)
-        said, _ = started.communicate(timeout=LIMIT_S)
+        assert started.wait(timeout=LIMIT_S) == 75, log.read_text()
     finally:
         started.kill()
-    assert started.returncode == 75, said
-    assert "rank 0 died: on 2 ranks" in said
+    assert step_metrics.read(out / "metrics.h5").steps["world"][-1] == 2
     steps = int((out / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
     resumed, _ = train(2, text, out, keys=[f"run.steps={steps + 3}", "parallel.strategy=zero2"])
     assert resumed["steps"] == steps + 3
@@ -98,11 +90,8 @@ def test_ranks_come_in_at_a_step_boundary(text, tmp_path):
     started = subprocess.Popen(
         line(2, text, out, "--survive", "shrink", keys=keys), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    limit = time.monotonic() + LIMIT_S
     try:
-        while not (out / "metrics.h5").exists():
-            assert time.monotonic() < limit and started.poll() is None
-            time.sleep(0.1)
+        jobs.until((out / "metrics.h5").exists, process=started)
         asked = jobs.hpcdist("grow", str(out), "1")
         assert asked.returncode == 0, asked.stderr
         output, said = started.communicate(timeout=LIMIT_S)
@@ -118,10 +107,3 @@ def test_ranks_come_in_at_a_step_boundary(text, tmp_path):
     _, calm = train(2, text, tmp_path / "calm", keys=[f"run.steps={steps}", "precision.mode=float64"])
     np.testing.assert_allclose(rows["loss"], calm, rtol=1e-9)
     assert not (out / "grow").exists()
-
-
-def _world(out):
-    try:
-        return int(step_metrics.read(out / "metrics.h5").steps["world"][-1])
-    except (OSError, IndexError):
-        return 0

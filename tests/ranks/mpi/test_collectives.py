@@ -24,7 +24,7 @@ def agree(comm, buffer):
 
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
-@pytest.mark.parametrize("name", FLOATS | INTEGERS)
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int32", "uint8"])
 def test_rank_allreduce_is_exact_on_small_integers(comm, algorithm, name, rng):
     dtype = (FLOATS | INTEGERS)[name]
     for count in COUNTS[:-1]:
@@ -71,15 +71,6 @@ def test_rank_ring_and_its_halves(comm, bidirectional, rng):
     assert np.array_equal(halves, total)
 
 
-def test_rank_ring_all_gather_of_16_bits(comm):
-    for dtype in (FLOATS["float16"], FLOATS["bfloat16"]):
-        ranges = split(100 * comm.size + 1, comm.size, 2)
-        buffer = np.zeros(ranges[-1].stop, dtype)
-        buffer[ranges[comm.rank].slice] = comm.rank + 1
-        collectives.all_gather(comm, buffer, ranges)
-        assert all((buffer[part.slice] == rank + 1).all() for rank, part in enumerate(ranges))
-
-
 def test_rank_hierarchical_over_pretended_nodes(comm, rng):
     """Nodes of one rank and of two, one segment and several; with an odd number of ranks the last node is smaller."""
     for ranks_per_node in (1, 2):
@@ -95,16 +86,6 @@ def test_rank_hierarchical_over_pretended_nodes(comm, rng):
             collectives.hierarchical_allreduce(declared, again)
             assert np.array_equal(buffer, again)
         declared.free()
-
-
-def test_rank_all_to_all_keeps_16_bits_on_the_wire(comm):
-    sent = {}
-    for algorithm in ("ring", "all_to_all"):
-        buffer = np.ones(64 * comm.size, np.float16)
-        with count_traffic(comm) as traffic:
-            collectives.allreduce(comm, buffer, algorithm)
-        sent[algorithm] = traffic.sent_bytes
-    assert sent["ring"] == 2 * sent["all_to_all"] == 2 * (comm.size - 1) * 64 * 4
 
 
 @pytest.mark.parametrize(("segment_bytes", "counts"), [(1000, (0, 5, 3000, 20_003)), (60_000, (100_003, 700_001))])

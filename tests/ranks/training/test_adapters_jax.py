@@ -7,7 +7,7 @@ pytest.importorskip("jax")
 pytest.importorskip("optax")
 import jax
 
-from harness import jax_models as models
+from harness.models import jax as models
 from hpcdist.adapters.jax import model as adapter
 
 pytestmark = pytest.mark.reference

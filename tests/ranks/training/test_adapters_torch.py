@@ -5,7 +5,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from harness.torch_models import Layout, Training, compare, gpt, tokens, wrapped
+from harness.models.pytorch import Layout, Training, compare, gpt, tokens, wrapped
 from hpcdist.errors import NonFiniteError
 
 STEPS, SAMPLES, BOUND = 6, 12, 2e-5

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.steady import steps_of
+from harness.models.steady import steps_of
 
 ALLOWED = 160 << 10  # bytes: numpy's buffers of 32 KiB, views, lists, floats, requests
 LEFT = 16 << 10

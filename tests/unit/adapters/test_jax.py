@@ -10,9 +10,9 @@ pytest.importorskip("optax")
 
 import jax.numpy as jnp
 
-from harness import jax_models as models
 from harness.marks import cases
-from harness.passes import Passes
+from harness.models import jax as models
+from harness.models.passes import Passes
 from hpcdist.adapters.jax import model as adapter
 from hpcdist.adapters.jax import parameters
 from hpcdist.arrays.store import FlatStore

@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch")
 from torch import nn
 from torch.nn import functional
 
-from harness import torch_models
-from harness.passes import Passes
+from harness.models import pytorch as torch_models
+from harness.models.passes import Passes
 from hpcdist.adapters.torch.model import load, wrap
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore

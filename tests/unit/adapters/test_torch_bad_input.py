@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from torch import nn
 from torch.nn import functional
 
-from harness.passes import Passes
+from harness.models.passes import Passes
 from hpcdist.adapters.torch import arrays
 from hpcdist.adapters.torch.model import load, wrap
 from hpcdist.arrays.store import FlatStore

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 from torch import nn
 from torch.nn import functional
 
-from harness.torch_models import Layout, Training, compare, gpt, tokens, wrapped
+from harness.models.pytorch import Layout, Training, compare, gpt, tokens, wrapped
 from hpcdist.adapters.torch.model import wrap
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads

@@ -70,11 +70,11 @@ def test_a_directory_of_others_is_refused(tmp_path, temporary):
 COMPILES = """
 import sys
 import numpy as np
-from hpcdist.optim.update.kernels import _squares_loop
+from hpcdist.optim.update.kernels import add_squares
 print("ready", flush=True)
 sys.stdin.readline()
-_squares_loop(np.ones(8, sys.argv[1]), np.zeros(16), 0)
-print(_squares_loop.compiled.stats.cache_misses.total())
+add_squares(np.ones(8, sys.argv[1]), np.zeros(16), 0)
+print(add_squares.compiled.stats.cache_misses.total())
 """
 
 

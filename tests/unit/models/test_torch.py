@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from harness.documents import drawn_places, sees
 from harness.marks import cases
+from harness.models.documents import drawn_places, sees
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
 from hpcdist.models.config import ModelConfig

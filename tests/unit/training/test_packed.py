@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.documents import spans
+from harness.models.documents import spans
 from harness.trainings import TOLERANCE, alone, check_training, difference, losses, recipe_keys, refused, trainer_of
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads, solo

@@ -12,7 +12,7 @@ import pytest
 
 from harness import jobs
 from harness.marks import cases
-from harness.passes import Passes
+from harness.models.passes import Passes
 from hpcdist import models
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore

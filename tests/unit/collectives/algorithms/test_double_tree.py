@@ -9,7 +9,6 @@ from hpcdist.collectives import double_tree_allreduce
 from hpcdist.collectives.algorithms.double_tree import trees
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.errors import BufferHandoverError, UsageError
 
 SIZES = [*range(1, 10), 13, 16]
 
@@ -58,17 +57,3 @@ def test_the_sum_does_not_depend_on_the_segments(comm, rng):
     for buffer, segment_bytes in zip(buffers, (64, 500, 1 << 20), strict=True):
         double_tree_allreduce(comm, buffer, segment_bytes=segment_bytes)
     assert np.array_equal(buffers[0], buffers[1]) and np.array_equal(buffers[0], buffers[2])
-
-
-@on_threads(3)
-def test_double_tree_refuses_bad_calls_on_every_rank_before_anything_is_sent(comm):
-    with count_traffic(comm) as traffic:
-        with pytest.raises(UsageError, match="segment_bytes = 0; it must be at least 1"):
-            double_tree_allreduce(comm, np.zeros(6), segment_bytes=0)
-        with pytest.raises(UsageError, match="choose one of sum, max, min"):
-            double_tree_allreduce(comm, np.zeros(6), "mean")
-        with pytest.raises(BufferHandoverError, match="rounded at every partial sum"):
-            double_tree_allreduce(comm, np.zeros(6, np.float16))
-        with pytest.raises(BufferHandoverError, match="1-D contiguous"):
-            double_tree_allreduce(comm, np.zeros(12)[::2])
-    assert not traffic.calls

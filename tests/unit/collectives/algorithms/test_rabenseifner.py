@@ -53,12 +53,3 @@ def test_rabenseifner_folds_short_buffers(comm, size):
         assert traffic.sent_bytes == inside
     else:
         assert traffic.sent_bytes == (inside if comm.rank % 2 else 0) + buffer.nbytes
-
-
-@pytest.mark.parametrize("count", [0, 1, 7, 9, 63, 64, 65, 129])
-@on_threads(8)
-def test_rabenseifner_with_chunks_that_are_empty_or_uneven(comm, count, rng):
-    inputs = rng.integers(0, 100, (8, count)).astype(np.float64)
-    buffer = inputs[comm.rank].copy()
-    rabenseifner_allreduce(comm, buffer)
-    assert np.array_equal(buffer, inputs.sum(axis=0))

@@ -13,7 +13,7 @@ from hpcdist.arrays.ranges import split
 from hpcdist.collectives.dispatch import ALLREDUCE
 from hpcdist.collectives.nonblocking import engines
 from hpcdist.comm.events import UNKNOWN_BYTES
-from hpcdist.comm.record.timing import BytesMoved, MessageTraffic, OperationTiming, OperationTotal
+from hpcdist.comm.record.timing import BytesMoved, MessageTraffic, OperationTiming
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import UsageError
 
@@ -273,8 +273,3 @@ def test_nothing_happened():
     assert timing.totals() == {} and timing.sent_bytes == timing.unknown_calls == 0
     begin(timing, "barrier")  # not ended
     assert timing.totals() == {}
-
-
-def test_a_total_is_a_tuple():
-    calls, seconds, size = OperationTotal(1, 2.0, 3.0)
-    assert (calls, seconds, size) == (1, 2.0, 3.0)

@@ -14,20 +14,24 @@ MOMENTS = AdamMoments(beta1=0.9, beta2=0.95, epsilon=1e-6)
 WARM, STEPS = 6, 8
 
 
+def payload_bytes(state):
+    """The bytes of the payload of each chunk."""
+    return [state.compressor.payload_bytes(chunk.size) for chunk in state.chunks]
+
+
 def step(states, gradients, number):
     """A frozen step of all ranks. Returns their directions."""
     messages = []
     for rank, (state, gradient) in enumerate(zip(states, gradients, strict=True)):
         state.accumulate(gradient)
-        message = np.empty(state.worker_places[-1].stop, np.uint8)
-        for owner, place in enumerate(state.worker_places):
-            state.encode_worker(owner, message[place.slice], RandomKey(0, number, rank, owner))
-        messages.append(message)
+        messages.append([np.empty(size, np.uint8) for size in payload_bytes(state)])
+        for owner, payload in enumerate(messages[-1]):
+            state.encode_worker(owner, payload, RandomKey(0, number, rank, owner))
     gathered = []
     for rank, state in enumerate(states):
-        for message, source in zip(messages, states, strict=True):
-            state.add_worker(message[source.worker_places[rank].slice])
-        gathered.append(np.empty(state.own_places[0].size, np.uint8))
+        for message in messages:
+            state.add_worker(message[rank])
+        gathered.append(np.empty(payload_bytes(state)[rank], np.uint8))
         state.encode_server(gathered[-1], RandomKey(0, number, rank, len(states)))
     outs = [np.full(gradients[0].size, np.nan, np.float32) for _ in states]
     for state, out in zip(states, outs, strict=True):
@@ -133,15 +137,13 @@ def test_chunks_and_bytes():
         sizes = [chunk.size for chunk in states[0].chunks]
         assert sum(sizes) == n and all(chunk.start % 16 == 0 for chunk in states[0].chunks if chunk)
         bytes_of = [4 + -(-size // 8) if size else 0 for size in sizes]
-        for rank, state in enumerate(states):
-            assert [place.size for place in state.worker_places] == bytes_of
-            assert [place.size for place in state.own_places] == [bytes_of[rank]] * ranks
-            assert all(place.start % 4 == 0 for place in state.worker_places)
+        for state in states:
+            assert payload_bytes(state) == bytes_of
             assert set(state.arrays()) == {"m", "v", "worker_error", "server_error"}
-    long = OneBitAdam(1 << 20, 0, 8, MOMENTS)  # sends 7 chunks to their owners, and its own to 7 ranks
-    sent = sum(place.size for place in long.worker_places[1:]) + 7 * long.own_places[0].size
+    own, *others = payload_bytes(OneBitAdam(1 << 20, 0, 8, MOMENTS))
+    sent = sum(others) + 7 * own  # 7 chunks to their owners, and its own to 7 ranks
     assert sent == 14 * (4 + (1 << 17) // 8) and 2 * 7 / 8 * (4 << 20) / sent > 31.9
-    assert onebit_adam.places([3, 0, 65, 1])[-1].start == 72
+    assert [place.start for place in onebit_adam.places([3, 0, 65, 1])] == [0, 4, 4, 72]
 
 
 def test_bad_input_is_refused():
@@ -177,10 +179,8 @@ def test_on_a_gpu_the_same_bits_without_a_wait(gpu, rng):
     gpu.LOG.clear()
     there.warm(moved[0])
     there.freeze()
-    payload, out = (
-        backend.empty(host.own_places[0].size, np.dtype(np.uint8), "gpu"),
-        backend.empty(n, np.dtype(np.float32), "gpu"),
-    )
+    (size,) = payload_bytes(host)
+    payload, out = (backend.empty(*given, "gpu") for given in ((size, np.dtype("uint8")), (n, np.dtype("float32"))))
     for number in (1, 2, 3):
         there.accumulate(moved[number])
         there.encode_worker(0, payload, RandomKey(0, number, 0, 0))

@@ -72,15 +72,13 @@ def test_nothing_is_lost_without_momentum(rng):
 
 
 def test_the_share_that_is_sent_falls_in_stages():
-    sparsity = [100 * (1 - dgc.density_at(step, 0.001, 10)) for step in range(0, 70, 10)]
+    sparsity = [100 * (1 - dgc.density_at(stage, 0.001)) for stage in range(7)]
     assert sparsity[:3] == [75, 93.75, 98.4375] and sparsity[3] == pytest.approx(99.6, abs=0.05)
     assert sparsity[4:] == [99.9] * 3
-    assert dgc.density_at(9, 0.001, 10) == 0.25 and dgc.density_at(39, 0.001, 10) == 0.25**4
-    assert [dgc.density_at(step, 0.05, 1) for step in range(4)] == [0.25, 0.0625, 0.05, 0.05]
-    assert dgc.density_at(0, 0.01, 0) == 0.01
-    for wrong in ((-1, 0.1, 1), (0, 0.0, 1), (0, 0.1, -1), (0, 1.5, 1)):
+    assert [dgc.density_at(stage, 0.05) for stage in range(4)] == [0.25, 0.0625, 0.05, 0.05]
+    for wrong in (0.0, 1.5):
         with pytest.raises((UsageError, ConfigurationError)):
-            dgc.density_at(*wrong)
+            dgc.density_at(0, wrong)
 
 
 def test_local_clipping_keeps_the_norm_of_the_sum(rng):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from harness.documents import documents_of, drawn_places, spans
 from harness.marks import cases
+from harness.models.documents import documents_of, drawn_places, spans
 from hpcdist.errors import DataError
 from hpcdist.models.attention import flash, kernels, tiles
 from hpcdist.models.attention.flash import LocalAttention

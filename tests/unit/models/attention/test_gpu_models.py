@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.devices import MODELS, ModelRun, batches_of, crossings, placed
-from harness.documents import drawn_places
+from harness.models.documents import drawn_places
 from hpcdist.models.documents import PackedTokens
 
 BOUNDS = {"float32": 1e-5, "float64": 1e-12}

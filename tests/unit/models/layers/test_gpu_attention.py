@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from harness.documents import drawn_places, sees
 from harness.marks import cases
+from harness.models.documents import drawn_places, sees
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.errors import UsageError

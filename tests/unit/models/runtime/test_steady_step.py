@@ -6,7 +6,7 @@ That smaller arrays do not come and go either shows where a model four times as 
 
 import pytest
 
-from harness.steady import steady, unseen_messages
+from harness.models.steady import steady, unseen_messages
 from harness.trainings import recipe_keys
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.counts import counts

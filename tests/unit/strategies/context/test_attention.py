@@ -5,8 +5,8 @@ import time
 import numpy as np
 import pytest
 
-from harness.documents import documents_of, drawn_places
 from harness.marks import cases
+from harness.models.documents import documents_of, drawn_places
 from hpcdist.comm.record.spans import SpanSink
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads

@@ -6,7 +6,7 @@ import pytest
 
 from harness.inputs import KINDS, STEPS, keys_of, write_data
 from harness.marks import cases
-from harness.steady import steady
+from harness.models.steady import steady
 from harness.trainings import alone, check_training, losses, recipe_keys, refused, trainer_of
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.models.transformer import masked_predictions
