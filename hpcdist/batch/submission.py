@@ -258,10 +258,7 @@ def unfinished_states(run_dir: Path) -> Mapping[str, str]:
     """Return the jobs of ``run_dir`` that wait or run, by number, with their states (asks the scheduler)."""
     from hpcdist.batch.schedulers import dispatch
 
-    jobs = [job.id for job in ledger.unfinished_jobs(run_dir)]
-    if not jobs:
-        return {}
-    states = dispatch.states(jobs)
+    states = dispatch.states(job.id for job in ledger.jobs(ledger.read(run_dir)).values() if not job.is_ended)
     return {
         job: state.state for job, state in states.items() if state.state not in (*FINAL_STATES, SchedulerState.UNKNOWN)
     }

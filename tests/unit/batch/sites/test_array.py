@@ -31,7 +31,8 @@ from hpcdist.comm.launch import launchers
 from hpcdist.errors import CONFIGURATION, STORAGE, UsageError
 
 TEXT = '[sweep]\nrepeats = 1\n\n[[trial]]\nname = "it\'s $one"\nranks = [2, 8]\n'
-SHARED = {item.name: getattr(PLAIN, item.name) for item in dataclasses.fields(PLAIN) if item.name != "recipe"}
+NAMES = {item.name for item in dataclasses.fields(PLAIN)} - {"recipe", "sweep"}
+SHARED = {name: getattr(PLAIN, name) for name in NAMES}
 ARRAY = SweepJob(**SHARED, sweep=TEXT, trial_ranks=(2, 8))
 SERVERS = ServersJob(**SHARED, recipe=PLAIN.recipe, server_nodes=1, server_ranks_per_node=2)
 MPICH = search.load("slurm-mpich")
