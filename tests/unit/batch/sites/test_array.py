@@ -91,7 +91,7 @@ JOBS = {
 
 def text_of(name):
     profile, job = JOBS[name]
-    return submission.render(job, search.load(profile), job.template)
+    return submission.render(job, search.load(profile))
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -307,9 +307,8 @@ def test_jobs_that_cannot_be(kind, changes, word):
 
 
 def test_servers_may_have_another_quality_of_service():
-    text = submission.render(
-        dataclasses.replace(SERVERS, qos="regular", server_sbatch_args=("--qos=other",)), MPICH, SERVERS.template
-    )
+    job = dataclasses.replace(SERVERS, qos="regular", server_sbatch_args=("--qos=other",))
+    text = submission.render(job, MPICH)
     assert text.index("#SBATCH --qos=regular") < text.index("#SBATCH hetjob") < text.index("#SBATCH --qos=other")
 
 

@@ -223,7 +223,7 @@ def test_jobs_without_gpus_do_not_ask_mpi_for_them(name):
     """Cray MPICH ends ranks that ask, where the Python that runs was not linked with its GPU library."""
     profile = search.load(name)
     for job, asks in ((PLAIN, False), (dataclasses.replace(PLAIN, gpus_per_node=4), True)):
-        text = submission.render(job, profile, submission.TEMPLATES[profile.scheduler.kind])
+        text = submission.render(job, profile)
         assert all((f"\nexport {variable}=" in text) == asks for variable in profile.gpu.variables)
     assert profile.gpu.variables and not set(profile.gpu.variables) & set(profile.environment.variables)
 
