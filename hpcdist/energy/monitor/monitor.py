@@ -229,7 +229,8 @@ class EnergyMonitor:
         if self._leads:
             claims = [claim for name, claim, _ in ranks if name == host]
             self._sources = open_node_sources(config, claims, any(on_gpu for name, _, on_gpu in ranks if name == host))
-            look = self._look_of(claims) if config.utilisation_s else None
+            processes = [claim.process for claim in claims if claim.process is not None]
+            look = NodeUtilisation(processes, self._sources.sensors).look if config.utilisation_s else None
         measured = set(comm.allgather_object((self._node, bool(self._sources.counters))))
         self.measures = any(can_measure for _, can_measure in measured)  # on any node: the same on every rank
         self._watches = self.measures or config.utilisation_s > 0
@@ -243,10 +244,6 @@ class EnergyMonitor:
     def _meet(self, what: str) -> None:
         if math.isfinite(self._deadline_s):
             barrier_with_deadline(self._comm, what, self._deadline_s)
-
-    def _look_of(self, claims: Sequence[GpuClaim]) -> Callable[[], np.ndarray]:
-        processes = [claim.process for claim in claims if claim.process is not None]
-        return NodeUtilisation(processes, self._sources.sensors).look
 
     def __enter__(self) -> "EnergyMonitor":
         self.start()

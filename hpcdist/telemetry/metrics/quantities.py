@@ -229,11 +229,6 @@ def straggler_scores(compute_s: np.ndarray) -> np.ndarray:
     return own / np.median(computing) if computing.size else own
 
 
-def energy_per_token(joules: float, tokens: float) -> float:
-    """Return joules a token; NaN where either is not known, or no token was trained on."""
-    return joules / tokens if tokens > 0 else math.nan
-
-
 def _world(row: StepRow) -> int:
     return max((len(values) for values in row.ranks.values()), default=0)
 
