@@ -412,7 +412,7 @@ def test_json_beside_the_page(run_dir, tmp_path):
         (["--html", "/nowhere/x.html", "--no-sample"], StorageError, "cannot be written"),
     ),
 )
-@pytest.mark.full_except("arguments1-UsageError-add --html")
+@pytest.mark.usefixtures("undrawn")
 def test_refused(run_dir, arguments, error, said):
     done = run(run_dir, *arguments)
     assert isinstance(done.exception, error) and said in str(done.exception)
