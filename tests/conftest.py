@@ -184,3 +184,10 @@ def nvml_stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     line = [compiler, "-O1", "-shared", "-fPIC", "-o", str(folder / "libnvidia-ml.so.1"), str(source)]
     subprocess.run(line, check=True, timeout=120)
     return folder
+
+
+@pytest.fixture
+def nvml_environment(nvml_stub: Path, tmp_path: Path) -> dict[str, str]:
+    """The environment of a program that sees the GPUs which the file ``gpus`` in ``tmp_path`` describes."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
+    return kept | {"LD_LIBRARY_PATH": str(nvml_stub), "NVML_STUB": str(tmp_path / "gpus")}

@@ -102,7 +102,7 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
             raise MissingCapabilityError(f"{counter.about.model} has no counter of energy, or tells no power")
         rows = []
         for load in LOADS:
-            power = IntegratedPower(uuid, "gpu", sensor.power_mw, counter.about, EVERY_S)
+            power = IntegratedPower(uuid, sensor.power_mw, counter.about, EVERY_S)
             rows.append(watched(load, call, chosen, (CounterReader(counter), CounterReader(power))))
         shares = [
             sampled(call, driver.counter(uuid, 1, every_s or EVERY_S), every_s, chosen.seconds / 4)

@@ -52,16 +52,14 @@ class ArrayJob(BatchJob):
 class SweepJob(ArrayJob):
     """A sweep as a job array: task K runs trial K, on no more ranks than ``nodes`` x ``ranks_per_node`` hold.
 
-    ``sweep`` is a sweep file that needs no other, ``trial_ranks`` has the ranks of its trials. Their results and the
-    logs of the tasks lie in ``run_dir``, which exists when the job is submitted. With ``retry_failed`` a trial that is
-    recorded as failed is run again.
+    ``trial_ranks`` has the ranks of its trials. Their results and the logs of the tasks lie in ``run_dir``, which
+    exists when the job is submitted. With ``retry_failed`` a trial that is recorded as failed is run again.
     """
 
     template: ClassVar[str] = "sweep.sbatch.j2"
     option: ClassVar[str] = "--array"
 
     recipe: str = ""
-    sweep: str
     trial_ranks: tuple[int, ...]
     retry_failed: bool = False
 
@@ -74,11 +72,6 @@ class SweepJob(ArrayJob):
             )
         if "\\" in str(self.run_dir):
             raise UsageError(f"--out {self.run_dir}: Slurm puts no number of a task into a path with \\; rename it")
-
-    @property
-    def input_text(self) -> str:
-        """The text that its starts read."""
-        return self.sweep
 
     @property
     def count(self) -> int:
@@ -139,7 +132,6 @@ class MergeJob(BatchJob):
     template: ClassVar[str] = "merge.sbatch.j2"
 
     recipe: str = ""
-    sweep: str
     folder: str
 
     @classmethod
@@ -147,11 +139,6 @@ class MergeJob(BatchJob):
         """Return the job for the results of ``job``: one core, in the same partition and at the same expense."""
         same = {name: getattr(job, name) for name in _OF_MERGED}
         return cls(**same, nodes=1, name=f"{job.name}-merge", walltime=_MERGE_TIME, check=False, link=2, links=2)
-
-    @property
-    def input_text(self) -> str:
-        """The text that its starts read."""
-        return self.sweep
 
     def log(self, folder: Path, number: str) -> Path:
         """Return the path of the log, which is beside the results."""
@@ -162,8 +149,7 @@ class MergeJob(BatchJob):
 class BenchmarkJob(BatchJob):
     """Benchmark, one of the SUITES, on nodes that nobody else uses; ``arguments`` are those of `hpcdist bench SUITE`.
 
-    ``sweep`` is the sweep file that the suite "sweep" measures, one trial after the other, and ``trial_ranks`` has
-    the ranks of its trials.
+    The suite "sweep" measures the trials of ``sweep`` one after the other; ``trial_ranks`` has their ranks.
     """
 
     template: ClassVar[str] = "benchmark.sbatch.j2"
@@ -171,7 +157,6 @@ class BenchmarkJob(BatchJob):
     recipe: str = ""
     suite: str
     arguments: tuple[str, ...] = ()
-    sweep: str = ""
     trial_ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -183,11 +168,6 @@ class BenchmarkJob(BatchJob):
             raise UsageError(f"--bench {self.suite}: a sweep file belongs to the suite sweep, and to no other")
         if self.links > 1 or self.restarts or self.survive != "none":
             raise UsageError("--chain, --restarts and --survive are for trainings; leave them out with --bench")
-
-    @property
-    def input_text(self) -> str:
-        """The text that its starts read."""
-        return self.sweep
 
     @property
     def on_all_ranks(self) -> bool:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import Final
@@ -39,7 +40,6 @@ _INTENSITY: Final = tuple(
     gas + per for gas in ("gco2", "gco2e", "gco2eq", "g_co2", "g_co2e", "g_co2eq") for per in ("/kwh", "_per_kwh")
 )
 _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _US: Final = timedelta(microseconds=1)
 _DURATION: Final = re.compile(r"(\d{1,6})([dhm])", re.ASCII)
 _UNIT_S: Final = {"d": 86400, "h": 3600, "m": 60}
@@ -70,33 +70,22 @@ class CarbonForecast:
 
     def mean(self, begin: datetime, duration: timedelta) -> float:
         """Return the mean gCO2/kWh of ``duration`` from ``begin`` on, all of which it has to cover."""
-        unit, duration_us = self._sums[0], duration // _US
-        return self.total(begin, duration) / (unit * duration_us)
+        return float(self.total(begin, duration) / (duration // _US))
 
-    def total(self, begin: datetime, duration: timedelta) -> int:
-        """Return the exact integral over the same time, in a unit of its own."""
+    def total(self, begin: datetime, duration: timedelta) -> Fraction:
+        """Return the exact integral over the same time, in gCO2/kWh x microseconds."""
         return self._until(begin + duration) - self._until(begin)
 
     @cached_property
-    def _sums(self) -> tuple[int, list[int], list[int], list[int]]:
-        """One g/kWh x microsecond in units; the times in microseconds; units of each row; integrals up to each.
+    def _sums(self) -> list[Fraction]:
+        """Integrals from the first row to each."""
+        lengths = [(later - sooner) // _US for sooner, later in itertools.pairwise(self.times)]
+        rows = (Fraction(value) * length for value, length in zip(self.g_per_kwh, lengths, strict=False))
+        return list(itertools.accumulate(rows, initial=Fraction(0)))
 
-        A float is an integer over a power of two: times the largest of those powers, all are integers.
-        """
-        ratios = [value.as_integer_ratio() for value in self.g_per_kwh]
-        unit = max(below for _, below in ratios)
-        rows = [above * (unit // below) for above, below in ratios]
-        times_us = [(moment - _EPOCH) // _US for moment in self.times]
-        lengths = [later - sooner for sooner, later in itertools.pairwise(times_us)]
-        sums = itertools.accumulate((row * length for row, length in zip(rows, lengths, strict=False)), initial=0)
-        return unit, times_us, rows, list(sums)
-
-    def _until(self, moment: datetime) -> int:
-        """Return the integral from the first row to ``moment``."""
-        _, times_us, rows, sums = self._sums
-        moment_us = (moment - _EPOCH) // _US
-        row = bisect.bisect_right(times_us, moment_us) - 1
-        return sums[row] + rows[row] * (moment_us - times_us[row])
+    def _until(self, moment: datetime) -> Fraction:
+        row = bisect.bisect_right(self.times, moment) - 1
+        return self._sums[row] + Fraction(self.g_per_kwh[row]) * ((moment - self.times[row]) // _US)
 
 
 def read_forecast(path: Path) -> CarbonForecast:

@@ -100,11 +100,12 @@ class BatchJob:
 
     ``walltime`` is written as Slurm reads it, and None leaves it to the partition. ``signal_s`` seconds before its end
     the job saves and is started again. ``recipe`` is the text of a whole recipe, which every start trains in
-    ``run_dir``; or, where there is none, ``program`` has the words of a command, which every start runs, with its run
-    directory and the variables ``program_keys`` (HPCDIST_SET__..., pairs of name and value). ``mem`` is the memory of
-    a node as Slurm reads it ("0": all of it), ``constraint`` what nodes must have, and ``qos`` a quality of service.
-    ``sbatch_args`` are further options of the scheduler, ``mpi_args`` of the launcher. ``python`` runs hpcdist, and
-    finds it in ``python_path`` where that is not None.
+    ``run_dir``; or, where there is none, ``sweep`` is that of a sweep which needs no other file, or ``program`` has the
+    words of a command, which every start runs, with its run directory and the variables ``program_keys``
+    (HPCDIST_SET__..., pairs of name and value). ``mem`` is the memory of a node as Slurm reads it ("0": all of it),
+    ``constraint`` what nodes must have, and ``qos`` a quality of service. ``sbatch_args`` are further options of the
+    scheduler, ``mpi_args`` of the launcher. ``python`` runs hpcdist, and finds it in ``python_path`` where that is not
+    None.
 
     A start that fails is repeated, up to ``restarts`` times, inside of the job, whose ``spare_nodes`` then take the
     place of nodes that it has lost. With ``survive`` other than "none" it outlives its ranks: see `hpcdist run`.
@@ -152,6 +153,7 @@ class BatchJob:
     warmup: bool = False
     check: bool = True
     begin: datetime | None = None
+    sweep: str = ""
     program: tuple[str, ...] = ()
     program_keys: tuple[tuple[str, str], ...] = ()
 
@@ -218,7 +220,7 @@ class BatchJob:
     @property
     def input_text(self) -> str:
         """The text that its starts read: that of the recipe, or of the sweep; "" for a program."""
-        return self.recipe
+        return self.recipe or self.sweep
 
     @property
     def input_file(self) -> Path:

@@ -129,14 +129,6 @@ def jobs(entries: list[LedgerEntry]) -> dict[str, LedgerJob]:
     return {job: LedgerJob(job, tuple(own)) for job, own in entries_of.items()}
 
 
-def unfinished_jobs(run_dir: Path) -> list[LedgerJob]:
-    """Return the jobs of ``run_dir`` that have not said that they are over: in the queue, at work, or killed.
-
-    Which of them, `hpcdist.batch.schedulers.dispatch.states` asks the scheduler. Raises StorageError.
-    """
-    return [job for job in jobs(read(run_dir)).values() if not job.is_ended]
-
-
 def later_links(jobs: Mapping[str, LedgerJob], job: str) -> list[str]:
     """Return the jobs of a run that were submitted to go on after ``job``: the later links of its chain, in order."""
     links: list[str] = []

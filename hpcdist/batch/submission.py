@@ -30,7 +30,6 @@ from hpcdist.reporting import template as template_files
 from hpcdist.reporting.nearest import suggestion
 from hpcdist.reporting.template import Templates, block_names
 
-TEMPLATE: Final = "train.sbatch.j2"
 # Scheduler of a site -> the template of a training, from whose name that of the script in the run directory is made.
 TEMPLATES: Final = {"slurm": "train.sbatch.j2", "pbs": "train.pbs.j2", "none": "train.sh.j2"}
 CODES: Final = SimpleNamespace(
@@ -43,22 +42,22 @@ _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _SITE_PREFIX: Final = "of the site"  # name of the template that has a profile's blocks
 
 
-def render(job: BatchJob, site: SiteProfile, template: str = TEMPLATE, **values: Any) -> str:
-    """Return the script of ``job`` at ``site``. ``values`` are what ``template`` needs besides.
+def render(job: BatchJob, site: SiteProfile) -> str:
+    """Return the script of ``job`` at ``site``.
 
     Raises UsageError for a value that no directive can hold, and ConfigurationError for a block of the profile that no
     template has, or that is no Jinja.
     """
     job = site.complete(job)
     templates = environment()
-    name = template
+    name = job.template or TEMPLATES[site.scheduler.kind]
     if site.blocks:
         _check_blocks(templates, site)
-        own = [key for key in site.blocks if key in block_names(templates, template)]
+        own = [key for key in site.blocks if key in block_names(templates, name)]
         # The blocks of the profile become a template that extends the shipped one: {{ super() }} is the shipped block.
         # A block of another template is left out here: Jinja would silently never render it.
         text = "".join(f"{{% block {key} %}}\n{site.blocks[key]}{{% endblock %}}\n" for key in own)
-        templates = template_files.extended(templates, _SITE_PREFIX, template, text)
+        templates = template_files.extended(templates, _SITE_PREFIX, name, text)
         name = _SITE_PREFIX
     try:
         return templates.get_template(name).render(
@@ -68,7 +67,6 @@ def render(job: BatchJob, site: SiteProfile, template: str = TEMPLATE, **values:
             launcher_options=" ".join(filter(None, [shlex.join(site.launcher.options), job.mpi_args])),  # the last win
             rank_python=_rank_python(job, site),
             orders_gpus=_orders_gpus(job, site),
-            **values,
         )
     except template_files.TemplateError as error:
         if not site.blocks:
@@ -191,7 +189,7 @@ class SubmittedJob:
 def chain(job: BatchJob, site: SiteProfile) -> list[tuple[BatchJob, str]]:
     """Return the links of the chain of ``job`` and what follows it, with their scripts (local)."""
     links = [*(replace(job, link=number) for number in range(1, job.links + 1)), *job.followers]
-    return [(link, render(link, site, link.template or TEMPLATES[site.scheduler.kind])) for link in links]
+    return [(link, render(link, site)) for link in links]
 
 
 def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Path) -> Iterator[SubmittedJob]:
@@ -258,10 +256,7 @@ def unfinished_states(run_dir: Path) -> Mapping[str, str]:
     """Return the jobs of ``run_dir`` that wait or run, by number, with their states (asks the scheduler)."""
     from hpcdist.batch.schedulers import dispatch
 
-    jobs = [job.id for job in ledger.unfinished_jobs(run_dir)]
-    if not jobs:
-        return {}
-    states = dispatch.states(jobs)
+    states = dispatch.states(job.id for job in ledger.jobs(ledger.read(run_dir)).values() if not job.is_ended)
     return {
         job: state.state for job, state in states.items() if state.state not in (*FINAL_STATES, SchedulerState.UNKNOWN)
     }

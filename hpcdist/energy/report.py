@@ -9,15 +9,22 @@ parts of it: shown, and not added once more.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+
+from hpcdist.reporting.jsonable import json_number
 
 UPDATES: Final = 2  # a difference over fewer updates of a counter is noise
 NODE: Final = "node"  # the kind of a counter that includes the others
 NO_SOURCE: Final = "no source can be read"
 DECLARED: Final = "declared model, not measured"
 EARLIER_START: Final = "an earlier start of this run: "
-MAX_AMOUNT: Final = 1e30  # joules or seconds: beyond any possible value
 MAX_REASONS: Final = 4  # of a job of a thousand nodes, the first ones are named
+
+
+Amount: TypeAlias = Annotated[float, msgspec.Meta(gt=-1e30, lt=1e30)]  # joules or seconds: no value is beyond these
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
 @dataclass(frozen=True)
@@ -115,69 +122,31 @@ def _sampler_share(nodes: Sequence[NodeContribution]) -> float:
     return max(shares, default=math.nan)
 
 
+class PhaseState(msgspec.Struct):
+    """State of a phase in a checkpoint."""
+
+    seconds: Amount
+    windows: Count
+    joules: Amount | None = None
+
+
+class EnergyState(msgspec.Struct):
+    """State of a report in a checkpoint, as it is read back."""
+
+    by_kind: dict[str, Amount | None]
+    phases: dict[str, PhaseState]
+    reason: str | None = None
+    label: str = ""
+
+
 def state(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint keeps of a report, as JSON values: what is not known is None."""
+    """Return what a checkpoint keeps of a report, as JSON values: what is not known is None. See `EnergyState`."""
     phases = {
-        name: {"joules": _plain(phase["joules"]), "seconds": phase["seconds"], "windows": phase["windows"]}
+        name: {"joules": json_number(phase["joules"]), "seconds": phase["seconds"], "windows": phase["windows"]}
         for name, phase in report["phases"].items()
     }
-    by_kind = {kind: _plain(joules) for kind, joules in report["by_kind"].items()}
+    by_kind = {kind: json_number(joules) for kind, joules in report["by_kind"].items()}
     return {"by_kind": by_kind, "phases": phases, "reason": report["reason"], "label": report["label"]}
-
-
-def restored(read: Any) -> dict[str, Any]:
-    """Return a `state` that was read from a file, checked. Raises ValueError or TypeError for anything else."""
-    known = _object(read, "joules")
-    label, reason = known.get("label") or "", known.get("reason")
-    if not isinstance(label, str) or not isinstance(reason, str | None):
-        raise TypeError(f"label {str(label)[:40]!r} and reason {str(reason)[:40]!r} are no text")
-    phases = {
-        str(name): {
-            "joules": amount(row.get("joules"), f"joules of {name}", may_lack=True),
-            "seconds": amount(row.get("seconds"), f"seconds of {name}"),
-            "windows": whole(row.get("windows"), f"windows of {name}"),
-        }
-        for name, row in _rows(known.get("phases"), "phases")
-    }
-    by_kind = {
-        str(kind): amount(joules, f"joules of {kind}", may_lack=True)
-        for kind, joules in _object(known.get("by_kind"), "by_kind").items()
-    }
-    return {"by_kind": by_kind, "phases": phases, "reason": reason, "label": label}
-
-
-def _object(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{what} is {str(value)[:40]}, expected an object")
-    return value
-
-
-def _rows(value: Any, what: str) -> Iterable[tuple[str, dict[str, Any]]]:
-    return ((name, _object(row, f"{what}.{name}")) for name, row in _object(value, what).items())
-
-
-def amount(value: Any, what: str, *, may_lack: bool = False) -> float | None:
-    """Return a finite number as it was read, or None where it ``may_lack``. Raises TypeError or ValueError."""
-    if value is None and may_lack:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{what} is {str(value)[:40]!r}, expected a number")
-    if not abs(value) < MAX_AMOUNT:
-        raise ValueError(f"{what} is {str(value)[:40]}, which cannot be")
-    return float(value)
-
-
-def whole(value: Any, what: str) -> int:
-    """Return a count as it was read. Raises TypeError or ValueError."""
-    if type(value) is not int:
-        raise TypeError(f"{what} is {str(value)[:40]!r}, expected a whole number")
-    if not 0 <= value < 1 << 53:
-        raise ValueError(f"{what} is {str(value)[:40]}, which cannot be")
-    return value
-
-
-def _plain(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def _missing(nodes: Iterable[NodeContribution], kinds: Iterable[str]) -> list[str]:

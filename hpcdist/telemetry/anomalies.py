@@ -52,11 +52,10 @@ class Anomalies:
     ``throughput_drop`` the share of the tokens a second that has to be lost; 0 turns either off.
     """
 
-    def __init__(self, *, loss_spike: float = 5.0, throughput_drop: float = 0.5, window: int = WINDOW) -> None:
-        assert window >= MIN_STEPS
+    def __init__(self, *, loss_spike: float = 5.0, throughput_drop: float = 0.5) -> None:
         self.counts: Counter[str] = Counter()  # anomalies so far, by kind
-        self._loss = _Spikes("loss_spike", "loss", window, loss_spike, LOSS_RISE) if loss_spike else None
-        self._norm = _Spikes("gradient_spike", "norm of the gradient", window, NORM_DEVIATIONS, NORM_RISE)
+        self._loss = _Spikes("loss_spike", "loss", loss_spike, LOSS_RISE) if loss_spike else None
+        self._norm = _Spikes("gradient_spike", "norm of the gradient", NORM_DEVIATIONS, NORM_RISE)
         self._speed = _Speeds(throughput_drop)
         self._straggler = _Stragglers()
         self._skipped = 0  # in a row
@@ -96,16 +95,16 @@ class Anomalies:
 class _RollingBaseline:
     """Median and robust standard deviation of the last values, brought up to date every tenth of the window."""
 
-    def __init__(self, window: int) -> None:
-        self.values: deque[float] = deque(maxlen=window)
+    def __init__(self) -> None:
+        self.values: deque[float] = deque(maxlen=WINDOW)
         self.median = self.deviation = math.nan
-        self._every, self._since = window // 10, 0
+        self._since = 0
 
     def add(self, value: float) -> None:
         """Take a value, which is finite."""
         self.values.append(value)
         self._since += 1
-        if len(self.values) >= MIN_STEPS and (self._since >= self._every or math.isnan(self.median)):
+        if len(self.values) >= MIN_STEPS and (self._since >= WINDOW // 10 or math.isnan(self.median)):
             self.refresh()
 
     def refresh(self) -> None:
@@ -118,10 +117,10 @@ class _RollingBaseline:
 class _Spikes:
     """Detector of values far above those before. Of spikes that follow each other, the first is reported."""
 
-    def __init__(self, kind: str, what: str, window: int, deviations: float, rise: float) -> None:
+    def __init__(self, kind: str, what: str, deviations: float, rise: float) -> None:
         self._kind, self._what, self._deviations, self._rise = kind, what, deviations, rise
-        self._usual = _RollingBaseline(window)
-        self._calm, self._over = window, window  # steps since the last spike, and how many end it
+        self._usual = _RollingBaseline()
+        self._calm = WINDOW  # steps since the last spike
 
     def _limit(self) -> float:
         usual = self._usual
@@ -135,7 +134,7 @@ class _Spikes:
         if value > self._limit():  # never before there is a median
             usual.refresh()
             if value > self._limit():
-                anomaly = self._anomaly(step, value) if self._calm > self._over else None
+                anomaly = self._anomaly(step, value) if self._calm > WINDOW else None
                 self._calm = 0
         usual.add(value)
         return anomaly

@@ -108,14 +108,14 @@ SMAPS_ROLLUP: Final = Path("/proc/self/smaps_rollup")
 _UNIT_BYTES: Final = 1024  # kB of /proc are KiB
 
 
-def pss_bytes(rollup: Path = SMAPS_ROLLUP) -> float:
+def pss_bytes() -> float:
     """Return the proportional set size of this process, NaN where the kernel does not show it (local).
 
     A page that several processes map counts for each of them by its share, so the sum over the ranks of a node has
     memory that they share once. The interpreter, libraries and compiled kernels are part of it.
     """
     try:
-        lines = rollup.read_text().splitlines()
+        lines = SMAPS_ROLLUP.read_text().splitlines()
     except OSError:
         return math.nan
     fields = [line.split() for line in lines if line.startswith("Pss:")]

@@ -13,8 +13,7 @@ from hpcdist.comm.record.timing import BytesMoved
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.reporting import plotting
 from hpcdist.reporting.units import counted, format_bytes
-from hpcdist.telemetry.metrics import sampling, side_tables, step_metrics
-from hpcdist.telemetry.metrics.sampling import SampledMetrics
+from hpcdist.telemetry.metrics import sampling, step_metrics
 from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE, MetricsData
 from hpcdist.telemetry.page import energy_data, run_data
 from hpcdist.telemetry.page.charts import over_steps, style
@@ -49,19 +48,14 @@ def report(run_dir: str | Path) -> RunReport:
     run = sampling.read(path)
     attributes = run_data.shown_attributes(run)
     energy = energy_data.read_energy(run_dir, None, attributes, run_data.last_step(run))
-    figures = {"run_dir": str(run_dir)} | attributes | run_data.summary_figures(run) | _mishaps(run)
+    figures = {"run_dir": str(run_dir)} | attributes | run_data.summary_figures(run)
     if energy.joules is not None:
         figures |= {"energy_j": energy.joules, "j_per_step": energy.j_per_step}
     figures["energy_j_by_phase"] = {phase.name: phase.joules for phase in energy.phases}
-    if (scale := side_tables.last_noise_scale(path)) is not None:
-        figures["noise_scale"] = scale
+    scales = run.tables.get("noise_scale", {}).get("noise_scale", np.zeros(0))
+    if len(scales) and math.isfinite(scales[-1]):
+        figures["noise_scale"] = float(scales[-1])
     return RunReport(run_dir, run.sample, figures, run.steps, energy)
-
-
-def _mishaps(run: SampledMetrics) -> dict[str, int]:
-    skipped = run.tables.get("loss_scale", {}).get("skipped")
-    anomalies = sum(note.kind == "anomaly" for note in run.observed.notes)
-    return {"skipped_steps": 0 if skipped is None else int(skipped.sum()), "anomalies": anomalies}
 
 
 def text(run_report: RunReport) -> str:

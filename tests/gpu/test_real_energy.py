@@ -34,7 +34,7 @@ def test_counter_and_integrated_power_agree_over_a_minute(cupy, driver):
     counter, sensor = driver.counter(uuid, 1, EVERY_S), driver.sensor(uuid)
     if not sensor.field or isinstance(counter, IntegratedPower):
         pytest.skip(f"{counter.about.model} has no counter of energy, or tells no power")
-    power = IntegratedPower(uuid, "gpu", sensor.power_mw, counter.about, EVERY_S)
+    power = IntegratedPower(uuid, sensor.power_mw, counter.about, EVERY_S)
     one = cupy.random.random((4096, 4096), dtype=cupy.float32)
     other = cupy.empty_like(one)
     counted, integrated, began_s = CounterReader(counter), CounterReader(power), time.monotonic()

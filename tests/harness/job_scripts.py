@@ -73,7 +73,7 @@ def start_script(folder: Path, job: BatchJob, site: SiteProfile, variables: dict
     """Start the script of ``job`` at ``site``, with the commands that are played in ``folder``."""
     run_dir = folder / "run" if job.run_dir == PLAIN.run_dir else job.run_dir
     job = dataclasses.replace(job, python=str(folder / "python"), run_dir=run_dir)
-    text = submission.render(job, site, job.template or submission.TEMPLATES[site.scheduler.kind])
+    text = submission.render(job, site)
     (folder / "job.sh").write_text(submission.script_with_input(job, text))
     environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"} | variables
     return subprocess.Popen(

@@ -3,6 +3,7 @@
 Nothing here waits for ever, and nothing that a launcher started survives it.
 """
 
+import io
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,14 @@ def called(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str
     code = leaving.value.code or 0
     assert isinstance(code, int)
     return code, streams.out, streams.err
+
+
+def invoked(*words: object) -> Completed:
+    """Run a command of hpcdist in this process; return what `hpcdist` does."""
+    streams = io.StringIO(), io.StringIO()
+    with pytest.raises(SystemExit) as leaving, redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+        main.main([*map(str, words)])
+    return subprocess.CompletedProcess(words, leaving.value.code or 0, *(stream.getvalue() for stream in streams))
 
 
 def light(heavy: Sequence[str], *commands: Sequence[str], cwd: Path | str | None = None) -> list[str]:

@@ -105,14 +105,6 @@ def compatible_tags(platform: str) -> tuple[str, ...]:
     return tuple(tags)
 
 
-def pip_options(platform: str, python_version: str) -> list[str]:
-    """Return pip's options for wheels of another machine; none for this one."""
-    words = ["--implementation", "cp", "--python-version", python_version] if python_version else []
-    for tag in compatible_tags(platform) if platform else ():
-        words += ["--platform", tag]
-    return words
-
-
 @dataclass(frozen=True, kw_only=True)
 class WheelhouseOrder:
     """Packages to collect, and the machine: this one where ``platform`` and ``python_version`` are empty."""
@@ -129,6 +121,13 @@ class WheelhouseOrder:
     def python(self) -> str:
         """Return the Python that the wheels are for: "3.12"."""
         return self.python_version or f"{sys.version_info.major}.{sys.version_info.minor}"
+
+    @property
+    def pip_options(self) -> list[str]:
+        """Return pip's options for wheels of another machine; none for this one."""
+        version = ["--implementation", "cp", "--python-version", self.python_version] if self.python_version else []
+        tags = compatible_tags(self.platform) if self.platform else ()
+        return [*version, *(word for tag in tags for word in ("--platform", tag))]
 
 
 @dataclass(frozen=True)
@@ -185,14 +184,14 @@ def _fill(folder: Path, order: WheelhouseOrder) -> None:
     requirements = [f"hpcdist{extras} @ {own.path.as_uri()}"]
     for path in order.requirements:
         requirements += ["--requirement", str(path)]
-    target = pip_options(order.platform, order.python_version)
-    _pip("download", "--only-binary", ":all:", *target, "--dest", str(folder), *requirements)
+    binary = ("download", "--only-binary", ":all:", *order.pip_options, "--dest", str(folder))
+    _pip(*binary, *requirements)
     listed = sorted(folder.glob("*.whl"), key=lambda path: path.name.lower())
     if order.mpi4py_source:
         version = next(wheel.version for wheel in map(Wheel.named, listed) if wheel.name == _MPI4PY)
         source = ("--no-deps", "--no-binary", _MPI4PY, f"{_MPI4PY} == {version}")
         _pip("download", "--dest", str(folder), *source)
-        _pip("download", "--only-binary", ":all:", *target, "--dest", str(folder), *MPI4PY_BUILD)
+        _pip(*binary, *MPI4PY_BUILD)
     shutil.copyfile(job.folder(job.INSTALL) / SCRIPT, folder / SCRIPT)
     (folder / SCRIPT).chmod(0o755)
     (folder / REQUIREMENTS).write_text(_requirements(listed, order))

@@ -129,11 +129,8 @@ def _pbs(jobs: list[str]) -> dict[str, list[JobState]]:
         states_of = pbs.states(jobs)
     except MissingCapabilityError as error:
         return {job: [JobState(id=job, state=SchedulerState.UNKNOWN, reason=str(error))] for job in jobs}
-    gone = {
-        job: JobState(id=job, state=SchedulerState.GONE, reason=_unavailable("qstat", "its history is off or over"))
-        for job in jobs
-    }
-    return {job: [states_of.get(job, gone[job])] for job in jobs}
+    why = _unavailable("qstat", "its history is off or over")
+    return {job: [states_of.get(job) or JobState(id=job, state=SchedulerState.GONE, reason=why)] for job in jobs}
 
 
 def _local(jobs: list[str]) -> dict[str, list[JobState]]:

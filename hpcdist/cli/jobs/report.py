@@ -9,7 +9,7 @@ removed since, the figure is an upper bound.
 import json
 import shlex
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -72,27 +72,17 @@ def start_windows(entries: Sequence[ledger.LedgerEntry]) -> list[StartWindow]:
     return [StartWindow(place, entry.job, entry.time, end) for (place, entry), end in zip(begun, ends, strict=False)]
 
 
-def job_starts(
-    entries: Sequence[ledger.LedgerEntry],
-    jobs: Iterable[str],
-    live: dict[str, JobState],
-    trainings: Sequence["StartEntry"],
-) -> list[JobStart]:
-    """Return the starts of ``jobs`` by the ledger.
-
-    One that was killed has written no end. The last of a job lasted as ``live`` says then, if it does; another at least
-    as long as its ``trainings`` were seen.
-    """
-    numbers = set(jobs)
-    return [_job_start(entries, window, live, trainings) for window in start_windows(entries) if window.job in numbers]
-
-
 def _job_start(
     entries: Sequence[ledger.LedgerEntry],
     window: StartWindow,
     live: dict[str, JobState],
     trainings: Sequence["StartEntry"],
 ) -> JobStart:
+    """Return a start of a job by the ledger.
+
+    One that was killed has written no end. The last of a job lasted as ``live`` says then, if it does; another at least
+    as long as its ``trainings`` were seen.
+    """
     entry, state = entries[window.place], live.get(window.job)
     later = [other for other in entries[window.place + 1 :] if other.job == window.job]
     ending = next((other for other in later if other.event in (ledger.BEGAN, ledger.ENDED)), None)
@@ -179,7 +169,8 @@ def account(jobs: Sequence[LocatedJob]) -> dict[str, Any]:
         )
     entries = [] if run_dir is None else ledger.read(run_dir)
     trainings = [] if run_dir is None else _trainings(run_dir)
-    begun = job_starts(entries, ids, states, trainings)
+    windows = [window for window in start_windows(entries) if window.job in ids]
+    begun = [_job_start(entries, window, states, trainings) for window in windows]
     return {
         "jobs": [_end_of(states[job]) for job in ids],
         "run_dir": None if run_dir is None else str(run_dir),
@@ -187,7 +178,7 @@ def account(jobs: Sequence[LocatedJob]) -> dict[str, Any]:
         **_time(begun, rows, states),
         **_steps(run_dir, begun, states),
         **_energy(rows, no_rows, states, run_dir),
-        **_lost(run_dir, entries, ids, trainings),
+        **_lost(run_dir, entries, windows, trainings),
     }
 
 
@@ -266,20 +257,22 @@ def _trainings(run_dir: Path) -> "list[StartEntry]":
 
 
 def _lost(
-    run_dir: Path | None, entries: Sequence[ledger.LedgerEntry], jobs: Sequence[str], trainings: "Sequence[StartEntry]"
+    run_dir: Path | None,
+    entries: Sequence[ledger.LedgerEntry],
+    windows: Sequence[StartWindow],
+    trainings: "Sequence[StartEntry]",
 ) -> dict[str, Any]:
     """Return the seconds of work that failed starts have lost."""
     from hpcdist.training.run.start_record import HEARTBEAT_S
 
-    own = [window for window in start_windows(entries) if window.job in jobs]
-    if run_dir is None or not own:
+    if run_dir is None or not windows:
         return {"lost_s": None, "lost_reason": "no ledger has starts of these jobs"}
     if not trainings:
         return {"lost_s": None, "lost_reason": "no training has begun, or its record cannot be read"}
     # One that is at work may yet save: what is not seen any more does not.
     works = is_running(entries) and time.time() - trainings[-1].seen < 2 * HEARTBEAT_S
     over = trainings[: len(trainings) - works]
-    return {"lost_s": lost_s(over, own, save_times(run_dir, entries)), "lost_reason": None}
+    return {"lost_s": lost_s(over, windows, save_times(run_dir, entries)), "lost_reason": None}
 
 
 def text(figures: dict[str, Any]) -> list[str]:

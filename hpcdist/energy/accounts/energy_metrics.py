@@ -243,15 +243,6 @@ def over_time(
     return mean, float(met.min()), float(met.max())
 
 
-def delay_products(energy_j: float, seconds: float) -> tuple[float, float]:
-    """Return energy x delay in J s, and energy x delay squared in J s^2.
-
-    R. Gonzalez and M. Horowitz, IEEE J. Solid-State Circuits 31, 1996; the square weighs time as voltage scaling does
-    (A. Martin, M. Nystroem, P. Penzes, 2001).
-    """
-    return energy_j * seconds, energy_j * seconds**2
-
-
 @dataclass(frozen=True)
 class EnergyToTarget:
     """Energy to a target loss: the ``step`` (interpolated), joules and seconds until then; NaN with a reason."""
@@ -277,19 +268,17 @@ def to_target(
     losses: np.ndarray,
     seconds: np.ndarray,
     joules: np.ndarray,
-    *,
-    smooth: bool = True,
 ) -> EnergyToTarget:
-    """Return step, seconds and joules until a loss was at or below ``target``; arrays (n,), the last two of sums.
+    """Return step, seconds and joules until a training loss was at or below ``target``; arrays (n,), the last of sums.
 
-    With ``smooth``, for training, the losses are smoothed, so that one easy batch is not taken for the target; losses
-    of validations are not. Between the step before and the one that reached it, the moment is interpolated.
+    The losses are smoothed, so that one easy batch is not taken for the target. Between the step before and the one
+    that reached it, the moment is interpolated.
     """
     known = np.isfinite(losses)
     steps, losses, seconds, joules = (values[known] for values in (steps, losses, seconds, joules))
     if not len(losses):
         return EnergyToTarget(math.nan, math.nan, math.nan, "no loss is known")
-    shown = smoothed(losses) if smooth else losses
+    shown = smoothed(losses)
     reached = np.flatnonzero(shown <= target)
     if not len(reached):
         reason = f"the loss never came down to {target:g}; the least was {shown.min():.4g} after step {steps[-1]:g}"
@@ -316,15 +305,18 @@ def figures(
     price_per_kwh: float = 0.0,
     currency: str = "",
 ) -> dict[str, Any]:
-    """Return the figures of ``energy_j`` over ``seconds`` as JSON values: None where not known, with a reason."""
+    """Return the figures of ``energy_j`` over ``seconds`` as JSON values: None where not known, with a reason.
+
+    Energy x delay: R. Gonzalez and M. Horowitz, IEEE J. Solid-State Circuits 31, 1996. Its square weighs time as
+    voltage scaling does (A. Martin, M. Nystroem, P. Penzes, 2001).
+    """
     intensity = intensity or CarbonIntensity()
     emitted = emissions(energy_j, pue, intensity)
-    product, square = delay_products(energy_j, seconds)
     unknown = NO_ENERGY if math.isnan(energy_j) else None
     return {
         "average_w": json_number(energy_j / seconds) if seconds > 0 else None,
-        "energy_delay_product_js": json_number(product),
-        "energy_delay_squared_js2": json_number(square),
+        "energy_delay_product_js": json_number(energy_j * seconds),
+        "energy_delay_squared_js2": json_number(energy_j * seconds**2),
         "energy_kwh": json_number(kwh(energy_j)),
         "pue": pue,
         "facility_kwh": json_number(kwh(energy_j, pue)),

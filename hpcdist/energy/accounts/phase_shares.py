@@ -10,10 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from hpcdist.comm.record.spans import CAPACITY, PHASES, STEP
-from hpcdist.energy.report import EARLIER_START, amount
+from hpcdist.energy.report import EARLIER_START, Amount, Count, EnergyState
 
 IDLE: Final = "idle"  # what no span covers
 PHASE_NAMES: Final = (*PHASES[:STEP], IDLE)
@@ -153,7 +154,9 @@ def job_activities(
             before = (earlier or {}).get(name, _ZERO)
             joules = own["joules"] * scale if own["joules"] else 0.0
             doubt = None if little else own["reason"]
-            why = reason or doubt or (_earlier_reason(before.get("reason")) if before["joules"] is None else None)
+            if before["joules"] is None:  # with the prefix of earlier starts once
+                doubt = doubt or EARLIER_START + (before["reason"] or "not known").removeprefix(EARLIER_START)
+            why = reason or doubt
             error_j = joules if little else own["error_j"] * scale if own["error_j"] else 0.0
             totals["seconds"][name] = own["seconds"] + before["seconds"]
             totals["joules"][name] = math.nan if why else joules + before["joules"] * wider
@@ -164,11 +167,6 @@ def job_activities(
 
 
 _ZERO: Final[Mapping[str, Any]] = {"joules": 0.0, "error_j": 0.0, "seconds": 0.0, "reason": None}
-
-
-def _earlier_reason(reason: str | None) -> str:
-    """Return the reason of an earlier start, with the prefix of earlier starts once."""
-    return EARLIER_START + (reason or "not known").removeprefix(EARLIER_START)
 
 
 def activities_state(totals: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,20 +182,31 @@ def activities_state(totals: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def restored_activities(read: Any) -> dict[str, Any]:
-    """Return an `activities_state` that was read from a file, checked. Raises ValueError or TypeError otherwise."""
-    if not isinstance(read, dict) or not all(isinstance(row, dict) for row in read.values()):
-        raise TypeError(f"activities are {str(read)[:40]}, expected an object of objects")
-    phases = {}
-    for name, row in read.items():
-        reason = row.get("reason")
-        if not isinstance(reason, str | None):
-            raise TypeError(f"the reason of {name} is {str(reason)[:40]}, expected text")
-        joules = amount(row.get("joules"), f"joules of {name}", may_lack=True)
-        error_j = amount(row.get("error_j"), f"error of {name}", may_lack=joules is None)
-        seconds = amount(row.get("seconds"), f"seconds of {name}")
-        phases[str(name)] = {"joules": joules, "error_j": error_j, "seconds": seconds, "reason": reason}
-    return phases
+class ActivityState(msgspec.Struct):
+    """State of an activity in a checkpoint."""
+
+    seconds: Amount
+    joules: Amount | None = None
+    error_j: Amount | None = None
+    reason: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.joules is not None and self.error_j is None:
+            raise ValueError("joules have an error_j")
+
+
+class EnergyRecord(msgspec.Struct):
+    """Record of the energy of a run: its steps count from ``since_step`` on. Earlier versions kept no activities."""
+
+    since_step: Count
+    joules: EnergyState
+    activities: dict[str, ActivityState] | None = None
+
+
+def restored(read: Any) -> dict[str, Any]:
+    """Return the record of a run's energy as it was read from a file, checked. Raises ValueError for anything else."""
+    record: dict[str, Any] = msgspec.to_builtins(msgspec.convert(read, EnergyRecord))
+    return record | {"activities": record["activities"] or {}}
 
 
 def _sum_sources(rows: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, dict[str, Any]]:

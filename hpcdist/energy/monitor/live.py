@@ -15,7 +15,7 @@ DIRECTIONS: Final = {"sent": COLUMNS.index("sent_bytes"), "received": COLUMNS.in
 
 
 class MeanPower:
-    """Mean power of the sources of a node between calls of `by_kind`, from the energy that they counted."""
+    """Mean power of the sources of a node between calls of `by_source`, from the energy that they counted."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[int, int]] = {}  # time and energy of the last sample of a source
@@ -35,14 +35,6 @@ class MeanPower:
                     watts = (now_mj - before_mj) * 1e6 / (now_ns - then_ns)
             means.append(watts)
         return means
-
-    def by_kind(self, kinds: Sequence[str], drained: DrainedSamples) -> dict[str, float]:
-        """Return the watts of all sources of a kind since the last call; ``kinds`` is that of each source."""
-        watts = self.by_source(len(kinds), drained)
-        return {
-            kind: math.fsum(power for power, source_kind in zip(watts, kinds, strict=True) if source_kind == kind)
-            for kind in dict.fromkeys(kinds)
-        }
 
 
 class LiveFigures:

@@ -21,9 +21,9 @@ from hpcdist.comm.failure.rank_failures import barrier_with_deadline
 from hpcdist.comm.launch.environment import boot_id
 from hpcdist.energy import report as reports
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.monitor import live, tables
+from hpcdist.energy.monitor import tables
 from hpcdist.energy.monitor.live import LiveFigures, MeanPower
-from hpcdist.energy.monitor.sampler import EnergySampler, SourceSamples
+from hpcdist.energy.monitor.sampler import DrainedSamples, EnergySampler, SourceSamples
 from hpcdist.energy.monitor.tables import NodeRows
 from hpcdist.energy.monitor.windows import PhaseWindows
 from hpcdist.energy.report import NODE, NodeContribution, SourceResult
@@ -57,11 +57,8 @@ class EnergyWatch:
     session more. Raises StorageError where it cannot be written; should that come later, ``lost_output`` says so.
     """
 
-    def __init__(
-        self, config: EnergyConfig, output: Path | None = None, environment: Mapping[str, str] = os.environ
-    ) -> None:
-        claim = _claim_visible(environment)
-        self.sources = open_node_sources(config, [claim], computing=False)
+    def __init__(self, config: EnergyConfig, output: Path | None = None) -> None:
+        self.sources = open_node_sources(config, [_claim_visible()], computing=False)
         if not self.sources.counters:
             why = "; ".join(f"{kind}: {reason}" for kind, reason in self.missing().items())
             raise MissingCapabilityError(
@@ -70,7 +67,7 @@ class EnergyWatch:
         look = NodeUtilisation([this_process()], self.sources.sensors).look if config.utilisation_s else None
         self.sampler = EnergySampler(self.sources.counters, config.interval_s, look, config.utilisation_s)
         self._windows = PhaseWindows(len(self.sources.counters))
-        self._power, self._present = MeanPower(), LiveFigures()
+        self._power, self._live = MeanPower(), LiveFigures()
         self._output, self.lost_output = output, ""
         self._session = 0 if output is None else _next_session(output)
         self._began_ns = time.monotonic_ns()
@@ -87,25 +84,18 @@ class EnergyWatch:
         now_ns, _ = self.sampler.read()
         tracks, drained = self.sampler.tracks, self.sampler.drain()
         watts = self._power.by_source(len(tracks), drained)
-        kinds = dict.fromkeys(track.kind for track in tracks)
-        by_kind = {
-            kind: math.fsum(power for power, track in zip(watts, tracks, strict=True) if track.kind == kind)
-            for kind in kinds
-        }
-        busy_s, lasted_s = self.sampler.overhead()
-        named = [(track.kind, track.name, track.about) for track in tracks]
-        row = tables.NodeRows(0, named, drained, self._windows.take(), now_ns, busy_s, lasted_s)
-        self._present.see([row])
+        row = _node_rows(0, self.sampler, self._windows, drained, watts)
+        self._live.see([row])
         self._keep(row)
         return WatchInterval(
             (now_ns - self._began_ns) / 1e9,
             {track.name: power for track, power in zip(tracks, watts, strict=True)},
-            by_kind,
-            by_kind.get(NODE, math.fsum(by_kind.values())),
-            self._present.utilisation(),
+            row.watts,
+            row.watts.get(NODE, math.fsum(row.watts.values())),
+            self._live.utilisation(),
         )
 
-    def _keep(self, row: tables.NodeRows) -> None:
+    def _keep(self, row: NodeRows) -> None:
         """Append the samples. A full disk ends the output, never the command that is being measured."""
         if self._output is None:
             return
@@ -157,11 +147,28 @@ def _contribution(
     )
 
 
-def _claim_visible(environment: Mapping[str, str]) -> GpuClaim:
+def _node_rows(
+    node: int,
+    sampler: EnergySampler,
+    windows: PhaseWindows,
+    drained: DrainedSamples,
+    watts: Sequence[float],
+    lacking: frozenset[str] = frozenset(),
+) -> NodeRows:
+    """Return what a node has counted since the last call; ``watts`` are the mean power of each source."""
+    sources = [(track.kind, track.name, track.about) for track in sampler.tracks]
+    by_kind = {
+        kind: math.fsum(power for power, (own, *_) in zip(watts, sources, strict=True) if own == kind)
+        for kind in dict.fromkeys(kind for kind, *_ in sources)
+    }
+    return NodeRows(node, sources, drained, windows.take(), time.monotonic_ns(), *sampler.overhead(), by_kind, lacking)
+
+
+def _claim_visible() -> GpuClaim:
     """Return the claim to the visible GPUs, or to none with the reason."""
     try:
         with nvml.NvmlDriver() as driver:
-            named = nvml.gpus_in_use(driver, None, environment) if environment.get(nvml.VISIBLE) else ()
+            named = nvml.gpus_in_use(driver, None, os.environ) if os.environ.get(nvml.VISIBLE) else ()
             uuids = named or tuple(gpu.uuid for gpu in driver.gpus())
     except MissingCapabilityError as error:
         return GpuClaim(reason=str(error))
@@ -188,6 +195,8 @@ class EnergyMonitor:
     waits for it at the edges of windows. Sensors are read by the first rank of each ``host``, for the GPUs of all of
     its ranks, each once. Where no energy can be read a window costs two looks at the clock; with no utilisation asked
     for (``config.utilisation_s`` = 0), no thread runs either.
+
+    ``live`` has the power, the utilisation and the network traffic of all nodes, on the first rank of each.
 
     Construction, `report` and `state` raise DeadlineError where a rank has not come after ``deadline_s`` seconds;
     `math.inf` leaves that to a watchdog.
@@ -220,7 +229,8 @@ class EnergyMonitor:
         if self._leads:
             claims = [claim for name, claim, _ in ranks if name == host]
             self._sources = open_node_sources(config, claims, any(on_gpu for name, _, on_gpu in ranks if name == host))
-            look = self._look_of(claims) if config.utilisation_s else None
+            processes = [claim.process for claim in claims if claim.process is not None]
+            look = NodeUtilisation(processes, self._sources.sensors).look if config.utilisation_s else None
         measured = set(comm.allgather_object((self._node, bool(self._sources.counters))))
         self.measures = any(can_measure for _, can_measure in measured)  # on any node: the same on every rank
         self._watches = self.measures or config.utilisation_s > 0
@@ -228,17 +238,12 @@ class EnergyMonitor:
         self.sampler = EnergySampler(self._sources.counters, config.interval_s, look, config.utilisation_s)
         self._windows = PhaseWindows(len(self._sources.counters))
         self._stopped = False
-        self._power = live.MeanPower()
-        self._present = LiveFigures()
+        self._power, self.live = MeanPower(), LiveFigures()
         self._earlier: dict[str, Any] | None = None
 
     def _meet(self, what: str) -> None:
         if math.isfinite(self._deadline_s):
             barrier_with_deadline(self._comm, what, self._deadline_s)
-
-    def _look_of(self, claims: Sequence[GpuClaim]) -> Callable[[], np.ndarray]:
-        processes = [claim.process for claim in claims if claim.process is not None]
-        return NodeUtilisation(processes, self._sources.sensors).look
 
     def __enter__(self) -> "EnergyMonitor":
         self.start()
@@ -307,41 +312,15 @@ class EnergyMonitor:
     def collect(self) -> list[NodeRows]:
         """Return the samples and the closed windows of all nodes since the last call, on the first rank of each node.
 
-        The other ranks get an empty list. Collective over the first ranks of the nodes, rank 0 among them. `power`,
-        `utilisation` and `network` tell of the same time.
+        The other ranks get an empty list. Collective over the first ranks of the nodes, rank 0 among them. ``live``
+        tells of the same time.
         """
         if not self._watches or self._leaders is None:
             return []
-        windows = self._windows.take()
-        tracks, drained = self.sampler.tracks, self.sampler.drain()
-        own = NodeRows(
-            self._node,
-            [(track.kind, track.name, track.about) for track in tracks],
-            drained,
-            windows,
-            time.monotonic_ns(),
-            *self.sampler.overhead(),
-            self._power.by_kind([track.kind for track in tracks], drained),
-            frozenset(self._sources.missing) - frozenset(self._sources.unused),
-        )
+        drained = self.sampler.drain()
+        watts = self._power.by_source(len(self.sampler.tracks), drained)
+        lacking = frozenset(self._sources.missing) - frozenset(self._sources.unused)
+        own = _node_rows(self._node, self.sampler, self._windows, drained, watts, lacking)
         rows = self._leaders.allgather_object(own)
-        self._present.see(rows)
+        self.live.see(rows)
         return rows
-
-    def power(self) -> dict[str, float]:
-        """Return the mean power in W between the last two calls of `collect`, by kind, on first ranks of nodes (local).
-
-        NaN where a node that uses the kind could not read it; empty before the first `collect`.
-        """
-        return self._present.power()
-
-    def utilisation(self) -> dict[str, float]:
-        """Return the mean utilisation over the same time and all nodes, by resource, on first ranks of nodes (local).
-
-        Resources are `utilisation.SHARES`; what no node knows is left out.
-        """
-        return self._present.utilisation()
-
-    def network(self) -> dict[str, float]:
-        """Return the bytes "sent" and "received" by all processes of all nodes since this start (local)."""
-        return self._present.network()

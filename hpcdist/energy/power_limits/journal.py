@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from hpcdist.comm.launch.environment import boot_id
 from hpcdist.comm.record.flight_recorder import start_ticks
 from hpcdist.errors import StorageError
@@ -141,21 +143,4 @@ def records(folder: Path) -> tuple[list[JournalRecord], list[str]]:
 def _record(path: Path, content: Any) -> JournalRecord:
     if content["format"] != FORMAT:
         raise ValueError(f"format {content['format']!r}, expected {FORMAT}: it is of another version of hpcdist")
-    changes = tuple(
-        ChangedLimit(
-            str(change["kind"]),
-            str(change["device"]),
-            str(change["place"]),
-            _whole(change["before"]),
-            _whole(change["asked"]),
-        )
-        for change in content["changes"]
-    )
-    texts = {name: str(content[name]) for name in ("host", "boot_id", "started", "created_utc")}
-    return JournalRecord(path=path, pid=int(content["pid"]), changes=changes, **texts)
-
-
-def _whole(value: Any) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-        return value
-    raise ValueError(f"{value!r} is no whole number")
+    return msgspec.convert({**content, "path": path}, JournalRecord)

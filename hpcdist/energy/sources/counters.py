@@ -238,22 +238,22 @@ BRIDGED_INTERVALS: Final = 2.5  # one read may be missed
 
 
 class IntegratedPower:
-    """Counter that integrates ``power_mw`` from the first read on, in pJ. Its note begins with ``label``."""
+    """Counter of a GPU that integrates ``power_mw`` from the first read on, in pJ. Its note begins with ``label``."""
 
+    kind = "gpu"
     per_mj = 10**9
     span: int | None = None
 
     def __init__(
         self,
         name: str,
-        kind: str,
         power_mw: Callable[[], int],
         about: SourceInfo,
         interval_s: float,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         label: str = INTEGRATED_LABEL,
     ) -> None:
-        self.name, self.kind = name, kind
+        self.name = name
         self.about = replace(about, note="; ".join(filter(None, (label, about.note))))
         self.gaps = 0
         self._power_mw, self._clock_ns = power_mw, clock_ns

@@ -179,18 +179,12 @@ def survey(config: EnergyConfig, environment: Mapping[str, str]) -> list[dict[st
             rows += _gpu_rows(driver, environment)
     except MissingCapabilityError as error:
         rows.append({"kind": "gpu", "name": "nvml", "reason": str(error)})
-    zones, missing = rapl.find(Path(config.powercap))
-    rows += [_source_row(zone) for zone in zones]
-    rows += [{"kind": kind, "name": "rapl", "reason": reason} for kind, reason in missing.items()]
-    counters, missing = pm_counters.find(Path(config.pm_counters))
-    rows += [_source_row(counter) for counter in counters]
-    rows += [{"kind": kind, "name": "pm_counters", "reason": reason} for kind, reason in missing.items()]
+    found = {"rapl": rapl.find(Path(config.powercap)), "pm_counters": pm_counters.find(Path(config.pm_counters))}
+    for name, (counters, missing) in found.items():
+        rows += [{"kind": counter.kind, "name": counter.name, "reason": None} for counter in counters]
+        rows += [{"kind": kind, "name": name, "reason": reason} for kind, reason in missing.items()]
     rows.append({"kind": "any", "name": "declared", "reason": MODEL_NOTE})
     return [{**row, "readable": row["reason"] is None} for row in rows]
-
-
-def _source_row(counter: EnergyCounter) -> dict[str, Any]:
-    return {"kind": counter.kind, "name": counter.name, "reason": None}
 
 
 def _gpu_rows(driver: nvml.NvmlDriver, environment: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -250,7 +250,7 @@ class NvmlDriver:
             if not sensor.field:
                 why = f"{uuid}: a {gpu.name} has no energy counter, and tells no power"
                 raise MissingCapabilityError(why) from None
-            return IntegratedPower(uuid, "gpu", sensor.power_mw, about, interval_s)
+            return IntegratedPower(uuid, sensor.power_mw, about, interval_s)
         except self._nvml.NVMLError:
             pass  # there is one, which fails now: its reads will be counted as failed
         return GpuCounter(about, sensor)

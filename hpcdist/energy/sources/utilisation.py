@@ -28,7 +28,7 @@ from typing import Final
 import numpy as np
 
 from hpcdist.energy.sources import counters
-from hpcdist.energy.sources.counters import IntegratedPower, SensorReadError, SourceInfo
+from hpcdist.energy.sources.counters import IntegratedPower, NoPowerReading, SensorReadError, SourceInfo
 from hpcdist.energy.sources.nvml import GpuSensor
 
 STAT: Final = Path("/proc/stat")
@@ -50,14 +50,13 @@ def busy_seconds(line: str, ticks: float) -> tuple[float, float]:
     return (sum(values) - idle) / ticks, sum(values) / ticks
 
 
-class TdpProcessors:
+class TdpProcessors(NoPowerReading):
     """Energy model of a node's processors, in uJ since its first read. ``tdp_w`` is that of all of them together."""
 
     kind = "cpu"
     name = "declared model of the processors"
     per_mj = 1000
     span: int | None = None
-    gaps = 0
     about = SourceInfo(note=CPU_NOTE, declared=True)
 
     def __init__(
@@ -83,10 +82,6 @@ class TdpProcessors:
                 self._last = now_ns, busy_s, all_s
         return round(self._joules * 1e6)
 
-    def power_mw(self) -> int | None:
-        """Return None: the model computes energy directly."""
-        return None
-
     def _seconds(self) -> tuple[float, float]:
         try:
             return busy_seconds(counters.read_text(self._stat).partition("\n")[0], self._ticks)
@@ -103,7 +98,7 @@ def tdp_gpu(
     def power_mw() -> int:
         return round(1e3 * power_w(tdp_w, idle_fraction, sensor.use()))
 
-    return IntegratedPower(sensor.uuid, "gpu", power_mw, declared, interval_s, label=GPU_NOTE)
+    return IntegratedPower(sensor.uuid, power_mw, declared, interval_s, label=GPU_NOTE)
 
 
 WORD_BYTES: Final = 4  # InfiniBand counts in words of four bytes

@@ -6,7 +6,7 @@ rows of steps of all ranks. Axis letters: S steps, W ranks of the world, K ranks
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final
@@ -38,16 +38,8 @@ class Quantity:
         return PREFIX + self.name
 
 
-def _gauges(*rows: tuple[str, ...]) -> Iterable[Quantity]:
-    return (Quantity(row[0], row[1], GAUGE, *row[2:]) for row in rows)
-
-
-def _counters(*rows: tuple[str, ...]) -> Iterable[Quantity]:
-    return (Quantity(row[0], row[1], COUNTER, *row[2:]) for row in rows)
-
-
-_ALL: Final = (
-    *_gauges(
+_ROWS: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
+    GAUGE: (
         ("training_loss_nats", "1", "mean training loss of the last step", "loss/training"),
         ("validation_loss_nats", "1", "mean validation loss, when it was last taken", "loss/validation"),
         ("learning_rate", "1", "learning rate of the last step", "optimizer/learning_rate"),
@@ -75,7 +67,7 @@ _ALL: Final = (
         ("last_step_timestamp_seconds", "s", "Unix time at the end of the last step", "job/last_step"),
         ("start_timestamp_seconds", "s", "Unix time of this start of the run", "job/start"),
     ),
-    *_counters(
+    COUNTER: (
         ("steps_total", "1", "completed optimizer steps", "job/steps"),
         ("tokens_total", "1", "tokens that were trained on", "job/tokens"),
         ("skipped_steps_total", "1", "steps without an update, since their gradient overflowed", "job/skipped_steps"),
@@ -92,8 +84,8 @@ _ALL: Final = (
         ("network_bytes_total", "By", "bytes over the interfaces of the nodes", "network", "direction"),
         ("checkpoints_total", "1", "checkpoints that became complete", "checkpoint/count"),
     ),
-)  # fmt: skip
-
+}  # fmt: skip
+_ALL: Final = [Quantity(name, unit, kind, *rest) for kind, rows in _ROWS.items() for name, unit, *rest in rows]
 QUANTITIES: Final = {quantity.name: quantity for quantity in _ALL}
 assert len(QUANTITIES) == len(_ALL)
 
@@ -235,11 +227,6 @@ def straggler_scores(compute_s: np.ndarray) -> np.ndarray:
         own[rank] = np.median(times[known[:, rank], rank])
     computing = own[np.isfinite(own)]
     return own / np.median(computing) if computing.size else own
-
-
-def energy_per_token(joules: float, tokens: float) -> float:
-    """Return joules a token; NaN where either is not known, or no token was trained on."""
-    return joules / tokens if tokens > 0 else math.nan
 
 
 def _world(row: StepRow) -> int:

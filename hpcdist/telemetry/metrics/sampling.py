@@ -17,9 +17,7 @@ from hpcdist.telemetry.metrics.observations import Observations
 from hpcdist.telemetry.metrics.step_metrics import MetricsData, read_settled
 
 WIDE_BYTES: Final = 24 << 20  # of one column of all ranks
-SMALL_TABLES: Final = (
-    *("lives", "loss_scale", "recomputed", "noise_scale", "consensus", "shares", "experts", "expert_loads"),
-)
+SMALL_TABLES: Final = ("lives", "loss_scale", "recomputed", "noise_scale", "experts")
 MAX_SMALL_ROWS: Final = 200_000  # the first so many of a table that has no bound
 
 

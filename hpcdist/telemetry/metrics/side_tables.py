@@ -122,13 +122,6 @@ CLOCK_READINGS: Final = MetricsTable(
 )
 
 
-def last_noise_scale(path: str | Path) -> float | None:
-    """Return the last noise scale in a metrics file, None where there is none, or it is not known."""
-    with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its noise scales are damaged"):
-        scales = NOISE_SCALE.read(file).get("noise_scale", np.zeros(0))
-        return float(scales[-1]) if len(scales) and np.isfinite(scales[-1]) else None
-
-
 @dataclass(frozen=True)
 class ClockSession:
     """Clock readings of one start of a run. ``wall_ns`` is rank 0's wall clock minus its monotonic one, at the last."""

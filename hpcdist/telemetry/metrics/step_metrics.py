@@ -75,9 +75,8 @@ class MetricsWriter:
         resume_step: int | None = None,
         *,
         attributes: Mapping[str, Any] | None = None,
-        flush_s: float = FLUSH_S,
     ) -> None:
-        self.path, self.world, self._flush_s = Path(path), world, flush_s
+        self.path, self.world = Path(path), world
         self._steps: list[dict[str, Any]] = []
         self._evaluations: list[dict[str, Any]] = []
         self._flushed = time.monotonic()
@@ -193,7 +192,7 @@ class MetricsWriter:
         self._flush_when_due()
 
     def _flush_when_due(self) -> None:
-        if len(self._steps) >= FLUSH_ROWS or time.monotonic() - self._flushed >= self._flush_s:
+        if len(self._steps) >= FLUSH_ROWS or time.monotonic() - self._flushed >= FLUSH_S:
             self.flush()
 
     def flush(self, *appends: Callable[[Any, int], None]) -> None:

@@ -46,8 +46,10 @@ def _templates() -> Templates:
     return templates(Path(__file__).parent, {"counted": counted}, html=True)
 
 
-def render_page(data: PageData, charts: Mapping[str, Sequence[Chart]]) -> str:
-    """Return the page of ``data``; ``charts`` by section: learning, speed, step, resources, energy."""
+def make_page(data: PageData) -> str:
+    """Return the page of ``data``. Raises MissingCapabilityError without matplotlib."""
+    plotting.require_matplotlib()
+    charts = over_steps.charts(data) | resources.charts(data)
     settings = [(row.key, row.value, row.default) for row in data.beside.settings]
     attributes, key_figures_of_run = data.attributes, key_figures.figures(data)
     page = _templates().get_template("page.html.j2").render(
@@ -119,19 +121,6 @@ def _missing(data: PageData, shown: Sequence[KeyFigure], charts: Sequence[Chart]
     for name, reason in dict.fromkeys(missing):
         by_reason.setdefault(reason, []).append(name)
     return {reason: ", ".join(dict.fromkeys(names)) for reason, names in by_reason.items()}
-
-
-def make_page(data: PageData) -> str:
-    """Return the page of ``data``. Raises MissingCapabilityError without matplotlib."""
-    plotting.require_matplotlib()
-    charts = {
-        "learning": over_steps.learning_charts(data),
-        "speed": over_steps.speed_charts(data),
-        "step": [over_steps.step_chart(data)],
-        "resources": resources.resource_charts(data),
-        "energy": resources.energy_charts(data),
-    }
-    return render_page(data, charts)
 
 
 def write_page(run_dir: str | Path, file: str | Path, beside: ExternalData | None = None) -> None:

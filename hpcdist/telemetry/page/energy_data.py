@@ -96,11 +96,11 @@ def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = 
     return StepSpans(step, shown, newest.world, worth, left_out, "")
 
 
-def select_evenly(numbers: Sequence[int], slowest: int | None, most: int = MAX_RANKS) -> list[int]:
-    """Return at most ``most`` of ``numbers``, evenly: the first, the last and the ``slowest`` are among them."""
-    if len(numbers) <= most:
+def select_evenly(numbers: Sequence[int], slowest: int | None) -> list[int]:
+    """Return at most `MAX_RANKS` of ``numbers``, evenly: the first, the last and the ``slowest`` are among them."""
+    if len(numbers) <= MAX_RANKS:
         return list(numbers)
-    selected = [numbers[at] for at in np.linspace(0, len(numbers) - 1, most).round().astype(int)]
+    selected = [numbers[at] for at in np.linspace(0, len(numbers) - 1, MAX_RANKS).round().astype(int)]
     if slowest in numbers and slowest not in selected:
         assert slowest is not None
         nearest = min(selected[1:-1], key=lambda number: abs(number - slowest))

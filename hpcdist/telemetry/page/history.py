@@ -255,9 +255,7 @@ def _skip_incidents(run: SampledMetrics) -> Iterator[Incident]:
     for row in rows[:MAX_INCIDENTS]:
         text = f"the gradient overflowed at loss scale {float(row['scale']):g}: nothing was updated"
         yield Incident(int(row["step"]), "", "skipped step", text)
-    if len(rows) > MAX_INCIDENTS:
-        text = f"and {len(rows) - MAX_INCIDENTS} more steps up to step {int(rows[-1]['step'])}"
-        yield Incident(int(rows[MAX_INCIDENTS]["step"]), "", "skipped step", text)
+    yield from _rest("skipped step", [int(row["step"]) for row in rows], "more steps")
 
 
 def _fault_incidents(run: SampledMetrics) -> Iterator[Incident]:
@@ -272,13 +270,14 @@ def _note_incidents(run: SampledMetrics) -> Iterator[Incident]:
     anomalies = [note for note in run.observed.notes if note.kind == "anomaly"]
     for note in anomalies[:MAX_INCIDENTS]:
         yield Incident(note.step, format_time(note.time_ns / 1e9), "anomaly", note.text)
-    if len(anomalies) > MAX_INCIDENTS:
-        yield Incident(
-            anomalies[MAX_INCIDENTS].step,
-            "",
-            "anomaly",
-            f"and {len(anomalies) - MAX_INCIDENTS} more up to step {anomalies[-1].step}",
-        )
+    yield from _rest("anomaly", [note.step for note in anomalies], "more")
+
+
+def _rest(kind: str, steps: Sequence[int], more: str) -> Iterator[Incident]:
+    """Yield how many incidents there are beyond `MAX_INCIDENTS`, if any; ``steps`` are those of all."""
+    if len(steps) > MAX_INCIDENTS:
+        text = f"and {len(steps) - MAX_INCIDENTS} {more} up to step {steps[-1]}"
+        yield Incident(steps[MAX_INCIDENTS], "", kind, text)
 
 
 def _rows(run: SampledMetrics, table: str) -> Sequence[dict[str, Any]]:

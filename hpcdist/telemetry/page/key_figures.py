@@ -167,12 +167,9 @@ def peak_memory(data: PageData) -> float | None:
 
 
 def _mishaps(data: PageData) -> Iterator[KeyFigure]:
-    assert data.run is not None
-    skipped = data.run.tables.get("loss_scale", {}).get("skipped")
-    count = 0 if skipped is None else int(np.sum(skipped))
-    yield KeyFigure("Skipped steps", str(count), "overflows of a gradient in 16 bits")
-    anomalies = [event for event in data.events if event.kind == "anomaly"]
-    yield KeyFigure("Anomalies", str(len(anomalies)), "flags of the run itself: loss spikes, drops of speed")
+    yield KeyFigure("Skipped steps", str(data.figures["skipped_steps"]), "overflows of a gradient in 16 bits")
+    flags = "flags of the run itself: loss spikes, drops of speed"
+    yield KeyFigure("Anomalies", str(data.figures["anomalies"]), flags)
     starts = len(data.state.starts)
     if starts:
         died = sum(start.deaths for start in data.state.starts)

@@ -124,8 +124,8 @@ def read(run_dir: Path, beside: ExternalData | None = None, now_ns: int | None =
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in RUN_FILES):
         raise StorageError(f"{run_dir} holds no run; give the directory that a training wrote (its --out)")
     now_ns = time.time_ns() if now_ns is None else now_ns
-    path = run_dir / METRICS_FILE
-    run = sampling.read(path) if path.exists() else None
+    path = run_dir / METRICS_FILE if (run_dir / METRICS_FILE).exists() else None
+    run = None if path is None else sampling.read(path)
     reason = NO_FILE if run is None else ""
     attributes: dict[str, Any] = {}
     figures: dict[str, Any] = {}
@@ -136,7 +136,7 @@ def read(run_dir: Path, beside: ExternalData | None = None, now_ns: int | None =
             run, reason = None, NO_ROWS
     state = history.read_state(run_dir, now_ns)
     last = 0 if run is None else last_step(run)
-    energy = energy_data.read_energy(run_dir, path if path.exists() else None, attributes, last)
+    energy = energy_data.read_energy(run_dir, path, attributes, last)
     beside = ExternalData() if beside is None else beside
     return PageData(
         run_dir=run_dir,
@@ -148,8 +148,8 @@ def read(run_dir: Path, beside: ExternalData | None = None, now_ns: int | None =
         figures=figures,
         energy=energy,
         costs=beside.costs(math.nan if energy.joules is None else energy.joules, energy.seconds),
-        use=energy_data.read_utilisation(path if path.exists() else None),
-        timeline=energy_data.read(run_dir, path if path.exists() else None, figures.get("slowest_rank")),
+        use=energy_data.read_utilisation(path),
+        timeline=energy_data.read(run_dir, path, figures.get("slowest_rank")),
         events=history.read_incidents(run, state),
         beside=beside,
     )
@@ -169,7 +169,7 @@ def summary_figures(run: sampling.SampledMetrics) -> dict[str, Any]:
     """Return the figures of `step_metrics.summarise`: times from the sampled rows, losses from all.
 
     ``data_fraction`` is the share of waiting for data in the last start, None where that was not observed, and
-    ``other_fraction`` what is left.
+    ``other_fraction`` what is left. ``skipped_steps`` and ``anomalies`` are counted over all starts.
     """
     summary = step_metrics.summarise(run.sample)
     summary |= {"data_fraction": None, "other_fraction": None}
@@ -182,4 +182,7 @@ def summary_figures(run: sampling.SampledMetrics) -> dict[str, Any]:
         summary["other_fraction"] = rest - (summary["data_fraction"] or 0.0)
     loss = run.steps["loss"][-step_metrics.LAST_LOSSES :]
     known = loss[np.isfinite(loss)]
-    return summary | {"train_loss_mean": float(known.mean()) if known.size else None}
+    summary["train_loss_mean"] = float(known.mean()) if known.size else None
+    skipped = run.tables.get("loss_scale", {}).get("skipped", np.zeros(0))
+    anomalies = sum(note.kind == "anomaly" for note in run.observed.notes)
+    return summary | {"skipped_steps": int(skipped.sum()), "anomalies": anomalies}

@@ -77,18 +77,6 @@ def critical_path(pieces: Mapping[int, Sequence[TimelinePiece]]) -> list[PathSeg
 
 
 @dataclass(frozen=True)
-class WaitGap:
-    """Wait of ``rank`` in the operation ``name`` for the rank ``by``, which was at ``doing`` for most of that time."""
-
-    rank: int
-    by: int
-    name: str
-    doing: str
-    begin_ns: int
-    waited_ns: int
-
-
-@dataclass(frozen=True)
 class CommunicationOverlap:
     """Overlap of one rank: communication ``hidden_ns`` beside its computation, and ``exposed_ns`` without any.
 
@@ -129,17 +117,13 @@ def waited_for(pieces: Mapping[int, Sequence[TimelinePiece]]) -> dict[tuple[int,
     return dict(waited)
 
 
-def longest_waits(pieces: Mapping[int, Sequence[TimelinePiece]], ranks: Collection[int] | None = None) -> list[WaitGap]:
-    """Return the five longest waits of ``ranks`` (None: of all), for any rank (local)."""
-    rows = [row for rank, row in pieces.items() if ranks is None or rank in ranks]
-    waiting = [piece for row in rows for piece in row if piece.waited_ns]
+def longest_waits(
+    pieces: Mapping[int, Sequence[TimelinePiece]], ranks: Collection[int]
+) -> list[tuple[TimelinePiece, str]]:
+    """Return the five longest waits of ``ranks``, and what the other rank was at for most of each (local)."""
+    waiting = [piece for rank in ranks for piece in pieces.get(rank, ()) if piece.waited_ns]
     waiting.sort(key=lambda piece: (-piece.waited_ns, piece.begin_ns, piece.rank))
-    return [
-        WaitGap(
-            wait.rank, wait.by, wait.name, _main_activity(pieces.get(wait.by, ()), wait), wait.begin_ns, wait.waited_ns
-        )
-        for wait in waiting[:5]
-    ]
+    return [(wait, _main_activity(pieces.get(wait.by, ()), wait)) for wait in waiting[:5]]
 
 
 def _main_activity(row: Sequence[TimelinePiece], waiting: TimelinePiece) -> str:
@@ -187,11 +171,3 @@ def intersection_ns(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) 
         else:
             j += 1
     return total
-
-
-def waits_by_cause(waited: Mapping[tuple[int, int], int]) -> dict[int, int]:
-    """Return for how many ns each rank was waited for, the most first (local)."""
-    by_cause: Counter[int] = Counter()
-    for (_, by), ns in waited.items():
-        by_cause[by] += ns
-    return dict(by_cause.most_common())

@@ -4,7 +4,7 @@
 critical path, overlap, waits between ranks, and corrections of clocks. `hpcdist trace` calls all three.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from hpcdist.telemetry.metrics import side_tables
 from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 from hpcdist.telemetry.trace import clock_correction, critical_path, matching, rank_log, timeline
 from hpcdist.telemetry.trace.clock_correction import ClockCorrections
-from hpcdist.telemetry.trace.critical_path import CommunicationOverlap, PathSegment, WaitGap
+from hpcdist.telemetry.trace.critical_path import CommunicationOverlap, PathSegment
 from hpcdist.telemetry.trace.matching import MatchedMessage
 from hpcdist.telemetry.trace.rank_log import RankLog, RankLogs, ranks_text, steps_text
 from hpcdist.telemetry.trace.timeline import RunTimeline, TimelinePiece
@@ -49,7 +49,7 @@ class Trace:
     pieces: Mapping[int, Sequence[TimelinePiece]]
     paths: tuple[StepPath, ...]
     overlaps: Mapping[int, CommunicationOverlap]
-    gaps: tuple[WaitGap, ...]  # the longest waits
+    longest_waits: Sequence[tuple[TimelinePiece, str]]  # and what the rank that was waited for was doing
     notes: tuple[str, ...]
 
     @property
@@ -89,9 +89,9 @@ def collect(
         for rank, row in cut.items()
         if rank in chosen
     }
-    gaps = tuple(critical_path.longest_waits(cut, chosen))
+    longest = critical_path.longest_waits(cut, chosen)
     own = {rank: row for rank, row in cut.items() if rank in chosen}
-    return Trace(run_dir, logs.world, shown, corrections, own, paths, overlaps, gaps, tuple(notes))
+    return Trace(run_dir, logs.world, shown, corrections, own, paths, overlaps, longest, tuple(notes))
 
 
 def _sessions(run_dir: Path, notes: list[str]) -> tuple[side_tables.ClockSession, ...]:
@@ -204,6 +204,10 @@ def figures(trace: Trace) -> dict[str, Any]:
     of_rank, of_phase, of_name = critical_path.path_shares(links)
     whole = sum(of_rank.values())
     waited = trace.waits
+    by_cause: Counter[int] = Counter()
+    for (_, by), ns in waited.items():
+        by_cause[by] += ns
+    longest_first = sorted(waited.items(), key=lambda pair: (-pair[1], pair[0]))[:20]
     steps = len(trace.paths)
     return {
         "run": str(trace.run_dir),
@@ -225,11 +229,11 @@ def figures(trace: Trace) -> dict[str, Any]:
             for rank, overlap in trace.overlaps.items()
         },
         "message_paths": _message_paths(trace),
-        "waited_s": [{"rank": rank, "for": by, "seconds": ns / 1e9} for (rank, by), ns in _longest_first(waited)],
-        "waited_for_s": {rank: ns / 1e9 for rank, ns in critical_path.waits_by_cause(waited).items()},
+        "waited_s": [{"rank": rank, "for": by, "seconds": ns / 1e9} for (rank, by), ns in longest_first],
+        "waited_for_s": {rank: ns / 1e9 for rank, ns in by_cause.most_common()},
         "longest_waits": [
-            {"rank": gap.rank, "for": gap.by, "in": gap.name, "doing": gap.doing, "seconds": gap.waited_ns / 1e9}
-            for gap in trace.gaps
+            {"rank": wait.rank, "for": wait.by, "in": wait.name, "doing": doing, "seconds": wait.waited_ns / 1e9}
+            for wait, doing in trace.longest_waits
         ],
         "wait_s_per_step": sum(waited.values()) / 1e9 / steps / len(trace.pieces) if steps and trace.pieces else None,
         "clocks": clock_figures(trace),
@@ -297,18 +301,15 @@ def clock_figures(trace: Trace) -> list[dict[str, Any]]:
     return rows
 
 
-def _longest_first(waited: Mapping[tuple[int, int], int]) -> list[tuple[tuple[int, int], int]]:
-    return sorted(waited.items(), key=lambda pair: (-pair[1], pair[0]))[:20]
-
-
 MAX_SHOWN: Final = 8  # rows of a table
 CLOCK_SOURCES: Final = {"measured": "round trips", "messages": "the ends of messages and collectives"}
 
 
 def format_text(values: Mapping[str, Any]) -> str:
     """Return the lines for people about the values of `figures`."""
+    steps = steps_text(values["steps"]) if values["steps"] else "no whole step"
     lines = [
-        _heading_lines(values),
+        f"{values['run']}: {steps} of {counted(len(values['ranks']), 'rank')} (of {values['world']})",
         *_path_lines(values),
         *_communication_lines(values),
         *_message_lines(values),
@@ -321,11 +322,6 @@ def format_text(values: Mapping[str, Any]) -> str:
 
 def _format_percent(share: float | None) -> str:
     return "not known" if share is None else f"{share:.1%}"
-
-
-def _heading_lines(values: Mapping[str, Any]) -> str:
-    steps = steps_text(values["steps"]) if values["steps"] else "no whole step"
-    return f"{values['run']}: {steps} of {counted(len(values['ranks']), 'rank')} (of {values['world']})"
 
 
 def _path_lines(values: Mapping[str, Any]) -> list[str]:

@@ -179,7 +179,7 @@ class EnergyRecorder:
             return None
         path = self._path
         try:
-            return checked_record(regular.json_value(path))
+            return phase_shares.restored(regular.json_value(path))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as error:
@@ -329,23 +329,9 @@ def _counted(source: SourceSamples, ranks: tuple[int, ...] | None) -> CounterSam
     return CounterSamples(source.name, source.kind, source.times_ns, source.energy_mj[:1] + np.cumsum(used), ranks)
 
 
-def checked_record(record: Any) -> dict[str, Any]:
-    """Return ``record``, as read, if `EnergyRecorder.state` can have returned it. Raises TypeError or ValueError.
-
-    Earlier versions kept no activities.
-    """
-    if not isinstance(record, dict):
-        raise TypeError(f"it holds {str(record)[:40]}, expected an object")
-    return {
-        "since_step": reports.whole(record.get("since_step"), "since_step"),
-        "joules": reports.restored(record.get("joules")),
-        "activities": phase_shares.restored_activities(record.get("activities") or {}),
-    }
-
-
 def _checkpointed(scalars: Mapping[str, Any]) -> dict[str, Any]:
     """Return the energy record of a checkpoint. Earlier versions kept none: joules count from that checkpoint on."""
     try:
-        return checked_record(scalars.get("energy"))
-    except (TypeError, ValueError):
+        return phase_shares.restored(scalars.get("energy"))
+    except ValueError:
         return {"since_step": scalars["steps"], "joules": None}

@@ -26,7 +26,7 @@ from hpcdist.telemetry.anomalies import KINDS, Anomalies, Anomaly
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.telemetry.metrics import quantities
 from hpcdist.telemetry.metrics.observations import RunEvent
-from hpcdist.telemetry.metrics.quantities import DerivedFigures, StepRow, energy_per_token
+from hpcdist.telemetry.metrics.quantities import DerivedFigures, StepRow
 from hpcdist.telemetry.sinks.stream import EventStream, RunInfo, StreamSink
 from hpcdist.training.build.trainer import Trainer
 
@@ -73,14 +73,14 @@ def energy_events(
     by_kind = {kind: value for kind, value in joules.get("by_kind", {}).items() if value is not None}
     training = joules.get("phases", {}).get("training", {}).get("joules")
     energy = {quantities.key("energy_joules_total", kind): value for kind, value in by_kind.items()}
-    energy |= {quantities.key("power_watts", kind): watts for kind, watts in monitor.power().items()}
-    if training is not None:
-        energy["energy_per_token_joules"] = energy_per_token(training, tokens)
+    energy |= {quantities.key("power_watts", kind): watts for kind, watts in monitor.live.power().items()}
+    if training is not None and (per_token := energy_metrics.joules_per_part(training, tokens)) is not None:
+        energy["energy_per_token_joules"] = per_token
     if by_kind and joules["reason"] is None and config.carbon_g_per_kwh:
         emitted = energy_metrics.emissions(sum(by_kind.values()), config.pue, CarbonIntensity(config.carbon_g_per_kwh))
         energy["emissions_grams_total"] = emitted.grams
-    busy = {quantities.key("utilisation_ratio", name): share for name, share in monitor.utilisation().items()}
-    busy |= {quantities.key("network_bytes_total", way): count for way, count in monitor.network().items()}
+    busy = {quantities.key("utilisation_ratio", name): share for name, share in monitor.live.utilisation().items()}
+    busy |= {quantities.key("network_bytes_total", way): count for way, count in monitor.live.network().items()}
     return {
         kind: {name: value for name, value in figures.items() if math.isfinite(value)}
         for kind, figures in (("energy", energy), ("utilisation", busy))

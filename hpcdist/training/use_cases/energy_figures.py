@@ -23,7 +23,7 @@ from hpcdist.errors import HpcdistError, StorageError, UsageError
 from hpcdist.reporting import regular
 from hpcdist.reporting.jsonable import json_number
 from hpcdist.telemetry.metrics import step_metrics
-from hpcdist.training.observe.energy import USAGE_FILE, carbon_intensity, checked_record
+from hpcdist.training.observe.energy import USAGE_FILE, carbon_intensity
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run import start_record
@@ -114,7 +114,7 @@ def _usage(run_dir: Path) -> dict[str, Any] | None:
     """Return the record of the run, None where there is none. Raises StorageError for a damaged one."""
     path = run_dir / USAGE_FILE
     try:
-        return checked_record(regular.json_value(path))
+        return phase_shares.restored(regular.json_value(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:

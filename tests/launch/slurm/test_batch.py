@@ -205,7 +205,7 @@ def test_slurm_would_take_the_script_of_each_profile(cluster, machines, tmp_path
     if site.launcher.kind == "srun":
         others.append(ServersJob(**{**shared, "nodes": 1}, recipe="", server_nodes=1))
     for other in others:
-        (tmp_path / "job").write_text(submission.render(other, site, other.template))
+        (tmp_path / "job").write_text(submission.render(other, site))
         done = cluster.run("sbatch", "--test-only", str(tmp_path / "job"))
         assert done.returncode == 0, (other.template, done.stderr)
     for more in ({"gpus_per_node": 5}, {"mem": "2G"}, {"constraint": "nix"}):

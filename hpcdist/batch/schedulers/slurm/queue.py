@@ -21,33 +21,13 @@ LIMIT_S: Final = 60.0  # a busy controller answers late
 
 # Fields of squeue. None of these can hold the separator "|" but the last, which takes what is left of the row.
 _QUEUE: Final = (
-    "JobArrayID",
-    "State",
-    "RestartCnt",
-    "TimeUsed",
-    "TimeLeft",
-    "NumNodes",
-    "exit_code",
-    "StartTime",
-    "EndTime",
+    *("JobArrayID", "State", "RestartCnt", "TimeUsed", "TimeLeft", "NumNodes", "exit_code", "StartTime", "EndTime"),
     "Reason",
 )
 # Fields of sacct, of jobs and steps; the last may hold "|", too.
 _ACCOUNTS: Final = (
-    "JobID",
-    "State",
-    "ElapsedRaw",
-    "NNodes",
-    "ExitCode",
-    "Start",
-    "End",
-    "ConsumedEnergyRaw",
-    "NodeList",
-    "TRESUsageInMin",
-    "TRESUsageInMinNode",
-    "TRESUsageInMax",
-    "TRESUsageInMaxNode",
-    "Reason",
+    *("JobID", "State", "ElapsedRaw", "NNodes", "ExitCode", "Start", "End", "ConsumedEnergyRaw", "NodeList"),
+    *("TRESUsageInMin", "TRESUsageInMinNode", "TRESUsageInMax", "TRESUsageInMaxNode", "Reason"),
 )
 _CLOCK: Final = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", re.ASCII)
 _NAMED: Final = re.compile(r"(\d+(?:[_+][\d\[\],%.-]+)?)\|(.*)", re.ASCII)

@@ -2,5 +2,5 @@
 
 Floor 5, inside telemetry.page: imports `hpcdist.telemetry.page` data modules and arrays; loads matplotlib when a chart
 is drawn. `style` has the look of all charts, `series` shortens long series and labels axes.
-Begin with `over_steps.learning_charts` and `style.draw_svg`.
+Begin with `over_steps.charts` and `style.draw_svg`.
 """

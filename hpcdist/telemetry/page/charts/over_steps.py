@@ -22,14 +22,13 @@ MIN_SMOOTHED_STEPS: Final = 60  # points that get a mark each
 MAX_RANK_ROWS: Final = 128  # of a picture of ranks; more are put together, and the slowest of them shows
 
 
-def learning_charts(data: PageData) -> list[Chart]:
-    """Return the charts of loss and learning rate, and of a mixture of experts those of its routers."""
-    return [_loss(data), _rate(data), *_end(data), *_routers(data)]
-
-
-def speed_charts(data: PageData) -> list[Chart]:
-    """Return the charts of speed, phases and ranks."""
-    return [_throughput(data), _phases(data), _ranks(data)]
+def charts(data: PageData) -> dict[str, list[Chart]]:
+    """Return the charts of each section: of learning, of speed, and of one step."""
+    return {
+        "learning": [_loss(data), _rate(data), *_end(data), *_routers(data)],
+        "speed": [_throughput(data), _phases(data), _ranks(data)],
+        "step": [_step(data)],
+    }
 
 
 def _loss(data: PageData) -> Chart:
@@ -282,8 +281,7 @@ JOINED_SHARE: Final = 0.004  # share of the step between two spans of one micro-
 BACKWARD: Final = "BACKWARD"  # begins the names of backward operations: paler than forward
 
 
-def step_chart(data: PageData) -> Chart:
-    """Return the chart of a step."""
+def _step(data: PageData) -> Chart:
     step, title = data.timeline, "Timeline of a step"
     if not step.lanes:
         return Chart("timeline", title, reason=step.reason, wide=True)

@@ -23,14 +23,12 @@ NO_USE: Final = "the run kept no utilisation: an earlier version, or energy.util
 KIND_COLOURS: Final = {"gpu": draw.BLUE, "cpu": draw.RED, "dram": draw.GREEN, "node": draw.PINK}
 
 
-def resource_charts(data: PageData) -> list[Chart]:
-    """Return the charts of memory and bytes."""
-    return [_memory(data), _sent(data)]
-
-
-def energy_charts(data: PageData) -> list[Chart]:
-    """Return the charts of power, joules and utilisation."""
-    return [_power(data), _joules(data), *_by_phase(data), _use(data)]
+def charts(data: PageData) -> dict[str, list[Chart]]:
+    """Return the charts of each section: of memory and bytes, and of energy."""
+    return {
+        "resources": [_memory(data), _sent(data)],
+        "energy": [_power(data), _joules(data), *_by_phase(data), _use(data)],
+    }
 
 
 def _memory(data: PageData) -> Chart:

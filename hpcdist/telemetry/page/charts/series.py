@@ -3,6 +3,8 @@
 The charts share these helpers: the step axis, marks of resumes, and stacked areas.
 """
 
+import itertools
+import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -17,15 +19,15 @@ POINTS: Final = 2000  # of a line
 BINS: Final = 400  # of areas and pictures
 
 
-def decimate(x: np.ndarray, y: np.ndarray, most: int = POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most ``most`` points of a line, both (n,): of each part its lowest and its highest, in their order.
+def decimate(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return at most `POINTS` points of a line, both (n,): of each part its lowest and its highest, in their order.
 
     Extremes stay what and where they are, and so do the first and the last point. NaN is a gap: a part without any
     number keeps one of its NaN.
     """
-    if len(x) <= most:
+    if len(x) <= POINTS:
         return x, y
-    parts = max(1, (most - 2) // 2)
+    parts = (POINTS - 2) // 2
     edges = np.linspace(0, len(x), parts + 1).astype(np.int64)
     starts, part = edges[:-1], np.repeat(np.arange(parts), np.diff(edges))
     known = np.isfinite(y)
@@ -56,20 +58,14 @@ def means(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 def medians(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Return the median over the rows of each part, NaN left out; shapes as `means`."""
-    result = np.full((len(edges) - 1, *values.shape[1:]), np.nan)
-    for part, (start, stop) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
-        result[part] = median(values[start:stop])
-    return result
+    return np.array([median(values[start:stop]) for start, stop in itertools.pairwise(edges)])
 
 
 def median(values: np.ndarray) -> np.ndarray:
     """Return the median over the first dim, NaN left out and without a warning where there is nothing else."""
-    ordered = np.sort(values, axis=0)  # NaN last
-    count = np.isfinite(values).sum(axis=0)
-    low, high = np.maximum(count - 1, 0) // 2, count // 2
-    high = np.minimum(high, np.maximum(count - 1, 0))
-    pick = [np.take_along_axis(ordered, np.expand_dims(at, 0), axis=0)[0] for at in (low, high)]
-    return np.where(count > 0, (pick[0] + pick[1]) / 2, np.nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return np.asarray(np.nanmedian(values, axis=0))
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:

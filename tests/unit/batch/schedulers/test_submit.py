@@ -4,7 +4,6 @@ import getpass
 import os
 import re
 import subprocess
-import sys
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 
@@ -43,11 +42,16 @@ def sbatch(tmp_path, monkeypatch):
     return played_on_path(tmp_path, monkeypatch, sbatch=SBATCH, scontrol=SCONTROL, squeue=SQUEUE)
 
 
-def submit(*arguments, folder, **environment):
-    line = [sys.executable, "-P", "-m", "hpcdist", "submit", *arguments]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HPCDIST_S")}
-    kept |= {"XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config")}
-    return jobs.run(line, env=kept | environment, cwd=folder)
+def submit(*arguments, folder, **variables):
+    """Call `hpcdist submit` in this process, in ``folder`` and with the ``variables``."""
+    variables |= {"XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name in [name for name in os.environ if name.startswith("HPCDIST_S")]:
+            patch.delenv(name)
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        return jobs.invoked("submit", *arguments)
 
 
 def test_the_number_alone_is_on_stdout(sbatch):
@@ -342,7 +346,8 @@ def test_two_submissions_at_once_are_one_job(sbatch):
     (sbatch / "bin" / "sbatch").write_text(slow)
     pending = "4711|PENDING|0|0:00|10:00|1|0|N/A|N/A|Priority"
     with ThreadPoolExecutor() as threads:
-        both = list(threads.map(lambda _: submit("--nodes=1", folder=sbatch, QUEUED=pending), range(2)))
+        line, state = jobs.command("submit", "--nodes=1"), {"XDG_STATE_HOME": str(sbatch), "QUEUED": pending}
+        both = list(threads.map(lambda _: jobs.run(line, env=os.environ | state, cwd=sbatch), range(2)))
     assert [done.stdout for done in both] == ["4711\n"] * 2, [done.stderr for done in both]
     assert (sbatch / "calls").read_text().split() == ["--test-only", "--parsable"]
 

@@ -31,7 +31,8 @@ from hpcdist.comm.launch import launchers
 from hpcdist.errors import CONFIGURATION, STORAGE, UsageError
 
 TEXT = '[sweep]\nrepeats = 1\n\n[[trial]]\nname = "it\'s $one"\nranks = [2, 8]\n'
-SHARED = {item.name: getattr(PLAIN, item.name) for item in dataclasses.fields(PLAIN) if item.name != "recipe"}
+NAMES = {item.name for item in dataclasses.fields(PLAIN)} - {"recipe", "sweep"}
+SHARED = {name: getattr(PLAIN, name) for name in NAMES}
 ARRAY = SweepJob(**SHARED, sweep=TEXT, trial_ranks=(2, 8))
 SERVERS = ServersJob(**SHARED, recipe=PLAIN.recipe, server_nodes=1, server_ranks_per_node=2)
 MPICH = search.load("slurm-mpich")
@@ -90,7 +91,7 @@ JOBS = {
 
 def text_of(name):
     profile, job = JOBS[name]
-    return submission.render(job, search.load(profile), job.template)
+    return submission.render(job, search.load(profile))
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -306,9 +307,8 @@ def test_jobs_that_cannot_be(kind, changes, word):
 
 
 def test_servers_may_have_another_quality_of_service():
-    text = submission.render(
-        dataclasses.replace(SERVERS, qos="regular", server_sbatch_args=("--qos=other",)), MPICH, SERVERS.template
-    )
+    job = dataclasses.replace(SERVERS, qos="regular", server_sbatch_args=("--qos=other",))
+    text = submission.render(job, MPICH)
     assert text.index("#SBATCH --qos=regular") < text.index("#SBATCH hetjob") < text.index("#SBATCH --qos=other")
 
 

@@ -29,7 +29,6 @@ from hpcdist.errors import UsageError
 
 POLARIS = search.load("polaris")
 PBS, ALONE = search.load("pbs"), search.load("workstation")
-TEMPLATES = {"pbs": "train.pbs.j2", "none": "train.sh.j2"}
 STAGED = dataclasses.replace(
     PLAIN,
     environment=Path("/scratch/me/env.tar"),
@@ -40,14 +39,11 @@ STAGED = dataclasses.replace(
 )
 MINUTE = {"walltime": "00:01:00", "signal_s": 55}  # signalled after five seconds, when the training can be told
 JOBS = {
-    "pbs": (PBS, dataclasses.replace(PLAIN, gpus_per_node=4)),
-    "pbs-polaris": (POLARIS, dataclasses.replace(PLAIN, gpus_per_node=4, nodes=10)),
-    "pbs-staged": (PBS, STAGED),
-    "pbs-chain": (PBS, dataclasses.replace(PLAIN, link=2, links=3)),
+    "pbs": (dataclasses.replace(PLAIN, gpus_per_node=4), PBS),
+    "pbs-polaris": (dataclasses.replace(PLAIN, gpus_per_node=4, nodes=10), POLARIS),
+    "pbs-staged": (STAGED, PBS),
+    "pbs-chain": (dataclasses.replace(PLAIN, link=2, links=3), PBS),
     "pbs-full": (
-        dataclasses.replace(
-            PBS, scheduler=dataclasses.replace(PBS.scheduler, options=("-l filesystems=home:eagle", "-m  n"))
-        ),
         dataclasses.replace(
             PLAIN,
             name="GPT-3.b_1",
@@ -60,14 +56,13 @@ JOBS = {
             restarts=2,
             begin=datetime(2026, 11, 23, 4, 5, 6, tzinfo=UTC),
         ),
+        dataclasses.replace(
+            PBS, scheduler=dataclasses.replace(PBS.scheduler, options=("-l filesystems=home:eagle", "-m  n"))
+        ),
     ),
-    "alone": (ALONE, dataclasses.replace(PLAIN, account=None, walltime=None)),
-    "alone-staged": (ALONE, dataclasses.replace(STAGED, walltime="90")),
+    "alone": (dataclasses.replace(PLAIN, account=None, walltime=None), ALONE),
+    "alone-staged": (dataclasses.replace(STAGED, walltime="90"), ALONE),
 }
-
-
-def render(site, job):
-    return submission.render(job, site, TEMPLATES[site.scheduler.kind])
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -75,7 +70,7 @@ def test_golden(name, monkeypatch):
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     try:
-        check_golden(render(*JOBS[name]), f"train-{name}.{'pbs' if name.startswith('pbs') else 'sh'}")
+        check_golden(submission.render(*JOBS[name]), f"train-{name}.{'pbs' if name.startswith('pbs') else 'sh'}")
     finally:
         monkeypatch.undo()
         time.tzset()
@@ -83,15 +78,15 @@ def test_golden(name, monkeypatch):
 
 @pytest.mark.full
 def test_bash_and_shellcheck_find_no_fault(tmp_path):
-    for name, (site, job) in JOBS.items():
-        (tmp_path / f"{name}.sh").write_text(render(site, job))
+    for name, (job, site) in JOBS.items():
+        (tmp_path / f"{name}.sh").write_text(submission.render(job, site))
     check_by_bash(*tmp_path.iterdir())
 
 
 def test_directives_come_before_the_first_command():
     """Where qsub stops to look for them; and none has a comment, a quote or an escape, which versions read apart."""
-    for site, job in (found for found in JOBS.values() if found[0].scheduler.kind == "pbs"):
-        text = render(site, job)
+    for job, site in (found for found in JOBS.values() if found[1].scheduler.kind == "pbs"):
+        text = submission.render(job, site)
         first = next(index for index, line in enumerate(text.splitlines()) if line and not line.startswith("#"))
         lines = [index for index, line in enumerate(text.splitlines()) if line.startswith("#PBS")]
         assert len(lines) >= 6 and max(lines) < first
@@ -107,13 +102,13 @@ def test_what_a_directive_cannot_hold_is_refused(value):
 @pytest.mark.parametrize("field", ["name", "partition", "account"])
 def test_it_is_refused_wherever_it_comes_from(field):
     with pytest.raises(UsageError, match="'a b'"):
-        render(PBS, dataclasses.replace(PLAIN, **{field: "a b"}))
+        submission.render(dataclasses.replace(PLAIN, **{field: "a b"}), PBS)
 
 
 def test_options_of_a_site_are_refused_too():
     scheduler = dataclasses.replace(PBS.scheduler, options=("-v A=`touch x`",))
     with pytest.raises(UsageError, match="`touch"):
-        render(dataclasses.replace(PBS, scheduler=scheduler), PLAIN)
+        submission.render(PLAIN, dataclasses.replace(PBS, scheduler=scheduler))
 
 
 PYTHON = played_python(

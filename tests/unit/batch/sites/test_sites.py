@@ -1,15 +1,13 @@
 """Profiles of sites: found, merged, and refused with the nearest name."""
 
 import dataclasses
-import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from harness import jobs
 from harness.job_scripts import PLAIN
+from harness.jobs import called
 from harness.marks import cases
 from hpcdist.batch import job as batch_job
 from hpcdist.batch import submission
@@ -225,29 +223,30 @@ def test_jobs_without_gpus_do_not_ask_mpi_for_them(name):
     """Cray MPICH ends ranks that ask, where the Python that runs was not linked with its GPU library."""
     profile = search.load(name)
     for job, asks in ((PLAIN, False), (dataclasses.replace(PLAIN, gpus_per_node=4), True)):
-        text = submission.render(job, profile, submission.TEMPLATES[profile.scheduler.kind])
+        text = submission.render(job, profile)
         assert all((f"\nexport {variable}=" in text) == asks for variable in profile.gpu.variables)
     assert profile.gpu.variables and not set(profile.gpu.variables) & set(profile.environment.variables)
 
 
-def test_a_profile_that_cannot_be_used_hides_no_other(tmp_path):
+def test_a_profile_that_cannot_be_used_hides_no_other(tmp_path, monkeypatch, capsys):
     (tmp_path / "hpcdist" / "sites").mkdir(parents=True)
     (tmp_path / "hpcdist" / "sites" / "mine.toml").write_text("nodes = 1\n")
-    line = [sys.executable, "-P", "-m", "hpcdist", "site", "list"]
-    own = os.environ | {"XDG_CONFIG_HOME": str(tmp_path), "HPCDIST_SITE_PATH": str(tmp_path / "of the site")}
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("HPCDIST_SITE_PATH", str(tmp_path / "of the site"))
     (tmp_path / "of the site").mkdir()
     (tmp_path / "of the site" / "ours.toml").write_text("description = 'our cluster'\n")
-    done = jobs.run(line, env=own, check=True)
-    assert re.search(rf"^ours +our cluster \[{tmp_path}/of the site\]$", done.stdout, re.MULTILINE), done.stdout
-    assert re.search(r"^cray +HPE .* node$", done.stdout, re.MULTILINE), done.stdout
-    assert re.search(r"^mine +cannot be used: unknown field 'nodes'", done.stdout, re.MULTILINE)
-    assert all(name in done.stdout for name in SHIPPED)
+    code, out, _ = called(capsys, "site", "list")
+    assert code == 0 and re.search(rf"^ours +our cluster \[{tmp_path}/of the site\]$", out, re.MULTILINE), out
+    assert re.search(r"^cray +HPE .* node$", out, re.MULTILINE), out
+    assert re.search(r"^mine +cannot be used: unknown field 'nodes'", out, re.MULTILINE)
+    assert all(name in out for name in SHIPPED)
 
 
 @pytest.mark.parametrize("arguments", [["list"], ["show", "cray"], ["show", "--json", "pbs"]])
-def test_profiles_are_shown(arguments, tmp_path):
-    line = [sys.executable, "-P", "-m", "hpcdist", "site", *arguments]
-    done = jobs.run(line, env=os.environ | {"XDG_CONFIG_HOME": str(tmp_path)}, check=True)
+def test_profiles_are_shown(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    code, out, _ = called(capsys, "site", *arguments)
+    assert code == 0
     words = {"list": SHIPPED, "show": ("cray", "cray-mpich"), "--json": ('"kind": "pbs"',)}
     for word in words["--json" if "--json" in arguments else arguments[0]]:
-        assert word in done.stdout
+        assert word in out

@@ -62,11 +62,11 @@ def test_an_intensity_over_time_is_weighted_with_the_joules(rng):
 
 
 def test_the_target_is_reached_between_two_steps():
-    steps = np.arange(1, 101)
-    found = energy_metrics.to_target(0.5, steps, 1 - steps / 100, 2.0 * steps, 30.0 * steps, smooth=False)
-    assert (found.step, found.seconds, found.joules) == (pytest.approx(50), pytest.approx(100), pytest.approx(1500))
-    found = energy_metrics.to_target(0.505, steps, 1 - steps / 100, 2.0 * steps, 30.0 * steps, smooth=False)
-    assert found.step == pytest.approx(49.5) and found.joules == pytest.approx(1485)
+    steps = np.arange(1, 101)  # the mean of five lags by two
+    found = energy_metrics.to_target(0.5, steps, 1 - steps / 100, 2.0 * steps, 30.0 * steps)
+    assert (found.step, found.seconds, found.joules) == (pytest.approx(52), pytest.approx(104), pytest.approx(1560))
+    found = energy_metrics.to_target(0.505, steps, 1 - steps / 100, 2.0 * steps, 30.0 * steps)
+    assert found.step == pytest.approx(51.5) and found.joules == pytest.approx(1545)
     at_once = energy_metrics.to_target(5.0, steps, 1 - steps / 100, 2.0 * steps, 30.0 * steps)
     assert at_once.step == 1 and at_once.joules == 30
 

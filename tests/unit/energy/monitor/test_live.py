@@ -41,14 +41,6 @@ def test_watts_go_from_sample_to_sample_over_calls():
     assert math.isnan(power.by_source(2, drained([(6 * S, 1, 3010)], [(6 * S, 1)]))[1]), "it does not know"
 
 
-def test_watts_by_kind():
-    samples = [(0, 0, 0), (0, 1, 0), (0, 2, 0), (S, 0, 1000), (S, 1, 2000), (S, 2, 4000)]
-    assert MeanPower().by_kind(["gpu", "cpu", "gpu"], drained(samples)) == {
-        "gpu": pytest.approx(5),
-        "cpu": pytest.approx(2),
-    }
-
-
 def test_nodes_add_up_and_one_blind_node_takes_its_kind():
     present = LiveFigures()
     assert present.power() == present.utilisation() == present.network() == {}

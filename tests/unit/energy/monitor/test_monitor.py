@@ -254,7 +254,7 @@ def test_watts_shares_and_intervals_of_all_nodes(tmp_path):
         package = packages[comm.rank // 2]
         chosen = EnergyConfig(sources="rapl", interval_s=0.002, powercap=str(package.root), utilisation_s=0.02)
         with EnergyMonitor(comm, chosen, environment={}, host=host(comm)) as monitor:
-            assert monitor.power() == monitor.utilisation() == {}
+            assert monitor.live.power() == monitor.live.utilisation() == {}
             seen, counts = monitor.intervals(), 0
             for _ in range(3):
                 spend(monitor, package, 2.0)
@@ -267,7 +267,7 @@ def test_watts_shares_and_intervals_of_all_nodes(tmp_path):
                     assert later[0].energy_mj[-1] - seen[0].energy_mj[-1] <= 2001
                 seen = later
             looks = sum(len(row.drained.looks) for row in rows)
-            return counts, looks, monitor.power(), monitor.utilisation(), monitor.report()["sampler_share"]
+            return counts, looks, monitor.live.power(), monitor.live.utilisation(), monitor.report()["sampler_share"]
 
     results = run_threads(4, body)
     for rank, (counts, looks, power, shares, overhead) in enumerate(results):
@@ -290,7 +290,7 @@ def test_looks_need_no_source_and_cost_no_synchronisation(tmp_path):
                 time.sleep(0.3)
             rows = monitor.collect()
             assert not monitor.measures and monitor.intervals() == []
-            return len(rows), monitor.utilisation(), monitor.power(), monitor.report()["energy_j"]
+            return len(rows), monitor.live.utilisation(), monitor.live.power(), monitor.report()["energy_j"]
 
     (count, shares, power, joules), (others, *_) = run_threads(2, body)
     assert count == 1 and others == 0 and "node_cpu" in shares and power == {} and math.isnan(joules)
@@ -300,7 +300,7 @@ def test_looks_need_no_source_and_cost_no_synchronisation(tmp_path):
 def test_a_stretch_that_nobody_knows_takes_its_window_only(tmp_path, monkeypatch):
     """Power that is integrated, and a silence that is too long to be bridged."""
     now, watts = [0], [50_000]
-    counter = IntegratedPower("GPU-0", "gpu", lambda: watts[0], SourceInfo(), 0.1, lambda: now[0])
+    counter = IntegratedPower("GPU-0", lambda: watts[0], SourceInfo(), 0.1, lambda: now[0])
     monkeypatch.setattr(monitors, "open_node_sources", lambda *_: NodeSources([counter]))
 
     def spent(monitor, *seconds):
@@ -338,7 +338,7 @@ def test_after_its_end_no_sensor_is_asked_any_more(monkeypatch):
             raise counters.SensorReadError("the driver says: Uninitialized")
         return 50_000
 
-    sources = NodeSources([IntegratedPower("GPU-0", "gpu", power_mw, SourceInfo(), 0.1)])
+    sources = NodeSources([IntegratedPower("GPU-0", power_mw, SourceInfo(), 0.1)])
     monkeypatch.setattr(NodeSources, "close", lambda self: closed.append(True))
     monkeypatch.setattr(monitors, "open_node_sources", lambda *_: sources)
 

@@ -1,18 +1,16 @@
 """`hpcdist energy watch` as a person starts it, over the stand-in for the driver: watts, exit codes, signals."""
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import h5py
 import pytest
 
-import hpcdist
+from harness import jobs
 from harness.jobs import LIMIT_S
 
 GPUS = """GPU-00-aaaa 00000000:10:00.0 H200 0 power:400000:20 instant=390000 use=50:5 memory=1:4
@@ -22,23 +20,16 @@ EXIT = [sys.executable, "-c", "import sys, time; print('mine'); time.sleep(0.4);
 
 
 @pytest.fixture
-def environment(nvml_stub, tmp_path):
-    (tmp_path / "gpus").write_text(GPUS)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
-    path = os.pathsep.join([str(Path(hpcdist.__file__).parents[1]), kept.get("PYTHONPATH", "")])
-    return kept | {"LD_LIBRARY_PATH": str(nvml_stub), "NVML_STUB": str(tmp_path / "gpus"), "PYTHONPATH": path}
-
-
-@pytest.fixture
-def start(environment, tmp_path):
+def start(nvml_environment, tmp_path):
     """``start(*arguments, **environment)`` -> a process that watches; none is left behind."""
+    (tmp_path / "gpus").write_text(GPUS)
     started = []
 
     def begin(*arguments, **changes):
         nowhere = ["--powercap", str(tmp_path / "none"), "--pm-counters", str(tmp_path / "none")]
-        line = [sys.executable, "-m", "hpcdist", "energy", "watch", *nowhere, *map(str, arguments)]
+        line = jobs.command("energy", "watch", *nowhere, *arguments)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-        process = subprocess.Popen(line, text=True, env=environment | changes, **pipes)
+        process = subprocess.Popen(line, text=True, env=nvml_environment | changes, **pipes)
         started.append(process)
         return process
 

@@ -5,6 +5,7 @@ the dynamic loader reads LD_LIBRARY_PATH when a process starts. Processors are f
 """
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -16,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-import hpcdist
 from harness import jobs
 from harness.jobs import LIMIT_S
 from harness.marks import cases
@@ -63,17 +63,10 @@ def gpu(number, *words, mig=0, energy="fixed:1000"):
 
 
 @pytest.fixture
-def place(nvml_stub, tmp_path):
+def place(nvml_environment, tmp_path):
     """The driver's file, records, and the environment in which a program finds both."""
-    added = {
-        "LD_LIBRARY_PATH": str(nvml_stub),
-        "NVML_STUB": str(tmp_path / "gpus"),
-        "FOLDER": str(tmp_path / "state" / "hpcdist" / "limits"),
-        "XDG_STATE_HOME": str(tmp_path / "state"),
-    }
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
-    added["PYTHONPATH"] = os.pathsep.join([str(Path(hpcdist.__file__).parents[1]), kept.get("PYTHONPATH", "")])
-    return tmp_path, kept | added
+    state = tmp_path / "state"
+    return tmp_path, nvml_environment | {"FOLDER": str(state / "hpcdist" / "limits"), "XDG_STATE_HOME": str(state)}
 
 
 @pytest.fixture
@@ -84,7 +77,7 @@ def program(place):
     def run(gpus, source, code=0):
         if gpus is not None:
             (folder / "gpus").write_text("".join(gpus))
-        done = jobs.run([sys.executable, "-c", PRELUDE + source], env=environment)
+        done = jobs.python(PRELUDE + source, env=environment)
         assert done.returncode == code, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
@@ -147,14 +140,16 @@ with nvml.NvmlDriver() as driver:
     assert why.startswith("ConfigurationError: 2000 MHz for GPU-00 (H200): it takes 210 to 1980 MHz")
 
 
-@pytest.mark.parametrize("watts", [99.0, 351.0, 0.0, -5.0, float("nan"), float("inf")])
-def test_out_of_range_is_refused_before_anything_changes(program, place, watts):
+def test_out_of_range_is_refused_before_anything_changes(program, place):
+    values = [99.0, 351.0, 0.0, -5.0, math.nan, math.inf]
     source = f"""
+from math import inf, nan
 with nvml.NvmlDriver() as driver:
-    tell(refused(lambda: enter([(power(driver, 0)[0], 200.0), (power(driver, 1)[0], float("{watts}"))])))
+    first, second = power(driver, 0, 1)
+    tell([refused(lambda: enter([(first, 200.0), (second, watts)])) for watts in {values}])
 """
-    said = program([gpu(0), gpu(1)], source)
-    assert said.startswith(f"ConfigurationError: {watts:g} W for GPU-01 (H200): it takes 100 to 350 W")
+    for watts, said in zip(values, program([gpu(0), gpu(1)], source), strict=True):
+        assert said.startswith(f"ConfigurationError: {watts:g} W for GPU-01 (H200): it takes 100 to 350 W")
     assert not set_limits(place[0]) and not left(place[0])
 
 

@@ -12,7 +12,7 @@ class Meter:
 
     def __init__(self, interval_s=0.1, note=""):
         self.now_ns, self.mw = 0, 0
-        self.counter = IntegratedPower("a", "gpu", self.power, SourceInfo(note=note), interval_s, lambda: self.now_ns)
+        self.counter = IntegratedPower("a", self.power, SourceInfo(note=note), interval_s, lambda: self.now_ns)
 
     def power(self):
         if self.mw is None:

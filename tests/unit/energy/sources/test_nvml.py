@@ -4,15 +4,11 @@ Each test is a program of its own, since the dynamic loader reads LD_LIBRARY_PAT
 """
 
 import json
-import os
 import sys
-from pathlib import Path
 
 import pytest
 
-import hpcdist
 from harness import jobs
-from harness.marks import cases
 from hpcdist.energy.sources import nvml
 from hpcdist.errors import MissingCapabilityError
 
@@ -53,15 +49,12 @@ def gpu(number, energy="fixed:1000", mig=0, name="H200", more=""):
 
 
 @pytest.fixture
-def program(nvml_stub, tmp_path):
+def program(nvml_environment, tmp_path):
     """``program(gpus, source, **environment)`` -> what the program told; all it wrote with ``raw``."""
 
     def run(gpus, source, *, raw=False, **environment):
         (tmp_path / "gpus").write_text("".join(gpus))
-        added = {"LD_LIBRARY_PATH": str(nvml_stub), "NVML_STUB": str(tmp_path / "gpus")}
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
-        added["PYTHONPATH"] = os.pathsep.join([str(Path(hpcdist.__file__).parents[1]), kept.get("PYTHONPATH", "")])
-        done = jobs.python(PRELUDE + source, env=kept | added | environment)
+        done = jobs.python(PRELUDE + source, env=nvml_environment | environment)
         assert done.returncode == 0, done.stderr
         return done.stdout if raw else json.loads(done.stdout.splitlines()[-1])
 
@@ -69,25 +62,27 @@ def program(nvml_stub, tmp_path):
 
 
 TWELVE = [gpu(number) for number in range(12)]
-VISIBLE = "with driver() as open_driver:\n    tell(nvml.gpus_in_use(open_driver, None, os.environ))"
+OF_TWELVE = {
+    "11,3,7": [11, 3, 7],
+    "10": [10],
+    "GPU-11,GPU-02": [11, 2],
+    " 2 , 1": [2, 1],
+    "0,12,1": [0],  # CUDA stops at the first that is none
+    "-1": [],
+    "1,-1,2": [1],
+    "NoDevFiles": [],
+    "GPU-1": [],  # the beginning of two
+    "": [],
+}
+VISIBLE = """
+with driver() as one:
+    tell({value: nvml.gpus_in_use(one, None, {nvml.VISIBLE: value}) for value in VALUES})
+"""
 
 
-@cases(
-    "variable, expected",
-    ("11,3,7", [11, 3, 7]),
-    ("10", [10]),
-    ("GPU-11,GPU-02", [11, 2]),
-    (" 2 , 1", [2, 1]),
-    ("0,12,1", [0]),  # CUDA stops at the first that is none
-    ("-1", []),
-    ("1,-1,2", [1]),
-    ("NoDevFiles", []),
-    ("GPU-1", []),  # the beginning of two
-    ("", []),
-)
-@pytest.mark.full_except("11,3,7-expected0")
-def test_twelve_gpus_in_the_order_of_cuda(program, variable, expected):
-    assert program(TWELVE, VISIBLE, CUDA_VISIBLE_DEVICES=variable) == [f"GPU-{number:02d}" for number in expected]
+def test_twelve_gpus_in_the_order_of_cuda(program):
+    found = program(TWELVE, f"VALUES = {[*OF_TWELVE]}{VISIBLE}")
+    assert found == {value: [f"GPU-{number:02d}" for number in gpus] for value, gpus in OF_TWELVE.items()}
 
 
 def test_a_rank_on_a_gpu_is_found_by_its_pci_address(program):
@@ -100,11 +95,15 @@ def test_a_rank_on_a_gpu_is_found_by_its_pci_address(program):
 
 
 def test_unlike_gpus_have_no_index_but_in_bus_order(program):
-    gpus = [gpu(0, name="T400"), gpu(1)]
-    asked = "with driver() as one:\n    tell(refused(lambda: nvml.gpus_in_use(one, None, os.environ)))"
-    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in program(gpus, asked, CUDA_VISIBLE_DEVICES="0")
-    assert program(gpus, VISIBLE, CUDA_VISIBLE_DEVICES="0", CUDA_DEVICE_ORDER="PCI_BUS_ID") == ["GPU-00"]
-    assert program(gpus, VISIBLE, CUDA_VISIBLE_DEVICES="GPU-00") == ["GPU-00"]
+    source = """
+first = {nvml.VISIBLE: "0"}
+with driver() as one:
+    said = refused(lambda: nvml.gpus_in_use(one, None, first))
+    by_bus = nvml.gpus_in_use(one, None, first | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    tell([said, by_bus, nvml.gpus_in_use(one, None, {nvml.VISIBLE: "GPU-00"})])
+"""
+    said, by_bus, by_uuid = program([gpu(0, name="T400"), gpu(1)], source)
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in said and by_bus == by_uuid == ["GPU-00"]
 
 
 def test_what_has_no_counter_of_its_own_is_refused_with_the_reason(program):
@@ -294,18 +293,18 @@ INSTANCES = [
 ]
 
 
-@cases(
-    "variable, expected",
-    ("MIG-a2", ["GPU-01"]),
-    ("MIG-a1,MIG-a2", ["GPU-01"]),
-    ("MIG-b1,MIG-a1,0", ["GPU-02", "GPU-01", "GPU-00"]),
-    ("MIG-b1,MIG-b1,0", ["GPU-02"]),  # CUDA stops at what was named before
-    ("MIG-zz,0", []),
-    ("MIG-GPU-02/1/0", ["GPU-02"]),  # as older drivers name them
-)
-@pytest.mark.full_except("MIG-b1,MIG-b1,0-expected3")
-def test_instances_stand_for_the_gpu_they_are_a_part_of(program, variable, expected):
-    assert program(INSTANCES, VISIBLE, CUDA_VISIBLE_DEVICES=variable) == expected
+OF_INSTANCES = {
+    "MIG-a2": ["GPU-01"],
+    "MIG-a1,MIG-a2": ["GPU-01"],
+    "MIG-b1,MIG-a1,0": ["GPU-02", "GPU-01", "GPU-00"],
+    "MIG-b1,MIG-b1,0": ["GPU-02"],  # CUDA stops at what was named before
+    "MIG-zz,0": [],
+    "MIG-GPU-02/1/0": ["GPU-02"],  # as older drivers name them
+}
+
+
+def test_instances_stand_for_the_gpu_they_are_a_part_of(program):
+    assert program(INSTANCES, f"VALUES = {[*OF_INSTANCES]}{VISIBLE}") == OF_INSTANCES
 
 
 def test_a_partitioned_gpu_is_counted_once_and_marked(program):
@@ -397,7 +396,7 @@ from dataclasses import replace
 from hpcdist.energy.sources.counters import IntegratedPower
 with driver() as one:
     counter = one.counter("GPU-00")
-    watts = IntegratedPower("GPU-00", "gpu", counter._sensor.power_mw, counter.about, 0.01)
+    watts = IntegratedPower("GPU-00", counter._sensor.power_mw, counter.about, 0.01)
     first, then = counter.read(), watts.read()
     for _ in range(100):
         time.sleep(0.005)
@@ -420,7 +419,7 @@ def body(comm):
             time.sleep(0.02)
             rows = monitor.collect() or rows
             if comm.rank: break
-        return monitor.measures, monitor.utilisation(), monitor.power(), monitor.report()["reason"]
+        return monitor.measures, monitor.live.utilisation(), monitor.live.power(), monitor.report()["reason"]
 tell(run_threads(2, body)[0])
 """
     gpus = [gpu(0, more="use=90:5 memory=30:100"), gpu(1, "lost", more="use=50:5 memory=50:100")]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpcdist.telemetry.metrics import quantities
-from hpcdist.telemetry.metrics.quantities import PER_RANK, DerivedFigures, StepRow, energy_per_token, straggler_scores
+from hpcdist.telemetry.metrics.quantities import PER_RANK, DerivedFigures, StepRow, straggler_scores
 
 PHASES = ("compute", "communication", "update")
 
@@ -203,8 +203,3 @@ def test_scores_of_ranks(rng):
     assert math.isnan(scores[3])
     assert np.isnan(straggler_scores(np.full((3, 2), math.nan))).all()
     assert straggler_scores(np.empty((0, 0))).shape == (0,)
-
-
-def test_energy_of_a_token():
-    assert energy_per_token(10.0, 4) == 2.5
-    assert math.isnan(energy_per_token(math.nan, 4)) and math.isnan(energy_per_token(1.0, 0))

@@ -36,9 +36,10 @@ def write(path, rng, steps, world, resume_step=None, **options):
 
 
 @pytest.mark.full
-def test_rows_come_back(tmp_path, rng):
+def test_rows_come_back(tmp_path, rng, monkeypatch):
+    monkeypatch.setattr(step_metrics, "FLUSH_ROWS", 10)
     path = tmp_path / "metrics.h5"
-    rows = write(path, rng, range(1, 400), 3, attributes={"bigram_nats": 2.48, "commit": "abc"}, flush_s=0.002)
+    rows = write(path, rng, range(1, 400), 3, attributes={"bigram_nats": 2.48, "commit": "abc"})
     metrics = read(path)
     assert metrics.attributes["bigram_nats"] == 2.48 and metrics.attributes["commit"] == "abc"
     for name in rows[0]:

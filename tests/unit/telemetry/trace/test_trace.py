@@ -287,7 +287,7 @@ def test_ranks_and_steps_are_chosen(tmp_path, rng):
     assert sorted(found.timeline.lines) == [1, 3] and found.timeline.steps == (4, 5)
     assert {call.rank for line in found.timeline.lines.values() for call in line.calls} == {1, 3}
     assert any(by in (0, 2) for _, by in found.waits), "also who is not shown was waited for"
-    assert {gap.rank for gap in found.gaps} <= {1, 3} and "unknown" not in {gap.doing for gap in found.gaps}
+    assert all(wait.rank in (1, 3) and doing != "unknown" for wait, doing in found.longest_waits)
     assert {event["tid"] // 1000 - 1 for event in list(chrome.events(found.timeline)) if event["ph"] == "X"} == {1, 3}
     assert len(summary.collect(tmp_path, range(20, 90)).timeline.steps) == 5
     with pytest.raises(UsageError, match="no step from 70 to 80"):

@@ -15,7 +15,6 @@ from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim.rates import SMOOTHING, SmoothedNoise, estimate_noise
 from hpcdist.strategies.schedule.executor import StepResult
-from hpcdist.telemetry.metrics import side_tables
 from hpcdist.telemetry.metrics.side_tables import NOISE_SCALE
 from hpcdist.telemetry.metrics.step_metrics import MetricsWriter
 from hpcdist.telemetry.report import report, text
@@ -226,11 +225,10 @@ def test_the_table_the_summary_and_the_report_have_it(tmp_path):
             writer.append(step=step, **row, **times)
         columns = [column.name for column in NOISE_SCALE.columns if column.name != "session"]
         writer.put(NOISE_SCALE, **dict.fromkeys(columns, ()))
-        assert side_tables.last_noise_scale(path) is None
+        assert "noise_scale" not in report(tmp_path).figures
         rows = [(step, 4.0, 16, 3.0, 2.0, 0.5, 20.0 * step, 40.0 * step) for step in (1, 2, 3)]
         writer.put(NOISE_SCALE, **dict(zip(columns, zip(*rows, strict=True), strict=True)))
         writer.put(NOISE_SCALE, **dict(zip(columns, zip(*rows[1:2], strict=True), strict=True)))
-    assert side_tables.last_noise_scale(path) == 80.0
     assert "noise      scale 80.0 samples, the critical batch" in text(report(tmp_path))
     told = noise_scale.describe_noise({"noise_scale": 48.0, "global_batch": 16})
     assert "48.0 samples" in told[0] and "4.00 times the fewest steps, and 1.33 times the fewest samples" in told[0]
