@@ -46,11 +46,11 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_configure(config: pytest.Config) -> None:
     # Processes that start together on cold caches would each compile the same kernels, and the same tests.
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        lines = [["-m", "hpcdist", "warmup"]]
+        kernels = subprocess.Popen([sys.executable, "-m", "hpcdist", "warmup"], stdout=subprocess.DEVNULL)
         if not any(Path(__file__).parent.glob("unit/*/__pycache__/*")):
-            lines.append(["-m", "pytest", "--collect-only", "-qq", *config.args])
-        started = [subprocess.Popen([sys.executable, *line], stdout=subprocess.DEVNULL) for line in lines]
-        assert [process.wait(600) for process in started][0] == 0  # what cannot be collected is told by who runs it
+            line = [sys.executable, "-m", "pytest", "--collect-only", "-qq", *config.args]
+            subprocess.run(line, stdout=subprocess.DEVNULL, timeout=600)  # its errors are those of the run itself
+        assert kernels.wait(600) == 0
         # A process that dies ends the run, and the test that it ran is named. LoadScopeScheduling gives a process that
         # takes its place the scopes that are complete as well, of which it never asks for more: the run would hang.
         config.option.maxworkerrestart = "0"
