@@ -4,21 +4,13 @@ The verifier proves the same lists. A receive waits for its message; what is nei
 """
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 
 from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.simulate import program as programs
-from hpcdist.strategies.schedule.simulate.program import RECV, SEND, WORK, Program, StepCosts
+from hpcdist.strategies.schedule.simulate.program import CODES, RECV, SEND, WORK, Program, StepCosts
 from hpcdist.strategies.schedule.verify.deadlock import RECEIVES, SENDS
-
-PASSES: Final = {
-    Kind.FORWARD: programs.FORWARD,
-    Kind.BACKWARD: programs.BACKWARD,
-    Kind.BACKWARD_INPUT: programs.INPUT,
-    Kind.BACKWARD_WEIGHT: programs.WEIGHT,
-}
 
 
 def program(lists: Sequence[Sequence[Operation]], placement: StagePlacement, costs: StepCosts) -> Program:
@@ -30,8 +22,8 @@ def program(lists: Sequence[Sequence[Operation]], placement: StagePlacement, cos
     for rank, steps in enumerate(lists):
         for op in steps:
             code, target, seconds, work, chunk = WORK, -1, 0.0, programs.OTHER, -1
-            if op.kind in PASSES:
-                chunk, work = chunk_of[op.unit], PASSES[op.kind]
+            if op.kind in CODES:
+                chunk, work = chunk_of[op.unit], CODES[op.kind]
                 seconds = costs.rows[work][op.unit]
                 work = programs.AGAIN if op.recompute else work
             elif op.kind in SENDS or op.kind in RECEIVES:

@@ -91,7 +91,24 @@ class StepTimeline:
 
     def critical_path(self) -> "list[CriticalSegment]":
         """Return the chain of entries that decides the makespan, without gaps, from the beginning on (local)."""
-        return _critical_path(self.program, self.times)
+        program, times = self.program, self.times
+        segments: list[CriticalSegment] = []
+        entry = int(times.end_s.argmax()) if len(times.end_s) else -1
+        while entry >= 0:
+            rank = program.rank_of(entry)
+            cause, end_s = int(times.cause[entry]), float(times.end_s[entry])
+            if cause < 0:
+                segments.append(CriticalSegment(rank, entry, float(times.begin_s[entry]), end_s, travels=False))
+                entry = entry - 1 if entry > program.starts[rank] else -1
+                continue
+            there_s = end_s - float(program.seconds[entry])
+            if there_s < end_s:
+                segments.append(CriticalSegment(rank, entry, there_s, end_s, travels=False))
+            while times.before[cause] >= 0:
+                cause = int(times.before[cause])
+            segments.append(CriticalSegment(rank, entry, float(times.end_s[cause]), there_s, travels=True))
+            entry = cause
+        return [link for link in reversed(segments) if link.end_s > link.begin_s]
 
 
 @dataclass(frozen=True)
@@ -123,24 +140,3 @@ def simulate_passes(
     """
     program = passes_simulate.program(rows, placement, costs, recompute=recompute)
     return StepTimeline(program, programs.run(program))
-
-
-def _critical_path(program: Program, times: Times) -> list[CriticalSegment]:
-    segments: list[CriticalSegment] = []
-    entry = int(times.end_s.argmax()) if len(times.end_s) else -1
-    while entry >= 0:
-        rank = program.rank_of(entry)
-        cause, end_s = int(times.cause[entry]), float(times.end_s[entry])
-        if cause < 0:
-            segments.append(CriticalSegment(rank, entry, float(times.begin_s[entry]), end_s, travels=False))
-        else:
-            there_s = end_s - float(program.seconds[entry])
-            if there_s < end_s:
-                segments.append(CriticalSegment(rank, entry, there_s, end_s, travels=False))
-            while times.before[cause] >= 0:
-                cause = int(times.before[cause])
-            segments.append(CriticalSegment(rank, entry, float(times.end_s[cause]), there_s, travels=True))
-            entry = cause
-            continue
-        entry = entry - 1 if entry > program.starts[rank] else -1
-    return [link for link in reversed(segments) if link.end_s > link.begin_s]

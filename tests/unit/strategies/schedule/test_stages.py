@@ -19,8 +19,7 @@ from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor
 from hpcdist.strategies.schedule import messages
 from hpcdist.strategies.schedule.generate.operation_list import generated
-from hpcdist.strategies.schedule.generate.passes import Pass
-from hpcdist.strategies.schedule.operations import folded, looped
+from hpcdist.strategies.schedule.operations import Kind, folded, looped
 from stubs import late_messages
 
 LAYERS = 4  # of a gpt: six units
@@ -45,7 +44,7 @@ def built_of(model, dtype="float32"):
 @cache
 def alone(model, microbatches, dtype):
     units = len(built_of(model).stages)
-    passes = [(way, microbatch, 0) for microbatch in range(microbatches) for way in (Pass.FORWARD, Pass.BACKWARD)]
+    passes = [(way, microbatch, 0) for microbatch in range(microbatches) for way in (Kind.FORWARD, Kind.BACKWARD)]
     plan = Plan(looped([range(units)], 1), (passes,), microbatches)
     return run_threads(1, lambda comm: step(comm, plan, model, dtype))[0]
 

@@ -13,7 +13,7 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
 from hpcdist.strategies.schedule.generate.operation_list import insert_exchange, insert_gathers
-from hpcdist.strategies.schedule.generate.passes import Pass, expand, gpipe, one_f_one_b
+from hpcdist.strategies.schedule.generate.passes import expand, gpipe, one_f_one_b
 from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement, looped
 from hpcdist.strategies.schedule.verify.proof import verify
 
@@ -118,7 +118,7 @@ def test_replicas_of_pipelines_are_proven(schedule, recompute, stages, data):
 
 
 def sequential(stage, stages, microbatches):
-    return [(way, microbatch, 0) for microbatch in range(microbatches) for way in (Pass.FORWARD, Pass.BACKWARD)]
+    return [(way, microbatch, 0) for microbatch in range(microbatches) for way in (Kind.FORWARD, Kind.BACKWARD)]
 
 
 def one_rank(units):
@@ -245,7 +245,7 @@ def test_a_cyclic_wait_is_refused(data):
 def test_messages_are_matched_by_name_whatever_their_order():
     def swapped(stage, stages, microbatches):
         passes = PIPELINES["gpipe"](stage, stages, microbatches)
-        return [(way, 1 - mb if stage and way is Pass.FORWARD else mb, chunk) for way, mb, chunk in passes]
+        return [(way, 1 - mb if stage and way is Kind.FORWARD else mb, chunk) for way, mb, chunk in passes]
 
     allreduce_step(swapped, 2, 2).verify()
     step = allreduce_step(PIPELINES["gpipe"], 2, 2)
