@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -57,8 +57,8 @@ class ControlFields:
     workers: tuple[int, ...] = ()
 
 
-# Numbers of a message without workers: its kind, and all fields but ``workers``.
-ALONE: Final = len(fields(ControlFields))
+# Types of all fields but ``workers``.
+SINGLE: Final[list[Callable[[float], Any]]] = [type(item.default) for item in fields(ControlFields)][:-1]
 ControlHandler: TypeAlias = Callable[[int, ControlFields], None]  # called with the sender
 ControlMessage: TypeAlias = tuple[ControlKind, int, ControlFields]  # with the sender
 
@@ -135,18 +135,9 @@ class ControlChannel:
 def _read(message: Message) -> ControlMessage:
     values = np.zeros(message.nbytes // np.dtype(np.float64).itemsize)
     message.recv(values)
-    kind, clock, scale, updates, called, samples, divisor, staleness, dropped = values[:ALONE].tolist()
-    what = ControlFields(
-        clock=int(clock),
-        scale=scale,
-        updates=int(updates),
-        called=bool(called),
-        samples=int(samples),
-        divisor=int(divisor),
-        staleness=int(staleness),
-        dropped=bool(dropped),
-        workers=tuple(int(worker) for worker in values[ALONE:]),
-    )
+    kind, *numbers = values.tolist()
+    single = (make(number) for make, number in zip(SINGLE, numbers, strict=False))
+    what = ControlFields(*single, tuple(map(int, numbers[len(SINGLE) :])))
     return ControlKind(int(kind)), message.source, what
 
 
