@@ -130,7 +130,7 @@ def test_an_update_by_blocks_is_the_update_in_memory(tmp_path, rng, name, dtype,
         return FileStore(LAYOUT, real, parts, directory=tmp_path) if slots_away else FlatStore(LAYOUT, real, parts)
 
     inner = optimizer.build(OPTIMIZERS[name], LAYOUT, parts, real, total_steps=5, make_slot=slot)
-    blocked = BlockedOptimizer(inner, block_bytes=BLOCK)
+    blocked = BlockedOptimizer(inner)
     assert (blocked.needs_norms, blocked.slots.keys()) == (plain.needs_norms, plain.slots.keys())
     start = filled(LAYOUT, rng, dtype)
     copied = FlatStore(LAYOUT, real, parts)
@@ -165,7 +165,7 @@ def test_blocks_take_three_times_as_much_memory_as_one(tmp_path, rng):
     ledger, real = Ledger(), np.dtype("float64")
     make = lambda name: FileStore(LAYOUT, real, directory=tmp_path)  # noqa: E731
     inner = optimizer.build(OPTIMIZERS["adamw"], LAYOUT, Range(0, LAYOUT.size), real, total_steps=9, make_slot=make)
-    blocked = BlockedOptimizer(inner, ledger=ledger, block_bytes=BLOCK)
+    blocked = BlockedOptimizer(inner, ledger=ledger)
     master, gradient = (in_file(tmp_path, filled(LAYOUT, rng, "float64")) for _ in range(2))
     for _ in range(3):
         blocked.begin_step()
@@ -193,7 +193,7 @@ def test_an_update_that_fails_leaves_nothing_under_way(fails, tmp_path, rng, mon
 
     make = lambda name: FileStore(LAYOUT, real, directory=tmp_path)  # noqa: E731
     inner = optimizer.build(OPTIMIZERS["adamw"], LAYOUT, Range(0, LAYOUT.size), real, total_steps=9, make_slot=make)
-    blocked = BlockedOptimizer(inner, block_bytes=BLOCK)
+    blocked = BlockedOptimizer(inner)
     master, gradient, whole = filled(LAYOUT, rng, "float64"), filled(LAYOUT, rng, "float64"), Range(0, LAYOUT.size)
     watched("read")
     watched("write")
@@ -239,7 +239,7 @@ def test_a_place_that_cannot_be_used_is_named(tmp_path, monkeypatch):
         stored.write(Range(0, 2), np.zeros(2))
     part, real = Range(0, 64), np.dtype("float64")
     inner = optimizer.build(OPTIMIZERS["adamw"], LAYOUT, part, real, total_steps=9, make_slot=lambda _: stored)
-    blocked = BlockedOptimizer(inner, block_bytes=BLOCK)
+    blocked = BlockedOptimizer(inner)
     blocked.begin_step()
     with pytest.raises(StorageError, match="could not be written"):  # in the thread that writes
         blocked.apply(part, FlatStore(LAYOUT, real), FlatStore(LAYOUT, real))
