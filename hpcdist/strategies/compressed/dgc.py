@@ -41,12 +41,6 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 VELOCITY: Final = "velocity"
 
 
-class DgcVelocities(Residuals):
-    """Velocities of this rank, saved and restored as residuals are, under a name of their own."""
-
-    kind = VELOCITY
-
-
 class DgcCoder(GradientCoder):
     """Coder that sends the largest of the unsent values; the gradients that it is given are not looked at."""
 
@@ -72,7 +66,7 @@ class DgcExchange(LocalGradients):
         self.buckets = buckets_of_rank(context, np.dtype(np.float32).itemsize)
         own = context.data.rank, context.data.size, context.parts
         self.unsent = Residuals(self.context, *own, can_roll_back=False)
-        self.velocity = DgcVelocities(self.context, *own, can_roll_back=False)
+        self.velocity = Residuals(self.context, *own, can_roll_back=False, kind=VELOCITY)
         u, v = (residuals.feedback.residuals for residuals in (self.velocity, self.unsent))
         self._states = {
             where: DeepGradientCompression(

@@ -12,7 +12,7 @@ means the same whatever becomes of the scale.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -35,15 +35,21 @@ STATE: Final = "residuals"  # the number of ranks that had some, among the numbe
 class Residuals:
     """Residuals of this rank for ``parts``: number ``rank`` of the ``ranks`` that have some. All of it is local.
 
-    ``can_roll_back`` where a step may be given up after its gradients were encoded.
+    ``can_roll_back`` where a step may be given up after its gradients were encoded. ``kind`` is that of the pieces in a
+    checkpoint, in front of the rank.
     """
 
-    kind: ClassVar[str] = "residual"  # of the pieces in a checkpoint, in front of the rank
-
     def __init__(
-        self, context: RankContext, rank: int, ranks: int, parts: Sequence[Range], *, can_roll_back: bool
+        self,
+        context: RankContext,
+        rank: int,
+        ranks: int,
+        parts: Sequence[Range],
+        *,
+        can_roll_back: bool,
+        kind: str = "residual",
     ) -> None:
-        self.rank, self.ranks, self._can_roll_back = rank, ranks, can_roll_back
+        self.rank, self.ranks, self.kind, self._can_roll_back = rank, ranks, kind, can_roll_back
         self._context, self._before = context, ranks
         self.feedback = ErrorFeedback(
             context.layout, parts, on=context.on, can_roll_back=can_roll_back, ledger=context.ledger
@@ -132,6 +138,11 @@ class ErrorFeedbackExchange(ShardedUpdateExchange):
 
     residuals: Residuals | None = None
     _is_open = False  # gradients were encoded that are not applied yet
+    _loss_scale = 1.0  # of the step
+
+    def scaled_by(self, loss_scale: float) -> None:
+        """Record the loss scale of the step that begins (local)."""
+        self._loss_scale = loss_scale
 
     def _give_up(self) -> None:
         """Restore the residuals of before a step that was given up, if there was one (local)."""
