@@ -38,7 +38,7 @@ class ControlKind(IntEnum):
     GATHERED = 4  # first server to a worker that serves nothing: all workers have sent MEET
     DROP = 5  # worker to server: the last pushes belong to no step; receive and drop them
     READ = 6  # worker to server: without a push, asks for the values for the iteration of ``clock``
-    TURN = 7  # first server to the others: carry out this `Turn`, of ``workers``
+    TURN = 7  # first server to the others: carry out a decision about the gradients of ``workers``
     NORM = 8  # server to server: ``scale`` is the squared norm of the sender's part of the sum for ``clock``
 
 
