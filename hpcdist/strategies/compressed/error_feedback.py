@@ -144,6 +144,11 @@ class ErrorFeedbackExchange(ShardedUpdateExchange):
         """Record the loss scale of the step that begins (local)."""
         self._loss_scale = loss_scale
 
+    @property
+    def all_residuals(self) -> tuple[Residuals, ...]:
+        """All residuals of this rank, and what is kept as they are."""
+        return () if self.residuals is None else (self.residuals,)
+
     def _give_up(self) -> None:
         """Restore the residuals of before a step that was given up, if there was one (local)."""
         if self._is_open and self.residuals is not None:
@@ -153,36 +158,36 @@ class ErrorFeedbackExchange(ShardedUpdateExchange):
     def begin_update(self, scale: float) -> None:
         """Begin the update of the step, and commit its residuals."""
         self._is_open = False
-        if self.residuals is not None:
-            self.residuals.keep()
+        for residuals in self.all_residuals:
+            residuals.keep()
         super().begin_update(scale)
 
     def pieces(self) -> Sequence[Piece]:
         """Return the pieces of the base class and this rank's residuals."""
         self._give_up()
-        return [*super().pieces(), *([] if self.residuals is None else self.residuals.pieces())]
+        return [*super().pieces(), *(piece for residuals in self.all_residuals for piece in residuals.pieces())]
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
         """Record the ranks whose residuals a checkpoint has; it may lack all of them (local)."""
         kinds = set(super().prepare_restore(state))
-        if self.residuals is not None:
-            self.residuals.prepare_restore(state)
-            kinds |= set(self.residuals.kinds)
+        for residuals in self.all_residuals:
+            residuals.prepare_restore(state)
+            kinds |= set(residuals.kinds)
         return kinds
 
     def wanted(self) -> Sequence[Piece]:
         """Return the pieces of the base class and the residuals, to be restored."""
-        return [*super().wanted(), *([] if self.residuals is None else self.residuals.wanted())]
+        return [*super().wanted(), *(piece for residuals in self.all_residuals for piece in residuals.wanted())]
 
     def state(self) -> dict[str, Any]:
         """Return the optimizer's clock, and how many ranks have residuals."""
-        return super().state() | ({} if self.residuals is None else self.residuals.state())
+        return super().state() | (self.all_residuals[0].state() if self.all_residuals else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned, once the pieces are there."""
         super().restore(state)
-        if self.residuals is not None:
-            self.residuals.restored()
+        for residuals in self.all_residuals:
+            residuals.restored()
 
 
 def without_loss_scale(gradients: Array, loss_scale: float, wide: Array | None = None) -> Array:
