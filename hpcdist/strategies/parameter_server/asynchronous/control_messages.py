@@ -57,8 +57,8 @@ class ControlFields:
     workers: tuple[int, ...] = ()
 
 
-# Types of all fields but ``workers``.
-SINGLE: Final[list[Callable[[float], Any]]] = [type(item.default) for item in fields(ControlFields)][:-1]
+# Types of all fields but ``workers``, by name.
+SINGLE: Final[dict[str, Any]] = {item.name: type(item.default) for item in fields(ControlFields)[:-1]}
 ControlHandler: TypeAlias = Callable[[int, ControlFields], None]  # called with the sender
 ControlMessage: TypeAlias = tuple[ControlKind, int, ControlFields]  # with the sender
 
@@ -136,8 +136,8 @@ def _read(message: Message) -> ControlMessage:
     values = np.zeros(message.nbytes // np.dtype(np.float64).itemsize)
     message.recv(values)
     kind, *numbers = values.tolist()
-    single = (make(number) for make, number in zip(SINGLE, numbers, strict=False))
-    what = ControlFields(*single, tuple(map(int, numbers[len(SINGLE) :])))
+    single = {name: make(number) for (name, make), number in zip(SINGLE.items(), numbers, strict=False)}
+    what = ControlFields(**single, workers=tuple(map(int, numbers[len(SINGLE) :])))
     return ControlKind(int(kind)), message.source, what
 
 
