@@ -89,25 +89,14 @@ def allreduce_step(passes_of, stages, microbatches, data=1, units_per_stage=2, r
 
 
 @pytest.mark.parametrize("schedule", PIPELINES)
-@pytest.mark.parametrize("stages", range(1, 9))
-def test_pipelines_under_an_allreduce_are_proven(schedule, stages):
-    for microbatches in (1, 2, stages, 32):
-        proof = allreduce_step(PIPELINES[schedule], stages, microbatches).verify()
-        if schedule == "gpipe":
-            assert proof.live == (microbatches,) * stages
-        else:
-            assert proof.live == tuple(min(stages - stage, microbatches) for stage in range(stages))
-        assert proof.whole == proof.live
-        assert proof.messages == 2 * microbatches * (stages - 1)
-
-
-@pytest.mark.parametrize("schedule", PIPELINES)
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(("stages", "data"), [(1, 4), (2, 2), (4, 2), (3, 3), (8, 2)])
+@pytest.mark.parametrize(("stages", "data"), [(1, 4), (2, 2), (4, 2), (3, 3), (8, 1)])
 def test_replicas_of_pipelines_are_proven(schedule, recompute, stages, data):
-    for microbatches in (1, 2, 3, 8):
+    for microbatches in (1, 3, 8):
         step = allreduce_step(PIPELINES[schedule], stages, microbatches, data, 3, recompute)
         proof = step.verify()
+        held = [microbatches if schedule == "gpipe" else stages - stage for stage in range(stages)]
+        assert proof.live == tuple(min(microbatches, number) for number in held)
         assert proof.messages == 2 * microbatches * (stages - 1) * data
         buckets = sum(op.kind is Kind.REDUCE for op in step.lists[0])
         assert proof.meetings == stages * buckets + 1  # and the agreement

@@ -330,12 +330,12 @@ def run(settings):
 
 @cases(
     "strategy, keys, ranks, optimizer_name",
-    *(("zero1", OPTIMIZER_AWAY, 2, name) for name in ("adamw", "lars")),
-    *(("zero2", OPTIMIZER_AWAY, 3, name) for name in ("sgd", "lamb")),
-    *(("zero3", ALL_AWAY, 2, name) for name in ("adamw", "sgd", "lars", "lamb")),
+    ("zero1", OPTIMIZER_AWAY, 2, "lars"),
+    ("zero2", OPTIMIZER_AWAY, 3, "lamb"),
+    *(("zero3", ALL_AWAY, 2, name) for name in ("sgd", "lars", "lamb")),
     *(("zero3", ALL_AWAY, ranks, "adamw") for ranks in (1, 4)),
 )
-@pytest.mark.full_except("zero3-keys8-1-adamw")
+@pytest.mark.full_except("zero3-keys5-1-adamw")
 def test_a_run_with_states_in_files_is_that_in_memory(text, tmp_path, strategy, keys, ranks, optimizer_name):
     settings = text | {"parallel.strategy": strategy, "optimizer.name": optimizer_name}
     if ranks == 1:  # in memory, one rank adds up its micro-batches in the backward: other rounding
@@ -430,16 +430,13 @@ def test_what_a_stretch_is_instead_of_an_array(tmp_path, rng):
 
 ON_GPU = {
     "optimizer on the host": ("zero1", {"zero.offload_optimizer": "host"}),
-    "all on the host": ("zero3", {"zero.offload_optimizer": "host", "zero.offload_parameters": "host"}),
-    "optimizer in a file": ("zero2", OPTIMIZER_AWAY),
     "all in files": ("zero3", ALL_AWAY),
     "parameters on the host, optimizer in a file": ("zero3", OPTIMIZER_AWAY | {"zero.offload_parameters": "host"}),
 }
 
 
-# lamb goes both ways twice
-@pytest.mark.parametrize(("case", "optimizer_name"), [*((case, "lamb") for case in ON_GPU), ("all in files", "adamw")])
-@pytest.mark.full
+@pytest.mark.parametrize(("case", "optimizer_name"), [*zip(ON_GPU, ("adamw", "lamb", "lamb"), strict=True)])
+@pytest.mark.full  # lamb goes both ways twice
 def test_a_gpu_with_its_states_elsewhere_is_the_cpu(gpu, text, tmp_path, case, optimizer_name):
     strategy, keys = ON_GPU[case]
     settings = text | {"parallel.strategy": strategy, "optimizer.name": optimizer_name, "precision.mode": "float64"}
