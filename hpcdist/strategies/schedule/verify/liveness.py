@@ -207,7 +207,7 @@ def range_text(part: Range) -> str:
     return f"[{part.start}:{part.stop}]"
 
 
-GATHERS = (Kind.GATHER, Kind.START_GATHER, Kind.WAIT_GATHER, Kind.FREE)
+GATHERS = (Kind.GATHER, Kind.START_GATHER, Kind.WAIT_GATHER)
 
 
 def check_liveness(share: RankProgram) -> None:
@@ -265,7 +265,7 @@ def activation_peak(share: RankProgram) -> tuple[Peak, int]:
 def _check_gathers(share: RankProgram) -> None:
     """Check that a started gather is waited for once, and its unit neither used, gathered nor updated before."""
     under_way: dict[int, Operation] = {}
-    for _, op in share.where(*GATHERS, *USES, Kind.APPLY):
+    for _, op in share.where(*GATHERS, Kind.FREE, *USES, Kind.APPLY):
         if op.kind is Kind.WAIT_GATHER:
             if under_way.pop(op.unit, None) is None:
                 raise share.refuse(f"{op} waits for what was not started, or was waited for before")
@@ -290,12 +290,11 @@ def _check_residence(share: RankProgram) -> None:
     freed = {op.unit for _, op in share.where(Kind.FREE)}
     there: set[int] = set()
     for op in share.steps:
-        if op.kind is Kind.START_GATHER and op.unit in there:
-            raise share.refuse(f"{op} gathers a unit that is there already")
-        if op.kind in (Kind.GATHER, Kind.WAIT_GATHER) and op.unit in freed:
+        if op.kind in GATHERS and op.unit in freed:
             if op.unit in there:
                 raise share.refuse(f"{op} gathers a unit that is there already")
-            there.add(op.unit)
+            if op.kind is not Kind.START_GATHER:
+                there.add(op.unit)
         elif op.kind is Kind.FREE:
             if op.unit not in there:
                 raise share.refuse(f"{op} frees a unit that is not there")

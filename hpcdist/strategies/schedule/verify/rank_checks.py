@@ -80,10 +80,12 @@ def check(share: RankProgram) -> None:
     _check_sums(share)
     _check_waits(share)
     _check_settled(share)
-    _check_rows(share)
+    # The sums of the tensor axis are of complete gradients, and norms of all directions.
+    _check_once(share, Kind.SUM_ROWS, behind=BEFORE_SUM)
     _check_update(share)
+    _check_once(share, Kind.AGREE, behind=BEFORE_AGREE, before=AFTER_AGREE)
     _check_compressed(share)
-    _check_norms(share)
+    _check_once(share, Kind.NORMS, behind=(Kind.DIRECTION,), before=(Kind.APPLY,))
     _check_copies(share)
     liveness.check_liveness(share)
     check_mixing(share)
@@ -235,18 +237,21 @@ def _check_settled(share: RankProgram) -> None:
                 raise share.refuse(f"{op} {why}, or more than once")
 
 
-def _check_rows(share: RankProgram) -> None:
-    """Check that the sums of the tensor axis are complete, and summed once."""
-    sums = share.where(Kind.SUM_ROWS)
-    if len(sums) > 1:
-        raise share.refuse("SUM_ROWS() comes twice in one step")
-    for index, op in share.where(*BEFORE_SUM) if sums else ():
-        if index > sums[0][0]:
-            raise share.refuse(f"{op} comes after SUM_ROWS(), which sums what it leaves")
+def _check_once(share: RankProgram, kind: Kind, *, behind: Sequence[Kind], before: Sequence[Kind] = ()) -> None:
+    """Check that a list has ``kind`` at most once: behind all operations of some kinds, and before all of others."""
+    places = share.where(kind)
+    if len(places) > 1:
+        raise share.refuse(f"{places[0][1]} comes twice in one step")
+    for place, own in places:
+        for index, op in share.where(*behind, *before):
+            if index > place and op.kind in behind:
+                raise share.refuse(f"{op} comes after {own}")
+            if index < place and op.kind in before:
+                raise share.refuse(f"{op} comes before {own}")
 
 
 def _check_update(share: RankProgram) -> None:
-    """Check that directions come before steps, both once, and all after the agreement."""
+    """Check that directions come before steps, both once."""
     for kind in ONCE:
         seen: list[Range] = []
         for _, op in share.where(kind):
@@ -262,15 +267,6 @@ def _check_update(share: RankProgram) -> None:
                 raise share.refuse(f"{op} comes before {late}")
             if whole and not is_covered(op.range or NOWHERE, [other.range for _, other in others if other.range]):
                 raise share.refuse(f"{op} has no {earlier.name} of all of its range before it")
-    agreed = [index for index, _ in share.where(Kind.AGREE)]
-    if len(agreed) > 1:
-        raise share.refuse("AGREE() comes twice in one step")
-    for index, op in share.where(*BEFORE_AGREE) if agreed else ():
-        if index > agreed[0]:
-            raise share.refuse(f"{op} comes after AGREE()")
-    for index, op in share.where(*AFTER_AGREE) if agreed else ():
-        if index < agreed[0]:
-            raise share.refuse(f"{op} comes before AGREE()")
 
 
 def _check_compressed(share: RankProgram) -> None:
@@ -282,16 +278,6 @@ def _check_compressed(share: RankProgram) -> None:
     for _, op in share.where(Kind.DIRECTION) if compressed else ():
         if not is_covered(op.range or NOWHERE, travelled):
             raise share.refuse(f"{op} has no COMPRESS of all of its range before it")
-
-
-def _check_norms(share: RankProgram) -> None:
-    """Check that norms are taken of all directions, before any step."""
-    for index, norms in share.where(Kind.NORMS):
-        for at, op in share.where(Kind.DIRECTION, Kind.APPLY):
-            if op.kind is Kind.DIRECTION and at > index:
-                raise share.refuse(f"{norms} comes before {op}")
-            if op.kind is Kind.APPLY and at < index:
-                raise share.refuse(f"{op} comes before {norms}")
 
 
 def _check_copies(share: RankProgram) -> None:
