@@ -24,23 +24,29 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.tensor.axis import counted
 
 
+def groups_of_layers(units: Iterable[Range], longest: int, part: Range) -> Iterator[Range]:
+    """Yield ranges of whole layers of ``part``, last layers first: as backward completes them.
+
+    Each has ``longest`` elements or more, but for the last. ``part`` begins and ends between ``units``.
+    """
+    stop = part.stop
+    for unit in sorted(filter(part.intersect, units), reverse=True):
+        if stop - unit.start >= longest or unit.start == part.start:
+            yield Range(unit.start, stop)
+            stop = unit.start
+
+
 def buckets_of_layers(
     layout: Layout, itemsize: int, bucket_bytes: int, part: Range | None = None, units: Iterable[Range] = ()
 ) -> list[Range]:
-    """Cut ``part`` of the flat space into buckets of whole layers, last layers first: as backward completes them.
+    """Cut ``part`` of the flat space into buckets of whole layers, in the order of `groups_of_layers`.
 
     A bucket closes when it has reached ``bucket_bytes``; a layer larger than that is cut. ``part`` (None: all) begins
     and ends between layers, or between ``units``, parts of them.
     """
     longest = max(1, bucket_bytes // itemsize)
-    part = part or Range(0, layout.size)
-    buckets: list[Range] = []
-    stop = part.stop
-    for unit in sorted(units or layout.units.values(), reverse=True):
-        if part.start <= unit.start < stop and (stop - unit.start >= longest or unit.start == part.start):
-            buckets += reversed(list(cut(Range(unit.start, stop), longest)))
-            stop = unit.start
-    return buckets
+    groups = groups_of_layers(units or layout.units.values(), longest, part or Range(0, layout.size))
+    return [bucket for group in groups for bucket in reversed(list(cut(group, longest)))]
 
 
 def buckets_of_rank(context: RankContext, itemsize: int) -> list[Range]:
@@ -100,11 +106,6 @@ class AllreduceExchange(ShardedUpdateExchange):
         assert self.overlap is not None
         self.overlap.wait(op.part)
 
-    def poll(self, op: Operation) -> None:
-        """Make progress on what was started (local)."""
-        assert self.overlap is not None
-        self.overlap.poll()
-
     def norm_squared(self) -> float:
         """Return this stage's share of the squared norm on the first of the replicas, 0 on the others."""
         own = self.sharded_update.norm_squared()
@@ -135,23 +136,12 @@ class FixedTreeExchange(AllreduceExchange):
         super().__init__(context, shards)
         self.handlers = {**self.handlers, Kind.ADD: self.add}
         self._logical = shards
+        longest = max(1, context.bucket_bytes // context.dtype.itemsize)  # elements in a message
         self._trees = {
-            reduced: [(piece, shards.tree()) for piece in cut(reduced, self._longest)] for reduced in self._reduced()
+            group: [(piece, shards.tree()) for piece in cut(group, longest)]
+            for part in reversed(context.parts)
+            for group in groups_of_layers(context.ranges.values(), longest, part)
         }
-
-    @property
-    def _longest(self) -> int:
-        """Largest number of elements in a message."""
-        return max(1, self.context.bucket_bytes // self.context.dtype.itemsize)
-
-    def _reduced(self) -> Iterator[Range]:
-        """Yield ranges of whole layers, last layers first, each of a bucket's size or more, but for the last."""
-        for part in reversed(self.context.parts):
-            stop = part.stop
-            for unit in sorted(filter(part.intersect, self.context.ranges.values()), reverse=True):
-                if stop - unit.start >= self._longest or unit.start == part.start:
-                    yield Range(unit.start, stop)
-                    stop = unit.start
 
     def plan(self) -> list[Operation]:
         """Return ADD and REDUCE of whole layers, AGREE, then the update of everything."""

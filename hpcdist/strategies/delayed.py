@@ -61,8 +61,8 @@ class DelayedExchange(AllreduceExchange):
             **self.sharded_update.handlers,
             Kind.DEFER: self.defer,
             Kind.SETTLE: self.settle,
-            Kind.DIRECTION: self.direction,
-            Kind.NORMS: self.norms,
+            Kind.DIRECTION: self.update,
+            Kind.NORMS: self.update,
             Kind.APPLY: self.apply,
         }
 
@@ -111,20 +111,14 @@ class DelayedExchange(AllreduceExchange):
         if self._is_pending:
             super().begin_update(scale)
 
-    def direction(self, op: Operation) -> None:
-        """Turn gradients into directions (local)."""
+    def update(self, op: Operation) -> None:
+        """Carry out ``op``, a part of the update, where a gradient is pending (local)."""
         if self._is_pending:
-            self.sharded_update.direction(op)
-
-    def norms(self, op: Operation) -> None:
-        """Sum the norms of whole tensors (local)."""
-        if self._is_pending:
-            self.sharded_update.norms(op)
+            self.sharded_update.handlers[op.kind](op)
 
     def apply(self, op: Operation) -> None:
         """Update the parameters; after the last part, swap the stores of this step and the one before (local)."""
-        if self._is_pending:
-            self.sharded_update.apply(op)
+        self.update(op)
         if op.range != self.sharded_update.parts[-1]:
             return
         self.sharded_update.gradients, self._written = self._written, self.sharded_update.gradients
@@ -143,8 +137,7 @@ class DelayedExchange(AllreduceExchange):
                 "optimizer.clip_norm"
             )
         limit, normalizes = self.context.optimizer.clip_norm, self.context.optimizer.normalize_gradient
-        bounded = limit or normalizes
-        self.begin_update(norms.clip_scale(norm_squared, limit, normalize=normalizes) if bounded else 1.0)
+        self.begin_update(norms.clip_scale(norm_squared, limit, normalize=normalizes))
         for op in self.sharded_update.plan():
             self.sharded_update.handlers[op.kind](op)
         self._is_pending = False

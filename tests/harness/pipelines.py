@@ -20,8 +20,8 @@ from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.schedule.generate.operation_list import generated, insert_exchange
-from hpcdist.strategies.schedule.generate.passes import Pass, Passes, expand
-from hpcdist.strategies.schedule.operations import StagePlacement
+from hpcdist.strategies.schedule.generate.passes import Passes, expand
+from hpcdist.strategies.schedule.operations import Kind, StagePlacement
 from hpcdist.strategies.schedule.verify.proof import verify
 
 WIDTH, SAMPLES, UNITS = 6, 7, 8
@@ -128,7 +128,7 @@ def alone(microbatches: int, on: str = "cpu") -> tuple[float, float, dict[str, b
     return run(solo(), planned("sequential", 1, 1, microbatches), on)
 
 
-PASSES = {True: (Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT), False: (Pass.FORWARD, Pass.BACKWARD)}
+PASSES = {True: (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), False: (Kind.FORWARD, Kind.BACKWARD)}
 
 
 def parts(units: int, chunks: int, draw: random.Random) -> list[range]:
@@ -146,15 +146,15 @@ def legal(placement: StagePlacement, microbatches: int, split: bool, draw: rando
     found: tuple[Passes, ...] = tuple([] for _ in range(placement.stages))
     back = PASSES[split][1]
 
-    def ready(way: Pass, chunk: int) -> bool:
+    def ready(way: Kind, chunk: int) -> bool:
         number = done[way, chunk]
         if number == microbatches:
             return False
-        if way is Pass.FORWARD:
+        if way is Kind.FORWARD:
             return chunk == 0 or done[way, chunk - 1] > number
-        if way is Pass.BACKWARD_WEIGHT:
+        if way is Kind.BACKWARD_WEIGHT:
             return done[back, chunk] > number
-        return done[Pass.FORWARD, chunk] > number and (chunk == last or done[back, chunk + 1] > number)
+        return done[Kind.FORWARD, chunk] > number and (chunk == last or done[back, chunk + 1] > number)
 
     while choices := [key for key in done if ready(*key)]:
         way, chunk = draw.choice(choices)

@@ -198,3 +198,16 @@ def split_by_parameters(model: Model, ranks: int) -> StagePlacement:
     found = partition(sizes, range(ranks), StageDevices.alike(ranks), None)
     assert found is not None
     return looped(found.chunks, ranks)
+
+
+def meet(exchange: Any) -> None:
+    """Come to a rendezvous of servers without lock-step, as the loop of a training does. Collective over the world."""
+    exchange.meet()
+    workers = len(exchange.roles.workers)
+    values = np.zeros(workers + 2)
+    if exchange.works:
+        values[exchange.rank] = exchange.clock
+    values[-2] = exchange.updates if exchange.rank == exchange.roles.servers[0] else 0
+    values[-1] = exchange.meetings.calls
+    exchange.agree(values)
+    exchange.leave([int(clock) for clock in values[:workers]], int(values[-2]), int(values[-1]))

@@ -16,8 +16,7 @@ from hpcdist.reporting import table as text_table
 from hpcdist.reporting.plotting import drawing
 from hpcdist.reporting.table import text_of
 from hpcdist.strategies.schedule.operations import COMPUTE
-from hpcdist.strategies.schedule.simulate.lists import PASSES
-from hpcdist.strategies.schedule.simulate.program import AGAIN
+from hpcdist.strategies.schedule.simulate.program import AGAIN, CODES
 
 FIRST: Final = "1f1b"  # what the others' speed is compared with
 
@@ -227,7 +226,7 @@ def _panel(measured: MeasuredCase) -> TimelinePanel:
         for op, (begin_s, end_s) in zip(steps, (spans[step] - first_s).tolist(), strict=True):
             if op.kind in COMPUTE:
                 chunk = chunk_of[op.unit]
-                what = rank, AGAIN if op.recompute else PASSES[op.kind], op.microbatch, chunk, own.index(chunk)
+                what = rank, AGAIN if op.recompute else CODES[op.kind], op.microbatch, chunk, own.index(chunk)
                 if bars and bars[-1].what == what:  # the next unit of the chunk
                     bars[-1] = replace(bars[-1], end_s=end_s)
                 else:

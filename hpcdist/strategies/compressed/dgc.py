@@ -18,33 +18,26 @@ checkpoint for another number of ranks keeps the sums over the ranks, of the vel
 `hpcdist.strategies.compressed.error_feedback`): both go into what is stepped by as sums.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import Layout
-from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.compression.sparsify.dgc import WARMUP_STAGES, DeepGradientCompression, density_at
 from hpcdist.compression.sparsify.topk import TopK
 from hpcdist.strategies.allreduce import buckets_of_rank
 from hpcdist.strategies.compressed.config import CompressionConfig
-from hpcdist.strategies.compressed.error_feedback import Residuals
+from hpcdist.strategies.compressed.error_feedback import ErrorFeedbackExchange, Residuals
 from hpcdist.strategies.compressed.exchange import LocalGradients
 from hpcdist.strategies.compressed.reduction import CodedUnit, GatheredReduction, GradientCoder
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
 
 VELOCITY: Final = "velocity"
-
-
-class DgcVelocities(Residuals):
-    """Velocities of this rank, saved and restored as residuals are, under a name of their own."""
-
-    kind = VELOCITY
 
 
 class DgcCoder(GradientCoder):
@@ -59,7 +52,7 @@ class DgcCoder(GradientCoder):
         self._states[unit.where].encode(payload)
 
 
-class DgcExchange(LocalGradients):
+class DgcExchange(ErrorFeedbackExchange, LocalGradients):
     """Exchange of sparse velocities over the data axis. Collective over it, but where it says local.
 
     Without ``masks_velocity`` elements that are sent keep their velocity: with all of them sent that is momentum SGD.
@@ -72,7 +65,7 @@ class DgcExchange(LocalGradients):
         self.buckets = buckets_of_rank(context, np.dtype(np.float32).itemsize)
         own = context.data.rank, context.data.size, context.parts
         self.unsent = Residuals(self.context, *own, can_roll_back=False)
-        self.velocity = DgcVelocities(self.context, *own, can_roll_back=False)
+        self.velocity = Residuals(self.context, *own, can_roll_back=False, kind=VELOCITY)
         u, v = (residuals.feedback.residuals for residuals in (self.velocity, self.unsent))
         self._states = {
             where: DeepGradientCompression(
@@ -87,6 +80,11 @@ class DgcExchange(LocalGradients):
         }
         self._by_density = {self.density: self._gathered()}
         self._clip = 1.0
+
+    @property
+    def all_residuals(self) -> tuple[Residuals, ...]:
+        """The unsent values and the velocities of this rank."""
+        return self.unsent, self.velocity
 
     @property
     def density(self) -> float:
@@ -124,27 +122,3 @@ class DgcExchange(LocalGradients):
                 state.release(own)
         if self.context.data.size > 1:
             self._reduction.allreduce(gradients, op.part)
-
-    def pieces(self) -> Sequence[Piece]:
-        """Return the pieces of the base class, this rank's velocities and its unsent values."""
-        return [*super().pieces(), *self.unsent.pieces(), *self.velocity.pieces()]
-
-    def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Record the ranks whose state a checkpoint has; it may lack all of it (local)."""
-        for residuals in (self.unsent, self.velocity):
-            residuals.prepare_restore(state)
-        return {*super().prepare_restore(state), *self.unsent.kinds, *self.velocity.kinds}
-
-    def wanted(self) -> Sequence[Piece]:
-        """Return the pieces of the base class, velocities and unsent values, to be restored."""
-        return [*super().wanted(), *self.unsent.wanted(), *self.velocity.wanted()]
-
-    def state(self) -> dict[str, Any]:
-        """Return the optimizer's clock, and how many ranks have velocities."""
-        return super().state() | self.unsent.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned, once the pieces are there (local)."""
-        super().restore(state)
-        for residuals in (self.unsent, self.velocity):
-            residuals.restored()

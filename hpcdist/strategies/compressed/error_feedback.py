@@ -12,7 +12,7 @@ means the same whatever becomes of the scale.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -35,15 +35,21 @@ STATE: Final = "residuals"  # the number of ranks that had some, among the numbe
 class Residuals:
     """Residuals of this rank for ``parts``: number ``rank`` of the ``ranks`` that have some. All of it is local.
 
-    ``can_roll_back`` where a step may be given up after its gradients were encoded.
+    ``can_roll_back`` where a step may be given up after its gradients were encoded. ``kind`` is that of the pieces in a
+    checkpoint, in front of the rank.
     """
 
-    kind: ClassVar[str] = "residual"  # of the pieces in a checkpoint, in front of the rank
-
     def __init__(
-        self, context: RankContext, rank: int, ranks: int, parts: Sequence[Range], *, can_roll_back: bool
+        self,
+        context: RankContext,
+        rank: int,
+        ranks: int,
+        parts: Sequence[Range],
+        *,
+        can_roll_back: bool,
+        kind: str = "residual",
     ) -> None:
-        self.rank, self.ranks, self._can_roll_back = rank, ranks, can_roll_back
+        self.rank, self.ranks, self.kind, self._can_roll_back = rank, ranks, kind, can_roll_back
         self._context, self._before = context, ranks
         self.feedback = ErrorFeedback(
             context.layout, parts, on=context.on, can_roll_back=can_roll_back, ledger=context.ledger
@@ -132,6 +138,16 @@ class ErrorFeedbackExchange(ShardedUpdateExchange):
 
     residuals: Residuals | None = None
     _is_open = False  # gradients were encoded that are not applied yet
+    _loss_scale = 1.0  # of the step
+
+    def scaled_by(self, loss_scale: float) -> None:
+        """Record the loss scale of the step that begins (local)."""
+        self._loss_scale = loss_scale
+
+    @property
+    def all_residuals(self) -> tuple[Residuals, ...]:
+        """All residuals of this rank, and what is kept as they are."""
+        return () if self.residuals is None else (self.residuals,)
 
     def _give_up(self) -> None:
         """Restore the residuals of before a step that was given up, if there was one (local)."""
@@ -142,36 +158,36 @@ class ErrorFeedbackExchange(ShardedUpdateExchange):
     def begin_update(self, scale: float) -> None:
         """Begin the update of the step, and commit its residuals."""
         self._is_open = False
-        if self.residuals is not None:
-            self.residuals.keep()
+        for residuals in self.all_residuals:
+            residuals.keep()
         super().begin_update(scale)
 
     def pieces(self) -> Sequence[Piece]:
         """Return the pieces of the base class and this rank's residuals."""
         self._give_up()
-        return [*super().pieces(), *([] if self.residuals is None else self.residuals.pieces())]
+        return [*super().pieces(), *(piece for residuals in self.all_residuals for piece in residuals.pieces())]
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
         """Record the ranks whose residuals a checkpoint has; it may lack all of them (local)."""
         kinds = set(super().prepare_restore(state))
-        if self.residuals is not None:
-            self.residuals.prepare_restore(state)
-            kinds |= set(self.residuals.kinds)
+        for residuals in self.all_residuals:
+            residuals.prepare_restore(state)
+            kinds |= set(residuals.kinds)
         return kinds
 
     def wanted(self) -> Sequence[Piece]:
         """Return the pieces of the base class and the residuals, to be restored."""
-        return [*super().wanted(), *([] if self.residuals is None else self.residuals.wanted())]
+        return [*super().wanted(), *(piece for residuals in self.all_residuals for piece in residuals.wanted())]
 
     def state(self) -> dict[str, Any]:
         """Return the optimizer's clock, and how many ranks have residuals."""
-        return super().state() | ({} if self.residuals is None else self.residuals.state())
+        return super().state() | (self.all_residuals[0].state() if self.all_residuals else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned, once the pieces are there."""
         super().restore(state)
-        if self.residuals is not None:
-            self.residuals.restored()
+        for residuals in self.all_residuals:
+            residuals.restored()
 
 
 def without_loss_scale(gradients: Array, loss_scale: float, wide: Array | None = None) -> Array:

@@ -87,7 +87,7 @@ class CompressedExchange(ErrorFeedbackExchange, AllreduceExchange):
 
     def __init__(self, context: RankContext, name: str, config: CompressionConfig, seed: int) -> None:
         super().__init__(context)
-        self.config, self._loss_scale = config, 1.0
+        self.config = config
         self._owes = False  # residuals of a checkpoint may be due where gradients are not encoded
         self._summing = bucket_reduction(context, name, config, seed)
         self._codes = self._summing.codes
@@ -121,10 +121,6 @@ class CompressedExchange(ErrorFeedbackExchange, AllreduceExchange):
         if self._is_open and isinstance(self._codes, PowerSgdReduction):
             self._codes.rollback()
         super()._give_up()
-
-    def scaled_by(self, loss_scale: float) -> None:
-        """Record the loss scale of the step that begins (local)."""
-        self._loss_scale = loss_scale
 
     def reduce(self, op: Operation) -> None:
         """Sum the gradients of the range in place. Collective over the data axis."""

@@ -31,7 +31,7 @@ with Adam.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Final
 
 import numpy as np
@@ -114,14 +114,6 @@ def scale_groups(layout: Layout, part: Range, ranks: int) -> list[ScaleGroup]:
     return groups + [ScaleGroup(tuple(packs[key])) for key in sorted(packs)]
 
 
-@dataclass(frozen=True)
-class ScaleGroupState:
-    """A scale group and the Adam state of its elements."""
-
-    stretch: ScaleGroup
-    adam: OneBitAdam
-
-
 WORKER: Final = "onebit.worker_error"
 SERVER: Final = "onebit.server_error"
 FROZEN: Final = "frozen"  # among the numbers of a checkpoint: how many ranks have worker errors, 0 before the freeze
@@ -141,23 +133,23 @@ class OneBitExchange(LocalGradients):
         self.config, self._seed, self._scale = config, seed, 1.0
         moments = AdamMoments(beta1=optimizer.beta1, beta2=optimizer.beta2, epsilon=optimizer.epsilon)
         data = context.data
+        # The scale groups of each part, with the Adam state of their elements.
         self.held = {
             part: [
-                ScaleGroupState(stretch, OneBitAdam(stretch.size, data.rank, data.size, moments, on=context.on))
-                for stretch in scale_groups(context.layout, part, data.size)
+                (group, OneBitAdam(group.size, data.rank, data.size, moments, on=context.on))
+                for group in scale_groups(context.layout, part, data.size)
             ]
             for part in context.parts
         }
-        for held in self._all():
-            for array in held.adam.arrays().values():
+        for _, adam in self._all():
+            for array in adam.arrays().values():
                 context.counted(array, "optimizer")
         self._is_frozen = False
         self._before = data.size  # the ranks that had worker errors in the checkpoint that is read; 0: none
         self._taken: list[list[Array]] = []
 
-    def _all(self) -> Iterator[ScaleGroupState]:
-        for held in self.held.values():
-            yield from held
+    def _all(self) -> Iterator[tuple[ScaleGroup, OneBitAdam]]:
+        return chain.from_iterable(self.held.values())
 
     @property
     def is_compressing(self) -> bool:
@@ -188,36 +180,36 @@ class OneBitExchange(LocalGradients):
         if freezes:
             # Gradients are shares of the mean over all samples; the mean over the ranks is taken when they have come.
             scale = self.clip_factor() * self.context.data.size
-        for held in self._all():
-            if freezes and not held.adam.is_frozen:
-                held.adam.freeze()
-            elif held.adam.is_frozen and not freezes:
-                held.adam.thaw()
+        for _, adam in self._all():
+            if freezes and not adam.is_frozen:
+                adam.freeze()
+            elif adam.is_frozen and not freezes:
+                adam.thaw()
         self._scale, self._is_frozen = scale, freezes
         super().begin_update(1.0)
 
     def compress(self, op: Operation) -> None:
         """Replace the gradients of the range, a part of this rank, by the step of Adam."""
-        for held in self.held[op.part]:
-            gradient = held.stretch.gather(self.gradients)
+        held = self.held[op.part]
+        for group, adam in held:
+            gradient = group.gather(self.gradients)
             gradient *= np.float32(self._scale)
             if self._is_frozen:
-                held.adam.accumulate(gradient)
+                adam.accumulate(gradient)
             else:
-                held.adam.warm(gradient)
-                held.stretch.scatter(gradient, self.gradients)
+                adam.warm(gradient)
+                group.scatter(gradient, self.gradients)
         if self._is_frozen:
-            self._send(self.held[op.part])
-            for held in self.held[op.part]:
-                direction = held.stretch.gather(self.gradients)
-                held.adam.direction(direction)
-                held.stretch.scatter(direction, self.gradients)
+            self._send([adam for _, adam in held])
+            for group, adam in held:
+                direction = group.gather(self.gradients)
+                adam.direction(direction)
+                group.scatter(direction, self.gradients)
 
-    def _send(self, held: Sequence[ScaleGroupState]) -> None:
+    def _send(self, adams: Sequence[OneBitAdam]) -> None:
         """Reduce-scatter the signs of the momenta to the owners of chunks, and all-gather the means."""
         comm, like = self.context.data, self.gradients.array
-        adams = [state.adam for state in held]
-        # Payloads lie alike in every message of a chunk; (ranks, stretches)
+        # Payloads lie alike in every message of a chunk; (ranks, groups)
         lie = [places([a.compressor.payload_bytes(a.chunks[q].size) for a in adams]) for q in range(comm.size)]
         sizes = [row[-1].stop if row else 0 for row in lie]
         outgoing, arrived, all_means = places(sizes), places([sizes[comm.rank]] * comm.size), places(sizes)
@@ -237,22 +229,21 @@ class OneBitExchange(LocalGradients):
             for adam, place in zip(adams, lie[owner], strict=True):
                 adam.receive(owner, means[row.slice][place.slice])
 
-    def _key(self, stretch: int, phase: int) -> RandomKey:
+    def _key(self, group: int, phase: int) -> RandomKey:
         data = self.context.data
-        return RandomKey(self._seed, self.sharded_update.optimizer.count, data.rank, stretch * (data.size + 1) + phase)
+        return RandomKey(self._seed, self.sharded_update.optimizer.count, data.rank, group * (data.size + 1) + phase)
 
     def pieces(self) -> Sequence[Piece]:
         """Return the pieces of the base class, this rank's share of the moments, and its errors."""
         context, shares, pieces = self.context, self.shares(), list(super().pieces())
         once = counted(context.layout, context.parts, context.tensor)
-        for held in self._all():
-            stretch, adam = held.stretch, held.adam
-            whole = Range(0, stretch.size)
+        for group, adam in self._all():
+            whole = Range(0, group.size)
             for name in ("m", "v"):
-                pieces += stretch.pieces(f"optimizer.{name}", adam.arrays()[name], whole, shares)
+                pieces += group.pieces(f"optimizer.{name}", adam.arrays()[name], whole, shares)
             if adam.is_frozen:
-                pieces += stretch.pieces(f"{WORKER}.{context.data.rank}", adam.worker_error, whole, once)
-                pieces += stretch.pieces(SERVER, adam.server_error, adam.own, once)
+                pieces += group.pieces(f"{WORKER}.{context.data.rank}", adam.worker_error, whole, once)
+                pieces += group.pieces(SERVER, adam.server_error, adam.own, once)
         return pieces
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
@@ -266,19 +257,18 @@ class OneBitExchange(LocalGradients):
         """Return the pieces of the base class, moments and errors, to be restored."""
         context, pieces = self.context, list(super().wanted())
         self._taken = []
-        for held in self._all():
-            stretch, adam = held.stretch, held.adam
-            whole = Range(0, stretch.size)
+        for group, adam in self._all():
+            whole = Range(0, group.size)
             for name in ("m", "v"):
-                pieces += stretch.pieces(f"optimizer.{name}", adam.arrays()[name], whole, context.parts)
+                pieces += group.pieces(f"optimizer.{name}", adam.arrays()[name], whole, context.parts)
             if self._before:
-                pieces += stretch.pieces(SERVER, adam.server_error, adam.own, context.parts)
+                pieces += group.pieces(SERVER, adam.server_error, adam.own, context.parts)
             if self._before == context.data.size:
-                pieces += stretch.pieces(f"{WORKER}.{context.data.rank}", adam.worker_error, whole, context.parts)
+                pieces += group.pieces(f"{WORKER}.{context.data.rank}", adam.worker_error, whole, context.parts)
             elif self._before:
                 taken = [backend.zeros(adam.own.size, _FLOAT32, context.on) for _ in range(self._before)]
                 for rank, array in enumerate(taken):
-                    pieces += stretch.pieces(f"{WORKER}.{rank}", array, adam.own, context.parts)
+                    pieces += group.pieces(f"{WORKER}.{rank}", array, adam.own, context.parts)
                 self._taken.append(taken)
         return pieces
 
@@ -290,12 +280,12 @@ class OneBitExchange(LocalGradients):
         """Restore what `state` returned, once the pieces are there (local)."""
         super().restore(state)
         self._is_frozen = state.get(FROZEN, 0) > 0
-        for held in self._all():
-            held.adam.count, held.adam.is_frozen = self.sharded_update.optimizer.count, self._is_frozen
-        for held, taken in zip(self._all(), self._taken, strict=False):
+        for _, adam in self._all():
+            adam.count, adam.is_frozen = self.sharded_update.optimizer.count, self._is_frozen
+        for (_, adam), taken in zip(self._all(), self._taken, strict=False):
             # The mean over the ranks goes on where it is added up: by the rank that owns the chunk.
-            own = held.adam.worker_error[held.adam.own.slice]
-            held.adam.worker_error[...] = 0
+            own = adam.worker_error[adam.own.slice]
+            adam.worker_error[...] = 0
             for errors in taken:
                 own += errors
             own *= np.float32(self.context.data.size / self._before)

@@ -120,14 +120,18 @@ _BYTES, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 
 
 class CompressedReduction(Protocol):
-    """Sum of float32 gradients over the ranks, in place."""
+    """Base of sums of float32 gradients over the ranks, in place."""
 
     @property
     def passes(self) -> tuple[float, float]:
         """Times that a rank encodes, and decodes, each value, on average."""
 
     def kept(self, part: Range) -> list[Range]:
-        """Return the ranges of ``part``, disjoint and ascending, of which this rank may have residuals (local)."""
+        """Return the ranges of ``part``, disjoint and ascending, of which this rank may have residuals (local).
+
+        All of ``part`` where a rank encodes its own share of a sum too.
+        """
+        return [part]
 
     def allreduce(self, values: Array, part: Range) -> None:
         """Sum the ``values`` of ``part``, a range of the flat space. Collective over its communicator."""
@@ -164,15 +168,7 @@ class _Messages:
         wait_all(sends)
 
 
-class _CodedReduction:
-    """Base of reductions in which a rank encodes all of its gradients, its own share of a sum included."""
-
-    def kept(self, part: Range) -> list[Range]:
-        """Return all of ``part``."""
-        return [part]
-
-
-class QuantisedReduction(_CodedReduction):
+class QuantisedReduction(CompressedReduction):
     """Reduce-scatter and all-gather of payloads: owners sum in float32, and encode the sum once more."""
 
     def __init__(self, comm: Communicator, coder: GradientCoder) -> None:
@@ -236,7 +232,7 @@ class QuantisedReduction(_CodedReduction):
         )
 
 
-class GatheredReduction(_CodedReduction):
+class GatheredReduction(CompressedReduction):
     """All-gather of the payloads of all ranks, which every rank sums."""
 
     def __init__(self, comm: Communicator, coder: GradientCoder) -> None:
@@ -261,7 +257,7 @@ class GatheredReduction(_CodedReduction):
         self._messages.gather_and_take(rows, lambda: self.coder.encode(values, part, rows[comm.rank]), take)
 
 
-class PayloadAllreduce(_CodedReduction):
+class PayloadAllreduce(CompressedReduction):
     """Allreduce of payloads that name the same elements on all ranks, so that the coder's rank is 0."""
 
     def __init__(self, comm: Communicator, coder: GradientCoder, algorithm: str) -> None:
@@ -323,7 +319,7 @@ def inter_node(data: Communicator) -> Communicator:
     return nodes.peers
 
 
-class InterNodeReduction:
+class InterNodeReduction(CompressedReduction):
     """Reduction that compresses between nodes only; ``between_nodes`` sums over the ranks of `inter_node`."""
 
     def __init__(self, data: Communicator, between_nodes: CompressedReduction) -> None:

@@ -20,7 +20,7 @@ from hpcdist.compression.quantise.sign import SignSgd
 from hpcdist.compression.quantise.uniform import NEAREST, STOCHASTIC, Blockwise, Qsgd
 from hpcdist.compression.sparsify.randomk import RandomK
 from hpcdist.compression.sparsify.topk import TopK
-from hpcdist.strategies.allreduce import buckets_of_layers
+from hpcdist.strategies.allreduce import buckets_of_layers, groups_of_layers
 from hpcdist.strategies.compressed.config import LOW_RANK, QUANTISED, SUMMED, CompressionConfig
 from hpcdist.strategies.compressed.low_rank import PowerSgdReduction
 from hpcdist.strategies.compressed.reduction import (
@@ -98,7 +98,19 @@ def reduction_of(
     ``on`` is "cpu" or "gpu". Raises ConfigurationError as `bucket_reduction` does.
     """
     comm = inter_node(data) if config.across_nodes else data
-    codes, reduction = _reduction(comm, layout, buckets, name, config, seed, algorithm, on)
+    codes: GradientCoder | PowerSgdReduction
+    reduction: CompressedReduction
+    if name in LOW_RANK:
+        codes = reduction = PowerSgdReduction(comm, layout, buckets, config.rank, seed, algorithm, on)
+    else:
+        # Payloads that are summed as they are name the same elements: their draws are those of rank 0 everywhere.
+        codes = coder = GradientCoder(layout, compressor(name, config), seed, 0 if name in SUMMED else comm.rank)
+        if name in QUANTISED:
+            reduction = QuantisedReduction(comm, coder)
+        elif name in SUMMED:
+            reduction = PayloadAllreduce(comm, coder, algorithm)
+        else:
+            reduction = GatheredReduction(comm, coder)
     return BucketReduction(
         comm, buckets, codes, InterNodeReduction(data, reduction) if config.across_nodes else reduction
     )
@@ -110,35 +122,7 @@ def _cut(context: RankContext, name: str, part: Range) -> list[Range]:
     They are as long as those of float32 gradients. Factors are of whole tensors, and each bucket of them takes two
     rounds of messages: theirs are as many layers as make such a bucket.
     """
-    if name not in LOW_RANK:
-        # The draws of a piece are named by the line that it begins in: no two begin in the same one.
-        return buckets_of_layers(context.layout, _ITEMSIZE, align_up(context.bucket_bytes, ALIGN_BYTES), part)
-    buckets: list[Range] = []
-    stop = part.stop
-    layers = (unit for unit in context.layout.units.values() if unit.intersect(part))
-    for layer in sorted(layers, reverse=True):
-        if (stop - layer.start) * _ITEMSIZE >= context.bucket_bytes or layer.start == part.start:
-            buckets.append(Range(layer.start, stop))
-            stop = layer.start
-    return buckets
-
-
-def _reduction(
-    comm: Communicator,
-    layout: Layout,
-    parts: tuple[Range, ...],
-    name: str,
-    config: CompressionConfig,
-    seed: int,
-    algorithm: str,
-    on: str,
-) -> tuple[GradientCoder | PowerSgdReduction, CompressedReduction]:
     if name in LOW_RANK:
-        factors = PowerSgdReduction(comm, layout, parts, config.rank, seed, algorithm, on)
-        return factors, factors
-    encoder = compressor(name, config)
-    # Payloads that are summed as they are name the same elements: their draws are those of rank 0 everywhere.
-    coder = GradientCoder(layout, encoder, seed, 0 if name in SUMMED else comm.rank)
-    if name in QUANTISED:
-        return coder, QuantisedReduction(comm, coder)
-    return coder, PayloadAllreduce(comm, coder, algorithm) if name in SUMMED else GatheredReduction(comm, coder)
+        return list(groups_of_layers(context.layout.units.values(), -(-context.bucket_bytes // _ITEMSIZE), part))
+    # The draws of a piece are named by the line that it begins in: no two begin in the same one.
+    return buckets_of_layers(context.layout, _ITEMSIZE, align_up(context.bucket_bytes, ALIGN_BYTES), part)

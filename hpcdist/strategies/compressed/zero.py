@@ -321,7 +321,7 @@ class CompressedZero(ErrorFeedbackExchange, ZeroExchange):
         self, context: RankContext, stage: int, zero: ZeroConfig, name: str, config: CompressionConfig, seed: int
     ) -> None:
         self._shards: FlatStore | None = None  # what is decoded, where owners step their cuts elsewhere
-        self._asked, self._loss_scale = config, 1.0
+        self._asked = config
         self.gathered: CompressedGathers | None = None
         self._is_stale = False  # shards are not yet what is decoded of the own cuts
         super().__init__(context, stage, zero)
@@ -372,10 +372,6 @@ class CompressedZero(ErrorFeedbackExchange, ZeroExchange):
             self._is_stale = False
             self.spread()
         super().begin(operations)
-
-    def scaled_by(self, loss_scale: float) -> None:
-        """Record the loss scale of the step that begins (local)."""
-        self._loss_scale = loss_scale
 
     def _reduce_scatter(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
         if self.sums is None or not (self._is_open or self.is_compressing):

@@ -211,6 +211,8 @@ class Exchange(Protocol):
 
         Collective.
         """
+        sums = self.agree(np.concatenate([[sum(losses)], values]))
+        return float(sums[0]), sums[1:]
 
     def begin_update(self, scale: float) -> None:
         """Record that this step updates, with gradients multiplied by ``scale`` (local)."""

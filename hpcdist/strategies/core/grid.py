@@ -102,7 +102,7 @@ def rank_map(grid: ProcessGrid, nodes: Sequence[Sequence[int]]) -> list[str]:
         where: dict[tuple[int, ...], list[str]] = {}
         for group in grid.tensor_groups[stage * groups_per_stage : (stage + 1) * groups_per_stage]:
             where.setdefault(tuple(sorted({node_of[rank] for rank in group})), []).append(_bracketed(group))
-        places = [f"node {'+'.join(map(str, on))} {_shortened(groups)}" for on, groups in where.items()]
+        places = [f"node {'+'.join(map(str, on))} {' '.join(_few(groups))}" for on, groups in where.items()]
         lines.append(f"stage {stage}: {'; '.join(_few(places))}")
     return lines
 
@@ -124,10 +124,6 @@ def _bracketed(group: range) -> str:
     return f"[{group[0]}]" if len(group) == 1 else f"[{group[0]}-{group[-1]}]"
 
 
-def _shortened(groups: list[str]) -> str:
-    return " ".join(_few(groups))
-
-
 def _few(words: list[str]) -> list[str]:
     return words if len(words) <= 2 * SHOWN else [*words[:SHOWN], "...", *words[-SHOWN:]]
 
@@ -144,21 +140,20 @@ class GridCommunicators:
         self.place = grid.coordinates(comm.rank)
         self._split: dict[str, Communicator] = {}
 
-    def _along(self, axis: str, *others: str) -> "Communicator":
-        # No functools.cached_property: until Python 3.12 it holds a lock that all ranks of one process would share.
-        name = " x ".join((axis, *others))
-        if name not in self._split:
-            self._split[name] = self._make(name, (axis, *others))
-        return self._split[name]
-
-    def _make(self, name: str, axes: tuple[str, ...]) -> "Communicator":
+    def _along(self, *axes: str) -> "Communicator":
         color = key = 0
         for axis in ORDER:
             degree, place = getattr(self.grid, axis), self.place[axis]
             color, key = (color, key * degree + place) if axis in axes else (color * degree + place, key)
-        comm = self.world.split(color, key, name)
-        assert comm is not None
-        return comm
+        return self._part(self.world, color, key, " x ".join(axes))
+
+    def _part(self, whole: "Communicator", color: int, key: int, name: str) -> "Communicator":
+        # No functools.cached_property: until Python 3.12 it holds a lock that all ranks of one process would share.
+        if name not in self._split:
+            part = whole.split(color, key, name)
+            assert part is not None
+            self._split[name] = part
+        return self._split[name]
 
     @property
     def data(self) -> "Communicator":
@@ -193,11 +188,7 @@ class GridCommunicators:
         replicas = self.replicas
         if degree == replicas.size:
             return replicas
-        if "experts" not in self._split:
-            group = replicas.split(replicas.rank // degree, replicas.rank, "experts")
-            assert group is not None
-            self._split["experts"] = group
-        return self._split["experts"]
+        return self._part(replicas, replicas.rank // degree, replicas.rank, "experts")
 
     def free(self) -> None:
         """Free the communicators; no operation over one of them may be under way. Collective over ``comm``."""

@@ -179,10 +179,9 @@ class ShardedUpdateExchange(Exchange):
 
     def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
         """Sum ``losses`` and ``values`` over the world. Collective."""
-        if self.shards is not None:
-            return self.shards.agree_losses(losses, values, self.agree)
-        sums = self.agree(np.concatenate([[sum(losses)], values]))
-        return float(sums[0]), sums[1:]
+        if self.shards is None:
+            return super().agree_losses(losses, values)
+        return self.shards.agree_losses(losses, values, self.agree)
 
     def begin_update(self, scale: float) -> None:
         """Begin the update of the step."""
@@ -218,6 +217,11 @@ class ShardedUpdateExchange(Exchange):
         if self.sharded_update.master is not None:
             self.sharded_update.master.round_into(self.parameters)
             self.spread()
+
+    def poll(self, op: Operation) -> None:
+        """Make progress on what goes on beside the computation (local)."""
+        assert self.overlap is not None
+        self.overlap.poll()
 
     def spread(self) -> None:
         """Send the owned parts to all ranks that keep them: here each rank has updated its own (local)."""

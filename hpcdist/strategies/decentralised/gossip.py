@@ -58,13 +58,6 @@ class Graph:
     rounds: tuple[tuple[Sources, ...], ...]
     gap: float
 
-    @property
-    def degree(self) -> int:
-        """Largest number of ranks that one rank takes from in a step."""
-        if not self.rounds:
-            return self.size - 1
-        return max(len(taken) for rows in self.rounds for taken in rows)
-
     def sources(self, rank: int, number: int) -> Sources:
         """Return the sources of ``rank`` in round ``number``, by ascending rank."""
         return self.rounds[number][rank]

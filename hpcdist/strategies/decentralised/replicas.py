@@ -17,17 +17,16 @@ the mean that such an averaging takes.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from hpcdist import collectives
 from hpcdist.arrays.backend import namespace
 from hpcdist.arrays.piece import Piece
-from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.ranges import split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.segments import scratch
-from hpcdist.comm.communicator import Communicator
 from hpcdist.optim import norms
 from hpcdist.optim.update import kernels
 from hpcdist.strategies.allreduce import buckets_of_layers
@@ -35,40 +34,6 @@ from hpcdist.strategies.core.exchange import Handlers, pieces_of
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate, ShardedUpdateExchange
 from hpcdist.strategies.schedule.operations import Kind, Operation
-
-
-def average(
-    comm: Communicator,
-    store: FlatStore,
-    ranges: Iterable[Range],
-    algorithm: str,
-    *,
-    weight: int = 1,
-    total: int,
-    replace: bool = True,
-) -> np.ndarray:  # (2,)
-    """Return the sums of squares of this rank's values less the mean, and of the mean. Collective over ``comm``.
-
-    The mean counts the values of each rank ``weight`` times; ``total`` is the sum of the weights. With ``replace`` the
-    values of ``store`` are the mean afterwards, the same bits on every rank. Waits for a GPU.
-    """
-    squares = np.zeros(2)
-    for part in ranges:
-        own = store.range(part)
-        mean = scratch("decentralised.mean", own.size, own.dtype, own)
-        if weight == 1:
-            mean[...] = own
-        else:
-            namespace(own).multiply(own, own.dtype.type(weight), out=mean)
-        collectives.allreduce(comm, mean, algorithm)
-        mean /= mean.dtype.type(total)
-        apart = own if replace else mean
-        squares[1] += float(kernels.sum_of_squares(mean))
-        namespace(own).subtract(own, mean, out=apart)
-        squares[0] += float(kernels.sum_of_squares(apart))
-        if replace:
-            own[...] = mean
-    return squares
 
 
 class Replicas(ShardedUpdateExchange):
@@ -114,16 +79,34 @@ class Replicas(ShardedUpdateExchange):
     def begin_update(self, scale: float) -> None:
         """Begin the update of the step; ``scale``, of a gradient that all share, is replaced by that of the own one."""
         limit, normalizes = self.context.optimizer.clip_norm, self.context.optimizer.normalize_gradient
-        own = norms.clip_scale(self._norm_squared, limit, normalize=normalizes) if limit or normalizes else 1.0
+        own = norms.clip_scale(self._norm_squared, limit, normalize=normalizes)
         self.apart = True
         super().begin_update(own * self.factor)
 
-    def average(self, store: FlatStore, weight: int = 1, total: int = 0, *, replace: bool = True) -> np.ndarray:
-        """Average ``store`` over the ranks; see `average`. Collective."""
-        total = total or self.context.data.size
-        return average(
-            self.context.data, store, self.ranges, self.algorithm, weight=weight, total=total, replace=replace
-        )
+    def average(self, store: FlatStore, weight: int = 1, total: int = 0, *, replace: bool = True) -> np.ndarray:  # (2,)
+        """Return the sums of squares of this rank's values less the mean, and of the mean. Collective.
+
+        The mean counts the values of each rank ``weight`` times; ``total`` is the sum of the weights, 0 for that of
+        1 each. With ``replace`` the values of ``store`` are the mean afterwards, the same bits on every rank. Waits for
+        a GPU.
+        """
+        squares = np.zeros(2)
+        for part in self.ranges:
+            own = store.range(part)
+            mean = scratch("decentralised.mean", own.size, own.dtype, own)
+            if weight == 1:
+                mean[...] = own
+            else:
+                namespace(own).multiply(own, own.dtype.type(weight), out=mean)
+            collectives.allreduce(self.context.data, mean, self.algorithm)
+            mean /= mean.dtype.type(total or self.context.data.size)
+            apart = own if replace else mean
+            squares[1] += float(kernels.sum_of_squares(mean))
+            namespace(own).subtract(own, mean, out=apart)
+            squares[0] += float(kernels.sum_of_squares(apart))
+            if replace:
+                own[...] = mean
+        return squares
 
     def note(self, squares: np.ndarray) -> None:
         """Record the consensus distance of this step, from the squares that `average` returned. Collective."""

@@ -55,7 +55,7 @@ _BYTES: Final = np.dtype(np.uint8)
 
 
 class PayloadTransport(MessageTransport):
-    """Message transport (`transport.Transport`) of payloads. Construction is collective over the world.
+    """Message transport of payloads. Construction is collective over the world.
 
     What is pushed is encoded by ``coder`` where the step ``compresses``; gradients are then multiplied by
     ``loss_scale``. ``owes``: there may be residuals of ranges that this rank serves.

@@ -27,7 +27,7 @@ from hpcdist.collectives.half_precision import round_into, widen
 from hpcdist.collectives.reduction import ufunc
 from hpcdist.collectives.segments import scratch, wait_all
 from hpcdist.comm.communicator import Communicator, Request
-from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, ServerTopology, pushed
+from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, ServerTopology, Transport, pushed
 
 AHEAD: Final = 4  # gradients that a server receives, or adds, at a time: two are added while two are on their way
 
@@ -72,10 +72,8 @@ class ReceiveQueue:
         return self._comm.irecv(self._view(index), self._order[index][1], GRADIENT)
 
 
-class MessageTransport:
-    """Transport (`transport.Transport`) by messages. Construction is collective over the world."""
-
-    loaded_bytes = 0  # nothing is read from memory of others
+class MessageTransport(Transport):
+    """Transport by messages. Construction is collective over the world."""
 
     def __init__(self, topology: ServerTopology) -> None:
         context = topology.context
@@ -196,6 +194,3 @@ class MessageTransport:
         """Wait for the sends."""
         wait_all(self._sent)
         self._sent.clear()
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to free."""

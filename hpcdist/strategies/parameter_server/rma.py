@@ -21,16 +21,14 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Request
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, ServerTopology, pushed
+from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, ServerTopology, Transport, pushed
 
 
-class RmaTransport:
-    """Transport (`transport.Transport`) by one-sided communication. Construction is collective over the world.
+class RmaTransport(Transport):
+    """Transport by one-sided communication. Construction is collective over the world.
 
     Raises ConfigurationError on a GPU and MissingCapabilityError, on all ranks, where MPI has no working RMA.
     """
-
-    loaded_bytes = 0  # what is put and got is counted as sent
 
     def __init__(self, topology: ServerTopology) -> None:
         context = topology.context
@@ -90,7 +88,9 @@ class RmaTransport:
         if server != self.topology.rank:
             # In elements from the start of the server's window; slots are as long as what that server owns.
             at = self._held(server) + self._owned_at(part, server)
-            for slot, values in zip(self._slots_of(self.topology.rank), self._pushed(part), strict=True):
+            for slot, values in zip(
+                self._slots_of(self.topology.rank), pushed(self.gradients, self.partials, part), strict=True
+            ):
                 self._window.put(values, server, (at + slot * self._starts[server][-1]) * self._itemsize)
             self._put.append(part)
         if part == self.topology.messages[-1][0]:
@@ -99,9 +99,6 @@ class RmaTransport:
     def _slots_of(self, worker: int) -> range:
         index = self.topology.roles.workers.index(worker)
         return range(self._first[index], self._first[index + 1])
-
-    def _pushed(self, part: Range) -> list[Array]:
-        return pushed(self.gradients, self.partials, part)
 
     def _announce(self) -> None:
         """Flush the puts, and tell the servers."""
@@ -119,15 +116,12 @@ class RmaTransport:
         inputs: list[Array] = []
         for worker in self.topology.roles.workers:
             if worker == self.topology.rank:
-                inputs += self._pushed(part)
+                inputs += pushed(self.gradients, self.partials, part)
             else:
                 self.comm.recv(np.zeros(1, np.uint8), worker, GRADIENT)
                 inputs += [self._slots[slot][at : at + part.size] for slot in self._slots_of(worker)]
         self._window.sync()  # memory barrier: loads below see what others have put
         self.topology.total(inputs, own)
-
-    def expect(self) -> None:
-        """Do nothing: nothing is posted ahead."""
 
     def publish(self, part: Range) -> None:
         """Tell the workers that the new values of an own range are in the window."""

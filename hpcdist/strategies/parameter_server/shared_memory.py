@@ -32,7 +32,14 @@ from hpcdist.collectives.node.protocol import LINE_BYTES, has_reached
 from hpcdist.collectives.segments import scratch, wait_all
 from hpcdist.comm.communicator import Communicator, Request, SharedBlock
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
-from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, PartialSums, ServerTopology, pushed
+from hpcdist.strategies.parameter_server.transport import (
+    GRADIENT,
+    PARAMETER,
+    PartialSums,
+    ServerTopology,
+    Transport,
+    pushed,
+)
 
 SPINS: Final = 4000  # looks at a counter before the core is offered to others, where each rank has one of its own
 YIELDS: Final = 500  # offers before Python is asked whether all live: about a millisecond
@@ -94,8 +101,8 @@ class NodeFlags:
         self._block.close()
 
 
-class SharedMemoryTransport:
-    """Transport (`transport.Transport`) by shared memory. Construction is collective over the world.
+class SharedMemoryTransport(Transport):
+    """Transport by shared memory. Construction is collective over the world.
 
     Raises ConfigurationError on a GPU and MissingCapabilityError, on all ranks, where a node cannot share memory.
     """
@@ -119,7 +126,6 @@ class SharedMemoryTransport:
         self._flags = NodeFlags(self._node, 2 * count)
         self._pushes, self._collects, self._news = [0] * count, [0] * count, [0] * count
         self._sent: list[Request] = []
-        self.loaded_bytes = 0
         self._blocks: list[SharedBlock] = []
         self.partials: PartialSums | None = None
         self.parameters, self.gradients = self._stores()
@@ -200,9 +206,6 @@ class SharedMemoryTransport:
                 inputs += [arrived[at] for at, rank in enumerate(elsewhere) if rank == worker]
         wait_all(requests)
         self.topology.total(inputs, own)
-
-    def expect(self) -> None:
-        """Do nothing: nothing is posted ahead."""
 
     def publish(self, part: Range) -> None:
         """Announce the new values of an own range, and begin to send them to the other nodes."""

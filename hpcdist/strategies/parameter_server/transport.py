@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Protocol
 
-import numpy as np
-
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
@@ -28,7 +26,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.parameter_server.partition import KeyPartition, Roles, partition_keys
 
-TREE_BLOCK_BYTES = 64 << 10  # of sums whose addends all lie in memory: partial ones stay in the cache
+BLOCK_BYTES: Final = 64 << 10  # of a sum of several buffers: partial sums stay in the cache
 
 
 class ShardTree:
@@ -50,7 +48,7 @@ class ShardTree:
             self._total(iter(addends), target, lasting=False)
             return
         whole = list(addends)
-        for block in cut(Range(0, target.size), TREE_BLOCK_BYTES // target.itemsize):
+        for block in cut(Range(0, target.size), BLOCK_BYTES // target.itemsize):
             self._total((addend[block.slice] for addend in whole), target[block.slice], lasting=True)
 
     def _total(self, addends: Iterator[Array], target: Array, *, lasting: bool) -> None:
@@ -148,8 +146,6 @@ def _plan(tree: ShardTree, index: int) -> tuple[list[tuple[int, int, bool]], lis
 GRADIENT: Final = 0  # tags; messages of one tag stay in the order of the plan, which all ranks share
 PARAMETER: Final = 1
 
-BLOCK_BYTES: Final = 64 << 10  # of a sum of several buffers: it stays in the cache until the last one is added
-
 
 @dataclass(frozen=True)
 class ServerTopology:
@@ -239,16 +235,17 @@ class ServerTopology:
 
 
 class Transport(Protocol):
-    """Transport of gradients from workers to servers (push, collect), and of parameters back (publish, pull).
+    """Base of transports of gradients from workers to servers (push, collect), and of parameters back (publish, pull).
 
     A rank calls these in the order of the plan, and `settle` before it lets others go on: after `agree` nobody reads
-    gradients of this step any more, and after the last operation nobody reads parameters of the one before.
+    gradients of this step any more, and after the last operation nobody reads parameters of the one before. What a
+    subclass leaves out does nothing.
     """
 
     parameters: FlatStore
     gradients: FlatStore  # of a worker; a dedicated server sums here
     partials: PartialSums | None  # of a worker, where sums follow logical shards: what it pushes then
-    loaded_bytes: int  # read so far out of memory that other ranks of the node have written; never part of bytes sent
+    loaded_bytes: int = 0  # read so far out of memory that other ranks of the node wrote; never part of bytes sent
 
     def push(self, part: Range) -> None:
         """Send the gradients of ``part``, or their partial sums, to its server; they stay until `settle` (a worker)."""
@@ -258,6 +255,7 @@ class Transport(Protocol):
 
     def expect(self) -> None:
         """Prepare for the new parameters of this step (local)."""
+        return
 
     def publish(self, part: Range) -> None:
         """Send the new values of an own range to the workers (a server)."""
@@ -270,6 +268,7 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Free windows and shared memory; the stores must not be used afterwards. Collective."""
+        return
 
 
 def pushed(gradients: FlatStore, partials: PartialSums | None, part: Range) -> list[Array]:
@@ -284,7 +283,8 @@ def add_in_order(inputs: Sequence[Array], target: Array) -> None:
             target[...] = inputs[0]
         return
     add = ufunc(target, "sum")
-    for block in _blocks(target, len(inputs)):
+    longest = BLOCK_BYTES // target.itemsize if len(inputs) > 2 else max(1, target.size)
+    for block in cut(Range(0, target.size), longest):
         left = inputs[0][block.slice]
         # What is one of the inputs may be overwritten by the last sum only.
         partial = scratch("parameter_server.sum", block.size, target.dtype, target) if len(inputs) > 2 else left
@@ -292,10 +292,3 @@ def add_in_order(inputs: Sequence[Array], target: Array) -> None:
             add(left, right[block.slice], partial)
             left = partial
         add(left, inputs[-1][block.slice], target[block.slice])
-
-
-def _blocks(target: Array, inputs: int) -> Iterator[Range]:
-    whole = Range(0, target.size)
-    if inputs == 2:
-        return iter([whole])
-    return cut(whole, BLOCK_BYTES // np.dtype(target.dtype).itemsize)

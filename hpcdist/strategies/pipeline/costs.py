@@ -28,6 +28,7 @@ Activations outside of brackets are cut over t as well where the tokens are (seq
 norms, activations and heads, and of convolutions, are in `hpcdist.models.counts`, from which all of this is taken.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -239,11 +240,6 @@ class UnitCost:
     output_bytes: int = 0
     scratch: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def flop(self) -> int:
-        """Operations forward and backward."""
-        return self.forward_flop + self.input_flop + self.weight_flop
-
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCounts:
@@ -281,7 +277,7 @@ def unit_costs(model: Model, samples: int, split: TensorSplit = TensorSplit()) -
         whole = forms.unit
         before = 0 if unit == 0 else costs[-1].output_bytes
         # What is behind the last unit are logits: no message, and their memory is counted with the unit.
-        after = 0 if unit == last else split.between(_per_sample(stage)) * itemsize * samples
+        after = 0 if unit == last else split.between(math.prod(stage.output_shape(1))) * itemsize * samples
         costs.append(
             UnitCost(
                 parameters=sum(split.size(spec) for spec in stage.tensors()),
@@ -309,13 +305,6 @@ def attention_scores(context: int, window: int = 0) -> int:
     rising = min(blocks, before)
     whole = rising * (rising + 1) // 2 + (blocks - rising) * (before + 1)
     return QUERY_BLOCK**2 * whole + rest * (QUERY_BLOCK * rising + rest)
-
-
-def _per_sample(stage: Stage) -> int:
-    size = 1
-    for extent in stage.output_shape(1):
-        size *= extent
-    return size
 
 
 def _product_size(spec: TensorSpec, split: TensorSplit) -> int:
@@ -352,7 +341,7 @@ def _matrices(model: Model, stage: Stage) -> SampleCounts:
 
 
 def _embedding(model: Model, stage: Stage) -> SampleCounts:
-    own = KeptArray(_per_sample(stage))
+    own = KeptArray(math.prod(stage.output_shape(1)))
     return SampleCounts(unit=UnitCounts(parameters=0, kept=(own,)), held=(own,), additions=own.size)
 
 

@@ -7,6 +7,7 @@ refused, with the smallest limit that would do.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Final
 
 from hpcdist.errors import ConfigurationError
@@ -179,8 +180,7 @@ def _given(sizes: Sequence[int], count: int, ranks: int, chunks: int) -> tuple[r
             f"parallel.stage_units = {list(sizes)}: {len(sizes)} parts of {sum(sizes)} units in all; give one for each "
             f"of {ranks} pipeline ranks{each}, {count} units in all (layers, and what is before and behind them)"
         )
-    starts = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
-    return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
+    return tuple(range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0)))
 
 
 def _too_large(

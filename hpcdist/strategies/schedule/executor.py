@@ -262,9 +262,7 @@ class Executor:
         if outcome.skipped:
             return
         norm_squared, normalizes = self._norm_squared / scale**2, self.context.optimizer.normalize_gradient
-        bounded = self.clip_norm or normalizes
-        clipped = norms.clip_scale(norm_squared, self.clip_norm, normalize=normalizes) if bounded else 1.0
-        self.exchange.begin_update(clipped / scale)
+        self.exchange.begin_update(norms.clip_scale(norm_squared, self.clip_norm, normalize=normalizes) / scale)
 
     @property
     def own_losses(self) -> list[float]:

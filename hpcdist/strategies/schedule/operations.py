@@ -164,6 +164,10 @@ class Operation:
         assert self.range is not None, self
         return self.range
 
+    def touches(self, part: Range) -> bool:
+        """Return whether its range, if it has one, has elements of ``part``."""
+        return self.range is not None and bool(self.range.intersect(part))
+
     def __str__(self) -> str:
         where = [str(n) for n in (self.microbatch, self.unit) if n >= 0]
         if self.range is not None:

@@ -125,9 +125,9 @@ class Stages:
             Kind.BACKWARD_INPUT: self.backward,
             Kind.BACKWARD_WEIGHT: self.backward_weight,
             Kind.SEND_ACTIVATION: self._send_activation,
-            Kind.RECV_ACTIVATION: self._recv_activation,
+            Kind.RECV_ACTIVATION: self._receive,
             Kind.SEND_GRADIENT: self._send_gradient,
-            Kind.RECV_GRADIENT: self._recv_gradient,
+            Kind.RECV_GRADIENT: self._receive,
         }
 
     def begin(
@@ -288,9 +288,6 @@ class Stages:
             if dropped:
                 self._arena.saved(self._model.stages[op.unit - 1].layer, op.microbatch).release()
 
-    def _recv_activation(self, op: Operation) -> None:
-        self._receive(op, self._inputs, back=False)
-
     def _send_gradient(self, op: Operation) -> None:
         if self._has_samples(op) and op.source >= 0:
             self._skips.send_gradient(op)
@@ -298,15 +295,12 @@ class Stages:
             self.neighbours.send_gradient(op, self._gradients.pop((op.microbatch, op.unit)))
             self._forget_gradient(op)
 
-    def _recv_gradient(self, op: Operation) -> None:
-        self._receive(op, self._gradients, back=True)
-
-    def _receive(self, op: Operation, arrived: dict[tuple[int, int], Array], *, back: bool) -> None:
-        """Receive what ``op`` names, and put it into ``arrived`` or, where it skips stages, to what does."""
+    def _receive(self, op: Operation) -> None:
+        """Receive an activation or a gradient, and keep it for its unit, or for one that it reaches by a skip."""
         if self._has_samples(op):
-            array = self.neighbours.receive(op)
+            array, back = self.neighbours.receive(op), op.kind is Kind.RECV_GRADIENT
             self._watch.distrust(array)
             if op.source >= 0:
                 self._skips.received(op, array, back=back)
             else:
-                arrived[op.microbatch, op.unit] = array
+                (self._gradients if back else self._inputs)[op.microbatch, op.unit] = array

@@ -2,7 +2,7 @@
 
 `TensorAxis` sums and gathers activations over the ranks of the axis, and measures how long that takes. A border is a
 pair of conjugate operators: what is the identity in the forward is a sum in the backward, and the other way round (f
-and g of arXiv:1909.08053, `ReplicatedBorders`). `SequenceBorders` has the pair of arXiv:2205.05198: an all-gather and
+and g of arXiv:1909.08053, `Borders`). `SequenceBorders` has the pair of arXiv:2205.05198: an all-gather and
 a reduce-scatter. When one rank calls a method here, all ranks of the axis do, in the same order.
 
 Tensors that the axis does not cut (norm scales, biases of outputs) are on all of its ranks: `counted`, `sum_norms`
@@ -12,7 +12,7 @@ and `sum_gradients` see to it that each counts once in norms, checkpoints and su
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -142,74 +142,49 @@ class TensorAxis:
         return SHARDED[name if in_order else "ring"]
 
 
-class Borders(Protocol):
-    """Borders of the parallel parts of a layer: outside a rank has its activations, inside those of all tokens."""
+class Borders:
+    """Borders of the parallel parts of a layer: outside a rank has its activations, inside those of all tokens.
 
-    axis: TensorAxis
-    by_rows: bool  # whether a rank has only some of the tokens
+    Here outside too: every rank has all activations, the same bits.
+    """
 
-    def enter(self, x: Array, saved: Saved) -> Array:
-        """Return all tokens of ``x``: itself, or a scratch array (batch, context, hidden)."""
-
-    def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """Sum the gradient of the entered activations over the ranks, in place; return this rank's part."""
-
-    def partial(self, shape: tuple[int, ...], dtype: Any, name: str, saved: Saved) -> Array:
-        """Return uninitialised memory (..., hidden) for this rank's summand of a result, all tokens of it."""
-
-    def leave(self, partial: Array, name: str, saved: Saved) -> Array:
-        """Sum the ranks' summands; return this rank's part of the result, kept under ``name``."""
-
-    def leave_backward(self, dy: Array, saved: Saved) -> Array:
-        """Return the gradient of all tokens: ``dy`` itself, or a scratch array."""
-
-    def first_token(self, y: Array) -> int:
-        """Return the index, among all tokens, of the first token of ``y`` (local)."""
-
-    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of this rank's part of activations of the shape ``whole`` (local)."""
-
-
-class ReplicatedBorders:
-    """Borders where every rank has all activations, the same bits."""
-
-    by_rows = False
+    by_rows = False  # whether a rank has only some of the tokens
 
     def __init__(self, axis: TensorAxis) -> None:
         self.axis = axis
 
     def enter(self, x: Array, saved: Saved) -> Array:
-        """Return x (local)."""
+        """Return all tokens of ``x``: itself, or a scratch array (batch, context, hidden)."""
         return x
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """Sum dx in place and return it."""
+        """Sum the gradient of the entered activations over the ranks, in place; return this rank's part."""
         self.axis.allreduce(dx.reshape(-1))
         return dx
 
     def partial(self, shape: tuple[int, ...], dtype: Any, name: str, saved: Saved) -> Array:
-        """Return the memory of the result itself (local)."""
+        """Return uninitialised memory (..., hidden) for this rank's summand of a result, all tokens of it."""
         return saved.empty(name, shape, dtype)
 
     def leave(self, partial: Array, name: str, saved: Saved) -> Array:
-        """Sum in place; return ``partial``."""
+        """Sum the ranks' summands; return this rank's part of the result, kept under ``name``."""
         self.axis.allreduce(partial.reshape(-1))
         return partial
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
-        """Return dy (local)."""
+        """Return the gradient of all tokens: ``dy`` itself, or a scratch array."""
         return dy
 
     def first_token(self, y: Array) -> int:
-        """Return 0: it has all tokens."""
+        """Return the index, among all tokens, of the first token of ``y`` (local)."""
         return 0
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return ``whole``."""
+        """Return the shape of this rank's part of activations of the shape ``whole`` (local)."""
         return whole
 
 
-class SequenceBorders:
+class SequenceBorders(Borders):
     """Borders where activations (batch x context, hidden) are cut by rows, unevenly if need be.
 
     All samples have ``context`` tokens here, at least one a rank: so the own rows tell how many there are in all. Where
@@ -219,7 +194,8 @@ class SequenceBorders:
     by_rows = True
 
     def __init__(self, axis: TensorAxis, context: int, pieces: Pieces | None = None, whole: int = 0) -> None:
-        self.axis, self.context, self.whole = axis, context, whole or context
+        super().__init__(axis)
+        self.context, self.whole = context, whole or context
         self._pieces = one_piece(context) if pieces is None else pieces
         assert context >= axis.size
 

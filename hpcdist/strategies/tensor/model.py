@@ -41,7 +41,7 @@ from hpcdist.models.stage import (
 )
 from hpcdist.models.transformer import TokenEmbedding
 from hpcdist.strategies.context.axis import ContextAxis
-from hpcdist.strategies.tensor.axis import Borders, ReplicatedBorders, SequenceBorders, TensorAxis
+from hpcdist.strategies.tensor.axis import Borders, SequenceBorders, TensorAxis
 from hpcdist.strategies.tensor.vocabulary import RowPositions, VocabularyCrossEntropy, VocabularyEmbedding
 
 
@@ -245,7 +245,7 @@ def cut_model(
             "set it to 1, and spread the model by parallel.pipeline or the strategies zero1, zero2, zero3"
         )
     axis = TensorAxis(comm, algorithm, None if context is None else context.watch)
-    borders: Borders = ReplicatedBorders(axis)
+    borders = Borders(axis)
     classes = split(model.layout.by_key["0.tokens.weight"].spec.shape[0], comm.size, itemsize=1, align_bytes=1)
     operations = sampling = _operations(model.operations, borders, classes)
     if sequence_parallel:

@@ -1,7 +1,7 @@
 """ZeRO over logical shards: gradients are summed in the order of a fixed tree, whatever the number of ranks.
 
 See `hpcdist.strategies.core.logical_shards`. Cuts decide no bit. Parameters travel as in the plain path, gradients
-once a step, to all owners: k Psi (p-1)/d_o bytes with k = 1 where L/p is a power of two (`LayerTrees`, in the order of
+once a step, to all owners: k Psi (p-1)/d_o bytes with k = 1 where L/p is a power of two (in the order of
 `hpcdist.collectives.algorithms.fixed_tree`). Each rank first sums what it can without the others, and these partial
 sums are of whole layers: log2(L/p) Psi bytes, so zero2 and zero3 save no memory of gradients unless every rank has
 one shard.
@@ -11,39 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.arrays.store import FlatStore
 from hpcdist.strategies.core.logical_shards import LogicalShards
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.zero.config import ShardingDegrees
-from hpcdist.strategies.zero.levels import OPTIMIZER, WHOLE, Levels
+from hpcdist.strategies.zero.levels import OPTIMIZER, WHOLE
 from hpcdist.strategies.zero.plain import PlainZero
-
-
-class LayerTrees:
-    """Tree of sums for each layer of ``levels``. Collective over the data axis, but where it says local."""
-
-    def __init__(self, shards: LogicalShards, levels: Levels) -> None:
-        self._shards, self._levels = shards, levels
-        self._trees = {layer: shards.tree() for layer in levels.cuts}
-        self._owners = {layer: levels.owners(layer) for layer in levels.cuts}
-
-    def add(self, layer: int, microbatch: int, store: FlatStore) -> None:
-        """Add the gradients of a layer of one of this rank's shards, but for the last (local)."""
-        self._take_in(layer, microbatch, store, copy=True)
-
-    def reduce(self, layer: int, microbatch: int, store: FlatStore) -> None:
-        """Add those of the last shard, and replace the own cut by the sum over all shards.
-
-        What ``store`` holds of the layer beyond that is undefined afterwards.
-        """
-        self._take_in(layer, microbatch, store, copy=False)
-        self._trees[layer].reduce_scatter(store.range(self._levels.cuts[layer][WHOLE]), self._owners[layer])
-
-    def _take_in(self, layer: int, microbatch: int, store: FlatStore, *, copy: bool) -> None:
-        whole = store.range(self._levels.cuts[layer][WHOLE])
-        self._shards.add(self._trees[layer], microbatch, whole, copy=copy)
 
 
 class ShardedSums(PlainZero):
@@ -56,8 +31,9 @@ class ShardedSums(PlainZero):
         if shards is not None:  # the tree ends at the owners of the optimizer's cuts, whatever the degree of gradients
             self.kept_cut = OPTIMIZER
         super().__init__(context, degrees, *parts, shards=shards)
-        self._trees = None if shards is None else LayerTrees(shards, self.levels)
         if shards is not None:
+            self._trees = {layer: shards.tree() for layer in self.levels.cuts}
+            self._owners = {layer: self.levels.owners(layer) for layer in self.levels.cuts}
             self.accumulates = False  # each shard is summed by itself, or its place in the tree would be lost
             self.degrees = replace(degrees, gradients=context.data.size)  # each REDUCE is over all replicas
             self.handlers = {**self.handlers, Kind.ADD: self.add}
@@ -70,16 +46,22 @@ class ShardedSums(PlainZero):
 
     def reduce(self, op: Operation) -> None:
         """Sum the gradients of a layer, by its tree where there are logical shards."""
-        if self._trees is None:
+        if self.shards is None:
             super().reduce(op)
             return
         layer = self._layer_of(op)
-        self._trees.reduce(layer, op.microbatch, self.gradients_at(layer))
+        self._trees[layer].reduce_scatter(self._take_in(layer, op.microbatch, copy=False), self._owners[layer])
         self._keep_shard(layer)
 
     def add(self, op: Operation) -> None:
         """Add the gradients of a logical shard to the partial sums of this rank, and free the layer (local)."""
-        assert self._trees is not None
-        self._trees.add(layer := self._layer_of(op), op.microbatch, self.gradients_at(layer))
+        self._take_in(layer := self._layer_of(op), op.microbatch, copy=True)
         if not self._keeps_gradients:
             self._whole_gradients.free(layer)
+
+    def _take_in(self, layer: int, microbatch: int, *, copy: bool) -> Array:
+        """Give the gradients of a layer, of one of this rank's shards, to its tree, and return them (local)."""
+        assert self.shards is not None
+        whole = self.gradients_at(layer).range(self.levels.cuts[layer][WHOLE])
+        self.shards.add(self._trees[layer], microbatch, whole, copy=copy)
+        return whole

@@ -66,13 +66,9 @@ class Offload:
         """Whether parameters stay in the memory that the model computes with (local)."""
         return self._config.offload_parameters == "none"
 
-    def parameters(self, parts: Sequence[Range]) -> FlatStore:
-        """Return the store of sharded parameters."""
-        return self._store(self._config.offload_parameters, "parameters", parts)
-
-    def gradients(self, parts: Sequence[Range]) -> FlatStore:
-        """Return the store of sharded gradients: they are where the parameters are."""
-        return self._store(self._config.offload_parameters, "gradients", parts)
+    def shards(self, category: str, parts: Sequence[Range]) -> FlatStore:
+        """Return the store of sharded parameters or, in the same place, gradients."""
+        return self._store(self._config.offload_parameters, category, parts)
 
     def optimizer(self, parts: Sequence[Range]) -> Optimizer:
         """Return the optimizer of ``parts``, with zeroed state."""
@@ -87,7 +83,7 @@ class Offload:
             total_steps=context.total_steps,
             make_slot=lambda name: self._store(place, "optimizer", parts, f"optimizer state {name}"),
         )
-        return BlockedOptimizer(inner, block_bytes=BLOCK_BYTES, on=context.on, ledger=context.ledger)
+        return BlockedOptimizer(inner, on=context.on, ledger=context.ledger)
 
     def _store(self, place: str, category: str, parts: Sequence[Range], what: str = "") -> FlatStore:
         context = self._context
@@ -113,11 +109,11 @@ class BlockedOptimizer(WrappedOptimizer):
     The result has the bits of ``inner`` on stores in memory. Slots that lie in memory are used where they are.
     """
 
-    def __init__(self, inner: SegmentWise, *, block_bytes: int, on: str = "cpu", ledger: Ledger | None = None) -> None:
+    def __init__(self, inner: SegmentWise, *, on: str = "cpu", ledger: Ledger | None = None) -> None:
         super().__init__(inner)
         self._on, self._ledger = on, ledger
         longest = max((part.size for part in inner.parts), default=0)
-        self._block = max(1, min(block_bytes // inner.dtype.itemsize, longest))
+        self._block = max(1, min(BLOCK_BYTES // inner.dtype.itemsize, longest))
         self._buffers: dict[str, list[np.ndarray]] = {}
         self._io = ThreadPoolExecutor(2, thread_name_prefix="hpcdist-offload")  # one reads, one writes
         self._scale = 1.0

@@ -107,27 +107,11 @@ def _named(op: Operation | None) -> str:
     return f"{op} of unit {op.unit}" if op.unit >= 0 else str(op)
 
 
-def overlap_of(context: RankContext, levels: Levels) -> BackgroundCollectives | None:
-    """Return the background collectives, None without overlap. Collective over the data axis.
-
-    Raises ConfigurationError for sharding degrees with which it cannot.
-    """
-    if context.overlap == "none" or context.data.size == 1:
-        return None
-    if not levels.at_once:
-        raise ConfigurationError(
-            f"communication.overlap = {context.overlap!r} with sharding degrees that are neither 1 nor all of the "
-            f"{context.data.size} data ranks is not built in this version: only what is cut over all of them in one "
-            "step goes on beside the computation; set zero.parameters, zero.gradients and zero.optimizer to 0, or "
-            "communication.overlap = 'none'"
-        )
-    return BackgroundCollectives(context.data, context.overlap)
-
-
 class OverlappedZero(PlainZero):
     """Layer of ZeRO that overlaps messages with computation, where ``communication.overlap`` says so.
 
-    What starts and waits is collective over the data axis.
+    What starts and waits is collective over the data axis. Raises ConfigurationError for sharding degrees with which it
+    cannot.
     """
 
     def __init__(self, context: RankContext, degrees: ShardingDegrees, config: ZeroConfig, **of_base: Any) -> None:
@@ -144,11 +128,18 @@ class OverlappedZero(PlainZero):
             }
 
     def _make_levels(self, degrees: ShardingDegrees) -> Levels:
-        levels = super()._make_levels(degrees)
-        # Made here, before any store: memory that is exchanged in the background is shared over its communicator.
-        self.overlap = overlap_of(self.context, levels)
-        self.ahead = self._prefetch if self.overlap is not None else 0
-        self._order = LockStepGuard(self.context.data, self.context.agree_algorithm)
+        context, levels = self.context, super()._make_levels(degrees)
+        if context.overlap != "none" and context.data.size > 1:
+            if not levels.at_once:
+                raise ConfigurationError(
+                    f"communication.overlap = {context.overlap!r} with sharding degrees that are neither 1 nor all of "
+                    f"the {context.data.size} data ranks is not built in this version: only what is cut over all of "
+                    "them in one step goes on beside the computation; set zero.parameters, zero.gradients and "
+                    "zero.optimizer to 0, or communication.overlap = 'none'"
+                )
+            # Made here, before any store: memory that is exchanged in the background is shared over its communicator.
+            self.overlap, self.ahead = BackgroundCollectives(context.data, context.overlap), self._prefetch
+        self._order = LockStepGuard(context.data, context.agree_algorithm)
         return levels
 
     def _transient_layers(self, name: str, units: Sequence[int], over: Communicator | None) -> TransientLayers:
@@ -193,11 +184,6 @@ class OverlappedZero(PlainZero):
         assert self.overlap is not None
         self.overlap.wait(op.range)
         self._keep_shard(self._layer_of(op))
-
-    def poll(self, op: Operation) -> None:
-        """Make progress on what was started (local)."""
-        assert self.overlap is not None
-        self.overlap.poll()
 
     def start_gather(self, op: Operation) -> None:
         """Begin to all-gather a layer."""

@@ -103,13 +103,13 @@ class PlainZero(ShardedUpdateExchange):
             over = self.levels.first(PARAMETERS, OPTIMIZER)
             return self.context.store("parameters", allocate=self.context.for_replicas("parameters", over))
         parts = [cuts[PARAMETERS if layer in self._cut_layers else WHOLE] for layer, cuts in self.levels.cuts.items()]
-        return self._memory.parameters(parts)
+        return self._memory.shards("parameters", parts)
 
     def _make_gradients(self) -> FlatStore:
         """Return the gradients that stay until the update: whole layers, or the shards."""
         if self._keeps_gradients:
             return self._gradients_of_all_layers(self.levels.first(WHOLE, OPTIMIZER) or self.levels.replicas)
-        return self._memory.gradients([cuts[self.kept_cut] for cuts in self.levels.cuts.values()])
+        return self._memory.shards("gradients", [cuts[self.kept_cut] for cuts in self.levels.cuts.values()])
 
     def _gradients_of_all_layers(self, over: Communicator | None) -> FlatStore:
         """Return a store for the gradients of all layers, which are exchanged ``over`` these ranks."""

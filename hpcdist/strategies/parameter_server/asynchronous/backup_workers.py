@@ -6,7 +6,7 @@ by the number of samples that were taken: their exact mean, clipped by its norm.
 are taken and nothing else; it depends on time, so runs are not reproducible.
 
     worker        FORWARD BACKWARD PUSH ...   AGREE (with itself)   PULL: tell the first server, wait for all
-    first server  decides: a `Turn`; sends it to the other servers
+    first server  decides: a turn (`ControlKind.TURN`); sends it to the other servers
     every server  carries out the turns in their order: sum, norm (sent to the other servers), update, answer
 
 The first server decides for all (`Quorum`), so all servers take the same gradients for a clock; and since turns are
@@ -20,7 +20,6 @@ bytes besides.
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hpcdist.collectives.reduction import ufunc
@@ -28,29 +27,20 @@ from hpcdist.collectives.segments import scratch
 from hpcdist.optim import norms as optim_norms
 from hpcdist.optim import rates
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.parameter_server.asynchronous.base import GRADIENT, AsynchronousServerExchange
+from hpcdist.strategies.parameter_server.asynchronous.base import AsynchronousServerExchange
 from hpcdist.strategies.parameter_server.asynchronous.control_messages import ControlFields, ControlKind
 from hpcdist.strategies.parameter_server.partition import Roles
+from hpcdist.strategies.parameter_server.transport import GRADIENT
 from hpcdist.strategies.schedule.operations import Operation
 
 
-@dataclass(frozen=True)
-class Turn:
-    """Decision of the first server: gradients that are taken for an update, or one that is dropped.
+class Quorum:
+    """Decisions of the first server: a step waits for all ``workers`` but ``spare`` of them.
 
-    The gradients of ``taken`` (ascending) are summed, the sum is multiplied by ``scale``, and the update leads to
-    ``clock``; or, where nobody is taken, the gradient of ``dropped`` is. These workers are then answered, and go on at
+    In a turn the gradients of ``workers`` (ascending) are summed, the sum is multiplied by ``scale``, and the update
+    leads to ``clock``; or the gradient of the one worker is ``dropped``. These workers are then answered, and go on at
     ``clock``.
     """
-
-    clock: int
-    taken: tuple[int, ...] = ()
-    scale: float = 1.0
-    dropped: int = -1
-
-
-class Quorum:
-    """Decisions of the first server: a step waits for all ``workers`` but ``spare`` of them."""
 
     def __init__(self, workers: Iterable[int], spare: int) -> None:
         self._workers = set(workers)
@@ -60,7 +50,7 @@ class Quorum:
         self.clock = 0
         self.dropped = 0  # gradients, so far
 
-    def push(self, worker: int, clock: int, samples: int, divisor: int) -> list[Turn]:
+    def push(self, worker: int, clock: int, samples: int, divisor: int) -> list[ControlFields]:
         """Record the gradient of ``worker`` for the update to ``clock``; return the turns that follow from it.
 
         It is the sum over ``samples`` samples, divided by ``divisor``: by the samples of all workers together. So with
@@ -76,9 +66,9 @@ class Quorum:
         total = sum(self._here.values())
         self._here.clear()
         self.clock += 1
-        return [Turn(self.clock, taken, divisor / total if total else 0.0)]
+        return [ControlFields(self.clock, divisor / total if total else 0.0, workers=taken)]
 
-    def leave(self, worker: int) -> list[Turn]:
+    def leave(self, worker: int) -> list[ControlFields]:
         """Record that ``worker`` pushes no more before a rendezvous; return the turns that follow from it."""
         self._away.add(worker)
         return self._release()
@@ -88,7 +78,7 @@ class Quorum:
         self._away.clear()
         self.clock = clock
 
-    def _release(self) -> list[Turn]:
+    def _release(self) -> list[ControlFields]:
         """Return a drop for each waiting worker, where too many have left for this clock to be complete."""
         if len(self._workers - self._away) >= self._needed:
             return []
@@ -96,9 +86,9 @@ class Quorum:
         self._here.clear()
         return turns
 
-    def _drop(self, worker: int) -> Turn:
+    def _drop(self, worker: int) -> ControlFields:
         self.dropped += 1
-        return Turn(self.clock, dropped=worker)
+        return ControlFields(self.clock, dropped=True, workers=(worker,))
 
 
 class BackupExchange(AsynchronousServerExchange):
@@ -110,17 +100,12 @@ class BackupExchange(AsynchronousServerExchange):
         super().__init__(context, roles, context)
         self._channel.answers |= {ControlKind.TURN: self._on_turn, ControlKind.NORM: self._on_norm}
         self._quorum = Quorum(roles.workers, spare) if self.rank == self._first else None
-        self._turns: deque[Turn] = deque()
+        self._turns: deque[ControlFields] = deque()
         self._summed = False  # whether the gradients of the first turn are summed
         self._norms: dict[int, dict[int, float]] = {}  # clock -> server -> squared norm of its part of the sum
-        self._seen = dict.fromkeys(roles.workers, 0)
+        self.seen = dict.fromkeys(roles.workers, 0)  # clock of each worker, as this server has sent it
         self._weight = (0, 1)
         self.share = (len(roles.workers) - spare) / len(roles.workers)
-
-    @property
-    def seen(self) -> Mapping[int, int]:
-        """Clock of each worker, as this server has sent it."""
-        return self._seen
 
     def weigh(self, samples: int, batch: int) -> int:
         """Divide by the samples of all workers, as bsp does; the servers know how many of them they took (local)."""
@@ -144,20 +129,20 @@ class BackupExchange(AsynchronousServerExchange):
         if self._quorum is not None:
             self._decide(self._quorum.leave(worker))
 
-    def _decide(self, turns: Sequence[Turn]) -> None:
+    def _decide(self, turns: Sequence[ControlFields]) -> None:
         """Send the decisions of the first server to the other servers, and carry them out."""
         for turn in turns:
-            workers = turn.taken or (turn.dropped,)
-            what = ControlFields(turn.clock, scale=turn.scale, dropped=not turn.taken, workers=workers)
-            for server in self.roles.servers:
-                if server != self.rank:
-                    self._channel.tell(server, ControlKind.TURN, what)
+            self._tell_servers(ControlKind.TURN, turn)
         self._turns.extend(turns)
         self._advance()
 
+    def _tell_servers(self, kind: ControlKind, what: ControlFields) -> None:
+        for server in self.roles.servers:
+            if server != self.rank:
+                self._channel.tell(server, kind, what)
+
     def _on_turn(self, server: int, what: ControlFields) -> None:
-        dropped = Turn(what.clock, dropped=what.workers[0])
-        self._turns.append(dropped if what.dropped else Turn(what.clock, what.workers, what.scale))
+        self._turns.append(what)
         self._advance()
 
     def _on_norm(self, server: int, what: ControlFields) -> None:
@@ -168,26 +153,24 @@ class BackupExchange(AsynchronousServerExchange):
         """Carry out the turns whose norms have come from the other servers."""
         while self._turns:
             turn = self._turns[0]
-            if turn.taken and not self._update(turn):
+            if turn.dropped:
+                self._discard(*turn.workers)
+            elif not self._update(turn):
                 return
-            if not turn.taken:
-                self._discard(turn.dropped)
             self._turns.popleft()
             assert self.shard is not None and self.shard.updates == turn.clock
             called = self.meetings.due
-            for worker in turn.taken or (turn.dropped,):
-                self._seen[worker] = turn.clock
-                self._answer(
-                    worker, ControlFields(turn.clock, updates=turn.clock, called=called, dropped=not turn.taken)
-                )
+            for worker in turn.workers:
+                self.seen[worker] = turn.clock
+                self._answer(worker, ControlFields(turn.clock, updates=turn.clock, called=called, dropped=turn.dropped))
 
-    def _update(self, turn: Turn) -> bool:
+    def _update(self, turn: ControlFields) -> bool:
         """Update by the mean of the taken gradients; return False while norms of other servers are missing."""
         shard, scale, limit = self.shard, turn.scale, self.context.optimizer.clip_norm
         normalizes = self.context.optimizer.normalize_gradient
         assert shard is not None
         if not self._summed:
-            self._sum(turn.taken)
+            self._sum(turn.workers)
             self._summed = True
             if limit or normalizes:
                 self._tell_norm(turn)
@@ -206,13 +189,11 @@ class BackupExchange(AsynchronousServerExchange):
         self.meetings.consider()
         return True
 
-    def _tell_norm(self, turn: Turn) -> None:
+    def _tell_norm(self, turn: ControlFields) -> None:
         assert self.shard is not None
         own = optim_norms.sum_of_squares(self.shard.inbox, self.shard.parts)
         self._norms.setdefault(turn.clock, {})[self.rank] = own
-        for server in self.roles.servers:
-            if server != self.rank:
-                self._channel.tell(server, ControlKind.NORM, ControlFields(turn.clock, scale=own))
+        self._tell_servers(ControlKind.NORM, ControlFields(turn.clock, scale=own))
 
     def _sum(self, workers: Sequence[int]) -> None:
         """Sum the gradients of ``workers``, the first one's first."""
@@ -260,7 +241,7 @@ class BackupExchange(AsynchronousServerExchange):
         count = int(state["count"])
         self.clock = self.updates = count
         self.clocks = [count] * len(self.roles.workers)
-        self._seen = dict.fromkeys(self.roles.workers, count)
+        self.seen = dict.fromkeys(self.roles.workers, count)
         if self._quorum is not None:
             self._quorum.convene(count)
         if self.shard is not None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from hpcdist.strategies.parameter_server.asynchronous.control_messages import (
     Rendezvous,
 )
 from hpcdist.strategies.parameter_server.partition import Roles, partition_keys
+from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER
 from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
@@ -84,10 +85,6 @@ class ServerShard:
     def stores(self) -> dict[str, FlatStore]:
         """Return the stores that a checkpoint keeps of the shard, by kind."""
         return {"parameters": self.parameters} | {f"optimizer.{n}": s for n, s in self.optimizer.slots.items()}
-
-
-GRADIENT: Final = 0  # tags of the values
-PARAMETER: Final = 1
 
 
 class AsynchronousServerExchange(Exchange):
@@ -314,11 +311,6 @@ class AsynchronousServerExchange(Exchange):
         if self.together:
             collectives.allreduce(self.context.world, values, self.context.agree_algorithm)
         return values
-
-    def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
-        """Sum ``losses`` and ``values`` as `agree` does."""
-        sums = self.agree(np.concatenate([[sum(losses)], values]))
-        return float(sums[0]), sums[1:]
 
     def load_initial(self, initial: FlatStore) -> None:
         """Load the initial values."""

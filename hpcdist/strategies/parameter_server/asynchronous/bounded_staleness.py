@@ -41,9 +41,10 @@ from typing import Any
 
 from hpcdist.optim import rates
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.parameter_server.asynchronous.base import GRADIENT, AsynchronousServerExchange, per_push_context
+from hpcdist.strategies.parameter_server.asynchronous.base import AsynchronousServerExchange, per_push_context
 from hpcdist.strategies.parameter_server.asynchronous.control_messages import ControlFields, ControlKind
 from hpcdist.strategies.parameter_server.partition import Roles
+from hpcdist.strategies.parameter_server.transport import GRADIENT
 from hpcdist.strategies.schedule.operations import Operation
 
 
@@ -51,31 +52,26 @@ class VersionVector:
     """Clocks of ``workers`` as one shard knows them; ``bound`` is s."""
 
     def __init__(self, workers: Iterable[int], bound: float) -> None:
-        self._clocks = dict.fromkeys(workers, 0)
+        self.vector = dict.fromkeys(workers, 0)  # the clock of each worker, by its rank
         self._bound = bound
         self._away: set[int] = set()
         self._asking: dict[int, None] = {}  # a set that keeps the order of arrival
 
     @property
-    def vector(self) -> Mapping[int, int]:
-        """The clock of each worker, by its rank."""
-        return self._clocks
-
-    @property
     def slowest(self) -> float:
         """Minimum over the workers that have not left; infinity when all have."""
-        return min((clock for worker, clock in self._clocks.items() if worker not in self._away), default=math.inf)
+        return min((clock for worker, clock in self.vector.items() if worker not in self._away), default=math.inf)
 
     def push(self, worker: int, clock: int) -> bool:
         """Record push ``clock``, counted from 1; return False for a repeated one, which must not be applied again.
 
         Raises ValueError when pushes in between are missing.
         """
-        if clock <= self._clocks[worker]:
+        if clock <= self.vector[worker]:
             return False
-        if clock != self._clocks[worker] + 1:
-            raise ValueError(f"push {clock} of worker {worker} came after push {self._clocks[worker]}: one is missing")
-        self._clocks[worker] = clock
+        if clock != self.vector[worker] + 1:
+            raise ValueError(f"push {clock} of worker {worker} came after push {self.vector[worker]}: one is missing")
+        self.vector[worker] = clock
         return True
 
     def ask(self, worker: int) -> None:
@@ -91,7 +87,7 @@ class VersionVector:
 
     def may_start(self, worker: int) -> bool:
         """Whether ``worker`` may start the iteration of its clock."""
-        return self._clocks[worker] - self.slowest <= self._bound
+        return self.vector[worker] - self.slowest <= self._bound
 
     def leave(self, worker: int) -> None:
         """Wait for ``worker`` no more."""
@@ -104,16 +100,16 @@ class VersionVector:
         """
         slowest = self.slowest
         if worker in self._away and slowest < math.inf:
-            self._clocks[worker] = max(self._clocks[worker], int(slowest))
+            self.vector[worker] = max(self.vector[worker], int(slowest))
         self._away.discard(worker)
-        return self._clocks[worker]
+        return self.vector[worker]
 
     def convene(self, clocks: Mapping[int, int]) -> None:
         """Let all workers rejoin at once, each at its own of ``clocks``, after a rendezvous."""
         self._away = set(clocks)
-        self._clocks = dict.fromkeys(clocks, 0)
+        self.vector = dict.fromkeys(clocks, 0)
         for worker, clock in sorted(clocks.items(), key=lambda item: item[1]):  # nobody is beyond one who comes later
-            self._clocks[worker] = clock
+            self.vector[worker] = clock
             self.rejoin(worker)
 
 

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class ControlKind(IntEnum):
     GATHERED = 4  # first server to a worker that serves nothing: all workers have sent MEET
     DROP = 5  # worker to server: the last pushes belong to no step; receive and drop them
     READ = 6  # worker to server: without a push, asks for the values for the iteration of ``clock``
-    TURN = 7  # first server to the others: carry out this `Turn`, of ``workers``
+    TURN = 7  # first server to the others: carry out a decision about the gradients of ``workers``
     NORM = 8  # server to server: ``scale`` is the squared norm of the sender's part of the sum for ``clock``
 
 
@@ -57,8 +57,8 @@ class ControlFields:
     workers: tuple[int, ...] = ()
 
 
-# Numbers of a message without workers: its kind, and all fields but ``workers``.
-ALONE: Final = len(fields(ControlFields))
+# Types of all fields but ``workers``, by name.
+SINGLE: Final[dict[str, Any]] = {item.name: type(item.default) for item in fields(ControlFields)[:-1]}
 ControlHandler: TypeAlias = Callable[[int, ControlFields], None]  # called with the sender
 ControlMessage: TypeAlias = tuple[ControlKind, int, ControlFields]  # with the sender
 
@@ -135,18 +135,9 @@ class ControlChannel:
 def _read(message: Message) -> ControlMessage:
     values = np.zeros(message.nbytes // np.dtype(np.float64).itemsize)
     message.recv(values)
-    kind, clock, scale, updates, called, samples, divisor, staleness, dropped = values[:ALONE].tolist()
-    what = ControlFields(
-        clock=int(clock),
-        scale=scale,
-        updates=int(updates),
-        called=bool(called),
-        samples=int(samples),
-        divisor=int(divisor),
-        staleness=int(staleness),
-        dropped=bool(dropped),
-        workers=tuple(int(worker) for worker in values[ALONE:]),
-    )
+    kind, *numbers = values.tolist()
+    single = {name: make(number) for (name, make), number in zip(SINGLE.items(), numbers, strict=False)}
+    what = ControlFields(**single, workers=tuple(map(int, numbers[len(SINGLE) :])))
     return ControlKind(int(kind)), message.source, what
 
 

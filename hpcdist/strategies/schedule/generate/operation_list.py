@@ -49,7 +49,7 @@ class ScheduleText:
     @property
     def splits(self) -> bool:
         """Whether a backward is done in two passes."""
-        return any(way is Pass.BACKWARD_WEIGHT for steps in self.passes for way, _, _ in steps)
+        return any(way is Kind.BACKWARD_WEIGHT for steps in self.passes for way, _, _ in steps)
 
     @property
     def keeps(self) -> bool:
@@ -142,7 +142,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
             begun, first = "", 0
 
 
-def _pass(token: str, where: str) -> tuple[Pass, int, int]:
+def _pass(token: str, where: str) -> Pass:
     match = _TOKEN.fullmatch(token)
     if match is None:
         raise ConfigurationError(
@@ -174,7 +174,7 @@ def compute_operations(
 
 def evaluation_operations(placement: StagePlacement, rank: int = 0) -> list[Operation]:
     """Return the operations that evaluate one batch, as micro-batch 0."""
-    return expand([(Pass.FORWARD, 0, chunk) for chunk in range(len(placement.of(rank)))], placement, rank)
+    return expand([(Kind.FORWARD, 0, chunk) for chunk in range(len(placement.of(rank)))], placement, rank)
 
 
 def insert_gathers(

@@ -53,23 +53,13 @@ W follow in the order of their micro-batches, so that gradients are summed in th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Final, TypeAlias
 
-from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement
+from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation, StagePlacement
 
-
-class Pass(Enum):
-    """Pass of one micro-batch through all units of a chunk."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    BACKWARD_INPUT = "backward_input"
-    BACKWARD_WEIGHT = "backward_weight"
-
-
-Passes: TypeAlias = list[tuple[Pass, int, int]]  # (pass, micro-batch, chunk of the rank)
-LETTERS: Final = {Pass.FORWARD: "F", Pass.BACKWARD: "B", Pass.BACKWARD_INPUT: "I", Pass.BACKWARD_WEIGHT: "W"}
+Pass: TypeAlias = tuple[Kind, int, int]  # (one of `COMPUTE`, micro-batch, chunk of the rank): all units of that chunk
+Passes: TypeAlias = list[Pass]
+LETTERS: Final = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
 
 
 @dataclass(frozen=True)
@@ -85,7 +75,7 @@ class Peak:
     both: int
 
 
-def spell(step: tuple[Pass, int, int]) -> str:
+def spell(step: Pass) -> str:
     """Return a pass as schedule files write it: F3.1 is forward of micro-batch 3 through chunk 1 of the rank."""
     return f"{LETTERS[step[0]]}{step[1]}.{step[2]}"
 
@@ -93,14 +83,14 @@ def spell(step: tuple[Pass, int, int]) -> str:
 def sequential(rank: int, ranks: int, microbatches: int) -> Passes:
     """Return each micro-batch forward and back before the next: gradient accumulation, with one of them alive."""
     _check(rank, ranks, microbatches)
-    return [(way, microbatch, 0) for microbatch in range(microbatches) for way in (Pass.FORWARD, Pass.BACKWARD)]
+    return [(way, microbatch, 0) for microbatch in range(microbatches) for way in (Kind.FORWARD, Kind.BACKWARD)]
 
 
 def gpipe(rank: int, ranks: int, microbatches: int) -> Passes:
     """Return all forwards, then all backwards: m micro-batches are alive on every rank."""
     _check(rank, ranks, microbatches)
-    forwards = [(Pass.FORWARD, microbatch, 0) for microbatch in range(microbatches)]
-    return forwards + [(Pass.BACKWARD, microbatch, 0) for microbatch in range(microbatches)]
+    forwards = [(Kind.FORWARD, microbatch, 0) for microbatch in range(microbatches)]
+    return forwards + [(Kind.BACKWARD, microbatch, 0) for microbatch in range(microbatches)]
 
 
 def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Passes:
@@ -111,18 +101,16 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Passes:
     _check(rank, ranks, microbatches)
     # Warm-up: one forward for each later stage. The first gradient can be back only after so many.
     ahead = min(ranks - rank - 1, microbatches)
-    passes = [(Pass.FORWARD, microbatch, 0) for microbatch in range(ahead)]
+    passes = [(Kind.FORWARD, microbatch, 0) for microbatch in range(ahead)]
     # Steady state: each backward frees the activations of one micro-batch before the next forward takes its place, so
     # at most ahead + 1 are alive.
     for microbatch in range(microbatches - ahead):
-        passes += [(Pass.FORWARD, microbatch + ahead, 0), (Pass.BACKWARD, microbatch, 0)]
+        passes += [(Kind.FORWARD, microbatch + ahead, 0), (Kind.BACKWARD, microbatch, 0)]
     # Cool-down: the backwards of the forwards that were ahead.
-    return passes + [(Pass.BACKWARD, microbatch, 0) for microbatch in range(microbatches - ahead, microbatches)]
+    return passes + [(Kind.BACKWARD, microbatch, 0) for microbatch in range(microbatches - ahead, microbatches)]
 
 
-def expand(
-    passes: Sequence[tuple[Pass, int, int]], placement: StagePlacement, rank: int, *, recompute: bool = False
-) -> list[Operation]:
+def expand(passes: Sequence[Pass], placement: StagePlacement, rank: int, *, recompute: bool = False) -> list[Operation]:
     """Return the operations of the rank that runs ``passes`` over its chunks, with its messages to other ranks.
 
     With ``recompute`` a chunk keeps of a micro-batch only its input, and runs its units forward once more before it
@@ -134,26 +122,26 @@ def expand(
     assert not (recompute and placement.skips), "outputs that other chunks take are not computed again"
     chunks, end = placement.of(rank), placement.units.stop
     steps: list[Operation] = []
-    previous: tuple[Pass, int, int] | None = None
+    previous: Pass | None = None
     for direction, microbatch, chunk in passes:
         units = chunks[chunk]
         before, behind = placement.crosses(units.start), units.stop < end and placement.crosses(units.stop)
-        if direction is Pass.FORWARD:
+        if direction is Kind.FORWARD:
             steps += [Operation(Kind.RECV_ACTIVATION, microbatch, units.start)] * before
             for unit in units:
                 steps += _skips(Kind.RECV_ACTIVATION, microbatch, unit, placement)
                 steps.append(Operation(Kind.FORWARD, microbatch, unit))
                 steps += _skips(Kind.SEND_ACTIVATION, microbatch, unit, placement)
             steps += [Operation(Kind.SEND_ACTIVATION, microbatch, units.stop)] * behind
-        elif direction is Pass.BACKWARD_WEIGHT:
+        elif direction is Kind.BACKWARD_WEIGHT:
             steps += [Operation(Kind.BACKWARD_WEIGHT, microbatch, unit) for unit in reversed(units)]
         else:
-            if recompute and previous != (Pass.FORWARD, microbatch, chunk):  # else its activations are still there
+            if recompute and previous != (Kind.FORWARD, microbatch, chunk):  # else its activations are still there
                 steps += [Operation(Kind.FORWARD, microbatch, unit, recompute=True) for unit in units]
             steps += [Operation(Kind.RECV_GRADIENT, microbatch, units.stop)] * behind
             for unit in reversed(units):
                 steps += _skips(Kind.RECV_GRADIENT, microbatch, unit, placement)
-                steps.append(Operation(Kind[direction.name], microbatch, unit))
+                steps.append(Operation(direction, microbatch, unit))
                 steps += _skips(Kind.SEND_GRADIENT, microbatch, unit, placement)
             steps += [Operation(Kind.SEND_GRADIENT, microbatch, units.start)] * before
         previous = (direction, microbatch, chunk)
@@ -193,9 +181,9 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Passes
         for chunk in range(chunks)
         for microbatch in range(first, min(first + size, microbatches))
     ]
-    forwards = [(Pass.FORWARD, microbatch, chunk) for chunk, microbatch in table]
+    forwards = [(Kind.FORWARD, microbatch, chunk) for chunk, microbatch in table]
     # Backwards take the same table with the chunks reversed: the last chunk of a rank goes back first.
-    backwards = [(Pass.BACKWARD, microbatch, chunks - 1 - chunk) for chunk, microbatch in table]
+    backwards = [(Kind.BACKWARD, microbatch, chunks - 1 - chunk) for chunk, microbatch in table]
     # A micro-batch comes back after all chunks but the last have had a whole group, and after the way from this rank to
     # the last one and back: 2 (p - 1 - r) more.
     ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * size, len(table))
@@ -217,15 +205,15 @@ def zb_h2(rank: int, ranks: int, microbatches: int) -> Passes:
 
 def _put_off(microbatches: int, *, ahead: int, behind: int) -> Passes:
     """Return ``ahead`` forwards, then F, B and W in turn, where W is that of ``behind`` micro-batches ago."""
-    passes = [(Pass.FORWARD, microbatch, 0) for microbatch in range(min(ahead, microbatches))]
+    passes = [(Kind.FORWARD, microbatch, 0) for microbatch in range(min(ahead, microbatches))]
     for microbatch in range(microbatches):
         if microbatch + ahead < microbatches:
-            passes.append((Pass.FORWARD, microbatch + ahead, 0))
-        passes.append((Pass.BACKWARD_INPUT, microbatch, 0))
+            passes.append((Kind.FORWARD, microbatch + ahead, 0))
+        passes.append((Kind.BACKWARD_INPUT, microbatch, 0))
         if microbatch >= behind:
-            passes.append((Pass.BACKWARD_WEIGHT, microbatch - behind, 0))
+            passes.append((Kind.BACKWARD_WEIGHT, microbatch - behind, 0))
     left = range(max(0, microbatches - behind), microbatches)
-    return passes + [(Pass.BACKWARD_WEIGHT, microbatch, 0) for microbatch in left]
+    return passes + [(Kind.BACKWARD_WEIGHT, microbatch, 0) for microbatch in left]
 
 
 class _Counting:
@@ -234,9 +222,9 @@ class _Counting:
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches
         self.passes: Passes = []
-        self.done = {(direction, chunk): 0 for direction in Pass for chunk in range(2)}
+        self.done = {(direction, chunk): 0 for direction in COMPUTE for chunk in range(2)}
 
-    def add(self, direction: Pass, chunk: int) -> None:
+    def add(self, direction: Kind, chunk: int) -> None:
         """Add a pass, unless its micro-batch is beyond the last: the pattern is that of many."""
         microbatch = self.done[direction, chunk]
         self.done[direction, chunk] += 1
@@ -245,8 +233,8 @@ class _Counting:
 
     def back(self, chunk: int) -> None:
         """Add B and a W at once."""
-        self.add(Pass.BACKWARD_INPUT, chunk)
-        self.add(Pass.BACKWARD_WEIGHT, chunk)
+        self.add(Kind.BACKWARD_INPUT, chunk)
+        self.add(Kind.BACKWARD_WEIGHT, chunk)
 
 
 def zb_v(rank: int, ranks: int, microbatches: int) -> Passes:
@@ -256,25 +244,25 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> Passes:
     """
     steps, rounds = _Counting(microbatches), max(2 * ranks - 1, microbatches)
     for _ in range(2 * (ranks - rank) - 1):  # until the first one is back from the other ranks
-        steps.add(Pass.FORWARD, 0)
+        steps.add(Kind.FORWARD, 0)
     for _ in range(rank):
-        steps.add(Pass.FORWARD, 1)
-        steps.add(Pass.FORWARD, 0)
+        steps.add(Kind.FORWARD, 1)
+        steps.add(Kind.FORWARD, 0)
     for _ in range(ranks - rank):
-        steps.add(Pass.FORWARD, 1)
+        steps.add(Kind.FORWARD, 1)
         steps.back(1)
-    while steps.done[Pass.FORWARD, 1] < rounds:
-        if steps.done[Pass.FORWARD, 0] < rounds:
-            steps.add(Pass.FORWARD, 0)
+    while steps.done[Kind.FORWARD, 1] < rounds:
+        if steps.done[Kind.FORWARD, 0] < rounds:
+            steps.add(Kind.FORWARD, 0)
         steps.back(0)
-        steps.add(Pass.FORWARD, 1)
+        steps.add(Kind.FORWARD, 1)
         steps.back(1)
     for _ in range(rank):
-        steps.add(Pass.BACKWARD_INPUT, 0)
-        steps.add(Pass.BACKWARD_INPUT, 1)
+        steps.add(Kind.BACKWARD_INPUT, 0)
+        steps.add(Kind.BACKWARD_INPUT, 1)
     for _ in range(ranks - rank):
         steps.back(0)
     for chunk in (1, 0):
-        while steps.done[Pass.BACKWARD_WEIGHT, chunk] < rounds:
-            steps.add(Pass.BACKWARD_WEIGHT, chunk)
+        while steps.done[Kind.BACKWARD_WEIGHT, chunk] < rounds:
+            steps.add(Kind.BACKWARD_WEIGHT, chunk)
     return steps.passes

@@ -16,12 +16,13 @@ from typing import Final
 import numpy as np
 
 from hpcdist.errors import ScheduleError
-from hpcdist.strategies.schedule.generate.passes import Pass, Passes, Peak
+from hpcdist.strategies.schedule.generate.passes import Passes, Peak
 from hpcdist.strategies.schedule.operations import StagePlacement
 from hpcdist.strategies.schedule.simulate import program as programs
 from hpcdist.strategies.schedule.simulate.program import (
     AGAIN,
     BACKWARD,
+    CODES,
     FORWARD,
     INPUT,
     RECV,
@@ -32,12 +33,6 @@ from hpcdist.strategies.schedule.simulate.program import (
     StepCosts,
 )
 
-CODES: Final = {
-    Pass.FORWARD: FORWARD,
-    Pass.BACKWARD: BACKWARD,
-    Pass.BACKWARD_INPUT: INPUT,
-    Pass.BACKWARD_WEIGHT: WEIGHT,
-}
 _BY_IDENTITY: Final = {id(way): code for way, code in CODES.items()}  # an Enum's own hash is a call into Python
 
 

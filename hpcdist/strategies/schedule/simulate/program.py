@@ -23,6 +23,7 @@ import numpy as np
 
 from hpcdist.arrays.jit import jit
 from hpcdist.errors import ScheduleError, UsageError
+from hpcdist.strategies.schedule.operations import COMPUTE
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class StepCosts:
 WORK, SEND, RECV = range(3)  # codes of entries
 FORWARD, BACKWARD, INPUT, WEIGHT, AGAIN = range(5)  # what WORK it is: AGAIN is a forward that is computed once more
 OTHER: Final = -1
+CODES: Final = dict(zip(COMPUTE, range(4), strict=True))  # of passes
 
 
 @dataclass(frozen=True)

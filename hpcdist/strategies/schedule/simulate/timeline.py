@@ -15,11 +15,11 @@ from functools import cached_property
 
 import numpy as np
 
-from hpcdist.strategies.schedule.operations import Operation, StagePlacement
-from hpcdist.strategies.schedule.simulate import lists as lists_simulate
+from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.simulate import passes as passes_simulate
 from hpcdist.strategies.schedule.simulate import program as programs
-from hpcdist.strategies.schedule.simulate.program import RECV, Program, StepCosts, Times
+from hpcdist.strategies.schedule.simulate.program import CODES, RECV, SEND, WORK, Program, StepCosts, Times
+from hpcdist.strategies.schedule.verify.deadlock import RECEIVES, SENDS
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,24 @@ class StepTimeline:
 
     def critical_path(self) -> "list[CriticalSegment]":
         """Return the chain of entries that decides the makespan, without gaps, from the beginning on (local)."""
-        return _critical_path(self.program, self.times)
+        program, times = self.program, self.times
+        segments: list[CriticalSegment] = []
+        entry = int(times.end_s.argmax()) if len(times.end_s) else -1
+        while entry >= 0:
+            rank = program.rank_of(entry)
+            cause, end_s = int(times.cause[entry]), float(times.end_s[entry])
+            if cause < 0:
+                segments.append(CriticalSegment(rank, entry, float(times.begin_s[entry]), end_s, travels=False))
+                entry = entry - 1 if entry > program.starts[rank] else -1
+                continue
+            there_s = end_s - float(program.seconds[entry])
+            if there_s < end_s:
+                segments.append(CriticalSegment(rank, entry, there_s, end_s, travels=False))
+            while times.before[cause] >= 0:
+                cause = int(times.before[cause])
+            segments.append(CriticalSegment(rank, entry, float(times.end_s[cause]), there_s, travels=True))
+            entry = cause
+        return [link for link in reversed(segments) if link.end_s > link.begin_s]
 
 
 @dataclass(frozen=True)
@@ -105,12 +122,53 @@ class CriticalSegment:
     travels: bool  # a message, and not work of the rank
 
 
+def _program(lists: Sequence[Sequence[Operation]], placement: StagePlacement, costs: StepCosts) -> Program:
+    """Return the program of the ``lists`` of all ranks of a pipeline: one entry for each operation (local).
+
+    A receive waits for its message; what is neither a pass nor a message takes no time.
+    """
+    chunk_of = {unit: number for number, units in enumerate(placement.chunks) for unit in units}
+    messages: dict[object, int] = {}  # numbered by the first of their two ends
+    links: dict[int, int] = {}
+    rows: list[tuple[int, int, float, int, int, int]] = []
+    for rank, steps in enumerate(lists):
+        for op in steps:
+            code, target, seconds, work, chunk = WORK, -1, 0.0, programs.OTHER, -1
+            if op.kind in CODES:
+                chunk, work = chunk_of[op.unit], CODES[op.kind]
+                seconds = costs.rows[work][op.unit]
+                work = programs.AGAIN if op.recompute else work
+            elif op.kind in SENDS or op.kind in RECEIVES:
+                sends, chunk = op.kind in SENDS, chunk_of[op.unit]
+                kind = op.kind if sends else RECEIVES[op.kind][0]
+                before = op.unit - 1 if op.source < 0 else op.source
+                target = messages.setdefault((kind, op.microbatch, op.unit, before), len(messages))
+                code = SEND if sends else RECV
+                if sends:
+                    other = placement.rank_of(op.unit if kind is Kind.SEND_ACTIVATION else before)
+                    links[target] = rank * len(lists) + other
+            rows.append((code, target, seconds, work, op.microbatch, chunk))
+    columns = list(zip(*rows, strict=True)) or [()] * 6
+    code_of, target_of, seconds_of, work_of, microbatch_of, chunks_of = columns
+    return Program(
+        starts=np.cumsum([0, *map(len, lists)]),
+        code=np.array(code_of, np.int8),
+        target=np.array(target_of, np.int64),
+        seconds=np.array(seconds_of, np.float64),
+        work=np.array(work_of, np.int8),
+        microbatch=np.array(microbatch_of, np.int64),
+        chunk=np.array(chunks_of, np.int64),
+        links=np.array([links.get(number, 0) for number in range(len(messages))], np.int64),
+        link=costs.link,
+    )
+
+
 def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlacement, costs: StepCosts) -> StepTimeline:
     """Return the timeline of the lists of all ranks of one pipeline (local).
 
     Raises ScheduleError where a rank would wait for ever.
     """
-    program = lists_simulate.program(steps, placement, costs)
+    program = _program(steps, placement, costs)
     return StepTimeline(program, programs.run(program))
 
 
@@ -123,24 +181,3 @@ def simulate_passes(
     """
     program = passes_simulate.program(rows, placement, costs, recompute=recompute)
     return StepTimeline(program, programs.run(program))
-
-
-def _critical_path(program: Program, times: Times) -> list[CriticalSegment]:
-    segments: list[CriticalSegment] = []
-    entry = int(times.end_s.argmax()) if len(times.end_s) else -1
-    while entry >= 0:
-        rank = program.rank_of(entry)
-        cause, end_s = int(times.cause[entry]), float(times.end_s[entry])
-        if cause < 0:
-            segments.append(CriticalSegment(rank, entry, float(times.begin_s[entry]), end_s, travels=False))
-        else:
-            there_s = end_s - float(program.seconds[entry])
-            if there_s < end_s:
-                segments.append(CriticalSegment(rank, entry, there_s, end_s, travels=False))
-            while times.before[cause] >= 0:
-                cause = int(times.before[cause])
-            segments.append(CriticalSegment(rank, entry, float(times.end_s[cause]), there_s, travels=True))
-            entry = cause
-            continue
-        entry = entry - 1 if entry > program.starts[rank] else -1
-    return [link for link in reversed(segments) if link.end_s > link.begin_s]

@@ -122,8 +122,10 @@ class DryRun:
             self._in_transit.add(message)
             self.messages += 1
         elif op.kind in RECEIVES:
-            if not self._receive(rank, op):
+            message = self._message(rank, op)
+            if message not in self._in_transit:
                 return False
+            self._in_transit.remove(message)
         elif op.kind in SERVED:
             if self._missing(rank, op):
                 return False
@@ -147,13 +149,6 @@ class DryRun:
         if rank != (source if op.kind in SENDS else target):
             raise ScheduleError(f"rank {rank}: {op} goes from rank {source} to rank {target}, and is not this rank's")
         return source, target, send, op.microbatch, op.unit, op.source
-
-    def _receive(self, rank: int, op: Operation) -> bool:
-        message = self._message(rank, op)
-        if message not in self._in_transit:
-            return False
-        self._in_transit.remove(message)
-        return True
 
     def _group(self, rank: int, op: Operation) -> tuple[tuple[object, ...], tuple[int, ...]]:
         """Return the communicator of a collective, as a key, and its members."""
@@ -226,7 +221,7 @@ class DryRun:
             (source, index)
             for source, steps in enumerate(self._lists)
             for index, other in enumerate(steps)
-            if other.kind is awaited and other.range is not None and other.range.intersect(op.part)
+            if other.kind is awaited and other.touches(op.part)
         ]
         if not sources:
             raise ScheduleError(f"rank {rank}: {op} waits for a {awaited.name} that no rank has")

@@ -21,15 +21,14 @@ from hpcdist.errors import ScheduleError
 from hpcdist.strategies.schedule.generate.passes import Pass, Passes, Peak, spell
 from hpcdist.strategies.schedule.operations import COMPUTE, USES, Kind, Operation, StagePlacement
 
-Step = tuple[Pass, int, int]  # (pass, micro-batch, chunk of the rank)
-BACK = (Pass.BACKWARD, Pass.BACKWARD_INPUT)
+BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 # What may follow, for the same micro-batch and chunk.
-DUE: Final[dict[Pass | None, tuple[Pass, ...]]] = {
-    None: (Pass.FORWARD,),
-    Pass.FORWARD: BACK,
-    Pass.BACKWARD_INPUT: (Pass.BACKWARD_WEIGHT,),
-    Pass.BACKWARD: (),
-    Pass.BACKWARD_WEIGHT: (),
+DUE: Final[dict[Kind | None, tuple[Kind, ...]]] = {
+    None: (Kind.FORWARD,),
+    Kind.FORWARD: BACK,
+    Kind.BACKWARD_INPUT: (Kind.BACKWARD_WEIGHT,),
+    Kind.BACKWARD: (),
+    Kind.BACKWARD_WEIGHT: (),
 }
 
 
@@ -53,7 +52,7 @@ def prove(
 
 def _of_rank(name: str, steps: Passes, chunks: int, microbatches: int) -> Peak:
     """Return the peak of one rank, whose micro-batches go forward and then back through each of its chunks."""
-    done: dict[tuple[int, int], Pass] = {}  # (micro-batch, chunk) -> its last pass
+    done: dict[tuple[int, int], Kind] = {}  # (micro-batch, chunk) -> its last pass
     live = held = 0
     most = Peak(0, 0, 0)
     for step in steps:
@@ -70,14 +69,14 @@ def _of_rank(name: str, steps: Passes, chunks: int, microbatches: int) -> Peak:
             behind = f", behind {spell((before, *at))}" if before else ""
             raise ScheduleError(f"{name}: {spell(step)} comes where {wanted} is due{behind}")
         done[at] = way
-        live += (way is Pass.FORWARD) - (way in BACK)
-        held += (way is Pass.BACKWARD_INPUT) - (way is Pass.BACKWARD_WEIGHT)
+        live += (way is Kind.FORWARD) - (way in BACK)
+        held += (way is Kind.BACKWARD_INPUT) - (way is Kind.BACKWARD_WEIGHT)
         most = Peak(max(most.live, live), max(most.held, held), max(most.both, live + held))
     for microbatch in range(microbatches):
         for chunk in range(chunks):
             last = done.get((microbatch, chunk))
-            if last not in (Pass.BACKWARD, Pass.BACKWARD_WEIGHT):
-                missing = {None: "forward", Pass.FORWARD: "back"}.get(last, "to the gradients of its weights (W)")
+            if last not in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                missing = {None: "forward", Kind.FORWARD: "back"}.get(last, "to the gradients of its weights (W)")
                 raise ScheduleError(
                     f"{name}: micro-batch {microbatch} never goes {missing} through chunk {chunk} of the rank"
                 )
@@ -105,8 +104,8 @@ def _run(passes: Sequence[Passes], placement: StagePlacement, names: Sequence[st
                 waiting[needed] = rank
                 break
             at[rank] += 1
-            if way is not Pass.BACKWARD_WEIGHT:  # nobody waits for the gradients of weights
-                event = way is not Pass.FORWARD, microbatch, own[chunk]
+            if way is not Kind.BACKWARD_WEIGHT:  # nobody waits for the gradients of weights
+                event = way is not Kind.FORWARD, microbatch, own[chunk]
                 done.add(event)
                 if event in waiting:
                     ready.append(waiting.pop(event))
@@ -114,10 +113,10 @@ def _run(passes: Sequence[Passes], placement: StagePlacement, names: Sequence[st
         raise ScheduleError(_circle(passes, placement, names, at, waiting))
 
 
-def _needed(step: Step, own: Sequence[int], placement: StagePlacement) -> tuple[bool, int, int] | None:
+def _needed(step: Pass, own: Sequence[int], placement: StagePlacement) -> tuple[bool, int, int] | None:
     """Return the pass of another chunk that a pass waits for."""
     way, microbatch, chunk = step
-    if way is Pass.FORWARD and own[chunk] > 0:
+    if way is Kind.FORWARD and own[chunk] > 0:
         return False, microbatch, own[chunk] - 1
     if way in BACK and own[chunk] + 1 < len(placement.chunks):
         return True, microbatch, own[chunk] + 1
@@ -195,6 +194,9 @@ class RankProgram:
         return ScheduleError(f"rank {self.rank}: {why}")
 
 
+NOWHERE: Final = Range(0, 0)
+
+
 def is_covered(whole: Range, parts: Iterable[Range]) -> bool:
     """Whether ``parts`` together are all of ``whole``."""
     return all(times for _, times in coverage(whole, parts))
@@ -205,7 +207,7 @@ def range_text(part: Range) -> str:
     return f"[{part.start}:{part.stop}]"
 
 
-GATHERS = (Kind.GATHER, Kind.START_GATHER, Kind.WAIT_GATHER, Kind.FREE)
+GATHERS = (Kind.GATHER, Kind.START_GATHER, Kind.WAIT_GATHER)
 
 
 def check_liveness(share: RankProgram) -> None:
@@ -263,7 +265,7 @@ def activation_peak(share: RankProgram) -> tuple[Peak, int]:
 def _check_gathers(share: RankProgram) -> None:
     """Check that a started gather is waited for once, and its unit neither used, gathered nor updated before."""
     under_way: dict[int, Operation] = {}
-    for _, op in share.where(*GATHERS, *USES, Kind.APPLY):
+    for _, op in share.where(*GATHERS, Kind.FREE, *USES, Kind.APPLY):
         if op.kind is Kind.WAIT_GATHER:
             if under_way.pop(op.unit, None) is None:
                 raise share.refuse(f"{op} waits for what was not started, or was waited for before")
@@ -273,7 +275,7 @@ def _check_gathers(share: RankProgram) -> None:
                 raise share.refuse(f"{op} uses unit {early[0]}, which is not gathered then: no WAIT_GATHER before it")
         elif op.kind is Kind.APPLY:
             for unit, begun in under_way.items():
-                if op.range and op.range.intersect(share.units.get(unit, Range(0, 0))):
+                if op.touches(share.units.get(unit, NOWHERE)):
                     raise share.refuse(f"{op} changes what {begun}, still under way, sends")
         elif op.unit in under_way:
             raise share.refuse(f"{op} comes while {under_way[op.unit]} is under way")
@@ -288,12 +290,11 @@ def _check_residence(share: RankProgram) -> None:
     freed = {op.unit for _, op in share.where(Kind.FREE)}
     there: set[int] = set()
     for op in share.steps:
-        if op.kind is Kind.START_GATHER and op.unit in there:
-            raise share.refuse(f"{op} gathers a unit that is there already")
-        if op.kind in (Kind.GATHER, Kind.WAIT_GATHER) and op.unit in freed:
+        if op.kind in GATHERS and op.unit in freed:
             if op.unit in there:
                 raise share.refuse(f"{op} gathers a unit that is there already")
-            there.add(op.unit)
+            if op.kind is not Kind.START_GATHER:
+                there.add(op.unit)
         elif op.kind is Kind.FREE:
             if op.unit not in there:
                 raise share.refuse(f"{op} frees a unit that is not there")
@@ -303,8 +304,8 @@ def _check_residence(share: RankProgram) -> None:
             absent = sorted((used & freed) - there)
             if absent:
                 raise share.refuse(f"{op} uses unit {absent[0]}, which is not gathered then")
-        elif op.kind is Kind.APPLY and op.range is not None:
-            stale = [unit for unit in there if op.range.intersect(share.units.get(unit, Range(0, 0)))]
+        elif op.kind is Kind.APPLY:
+            stale = [unit for unit in there if op.touches(share.units.get(unit, NOWHERE))]
             if stale:
                 raise share.refuse(f"{op} leaves old values in unit {stale[0]}, which is still gathered")
     if there:
@@ -318,17 +319,13 @@ def _check_freshness(share: RankProgram) -> None:
         if unit in freed and not share.refreshes:
             continue
         # The last event that makes values old: the unit's APPLY, or the agreement where others update it.
-        touching = [i for i, op in share.where(Kind.APPLY) if op.range is not None and op.range.intersect(whole)]
-        agreed = [index for index, _ in share.where(Kind.AGREE)]
-        gathers = [index for index, op in share.where(Kind.GATHER, Kind.START_GATHER) if op.unit == unit]
-        gathers += [index for index, _ in share.where(Kind.COMMIT)]
+        touching = [i for i, op in share.where(Kind.AGREE, Kind.APPLY) if op.kind is Kind.AGREE or op.touches(whole)]
+        brings = (Kind.REFRESH,) if unit in freed else (Kind.GATHER, Kind.START_GATHER, Kind.COMMIT)
+        brought = [i for i, op in share.where(*brings) if op.unit == unit or op.kind is Kind.COMMIT]
+        if brought and brought[-1] > max(touching, default=-1):
+            continue
         if unit in freed:
-            gathers = [index for index, op in share.where(Kind.REFRESH) if op.unit == unit]
-            if not gathers or gathers[-1] < max([*touching, *agreed], default=-1):
-                raise share.refuse(f"the shard of unit {unit} keeps old values: no REFRESH after its APPLY")
-            continue
-        if gathers and gathers[-1] > max([*touching, *agreed], default=-1):
-            continue
+            raise share.refuse(f"the shard of unit {unit} keeps old values: no REFRESH after its APPLY")
         if not is_covered(whole, share.ranges(Kind.APPLY, Kind.PULL)):
             raise share.refuse(
                 f"unit {unit} keeps old values: no APPLY, PULL or later GATHER covers {range_text(whole)}"

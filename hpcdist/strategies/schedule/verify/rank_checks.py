@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpcdist.arrays.ranges import Range, coverage
-from hpcdist.strategies.schedule.generate.passes import Pass, expand
+from hpcdist.strategies.schedule.generate.passes import expand
 from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, MESSAGES, Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.verify import liveness
-from hpcdist.strategies.schedule.verify.liveness import RankProgram, is_covered, range_text
+from hpcdist.strategies.schedule.verify.liveness import NOWHERE, RankProgram, is_covered, range_text
 
 MIXING_CHANGES = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # the parameters
 
@@ -31,7 +31,7 @@ def check_mixing(share: RankProgram) -> None:
             under_way.remove(begun)
             arrived.append(op.range)
         else:
-            sent = next((other for other in under_way if _meet_mixing(op.range, other.range)), None)
+            sent = next((other for other in under_way if _meet(op, other)), None)
             if sent is not None:
                 raise share.refuse(f"{op} changes what {sent}, still under way, sends")
             if op.kind is Kind.MIX:
@@ -42,10 +42,6 @@ def check_mixing(share: RankProgram) -> None:
         raise share.refuse(f"{under_way[0]} is never waited for")
     if arrived:
         raise share.refuse(f"{Operation(Kind.MIX_WAIT, range=arrived[0])} brings what is never mixed")
-
-
-def _meet_mixing(first: Range | None, second: Range | None) -> bool:
-    return first is not None and second is not None and bool(first.intersect(second))
 
 
 COMPLETES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # the gradients of a unit, of one micro-batch
@@ -84,10 +80,12 @@ def check(share: RankProgram) -> None:
     _check_sums(share)
     _check_waits(share)
     _check_settled(share)
-    _check_rows(share)
+    # The sums of the tensor axis are of complete gradients, and norms of all directions.
+    _check_once(share, Kind.SUM_ROWS, behind=BEFORE_SUM)
     _check_update(share)
+    _check_once(share, Kind.AGREE, behind=BEFORE_AGREE, before=AFTER_AGREE)
     _check_compressed(share)
-    _check_norms(share)
+    _check_once(share, Kind.NORMS, behind=(Kind.DIRECTION,), before=(Kind.APPLY,))
     _check_copies(share)
     liveness.check_liveness(share)
     check_mixing(share)
@@ -117,15 +115,14 @@ def _expected(place: tuple[StagePlacement, int], microbatch: int, steps: Sequenc
     chunks = place[0].of(place[1])
     split = {op.unit for op in steps if op.kind is Kind.BACKWARD_INPUT}
     recomputed = {op.unit for op in steps if op.recompute}
-    expected = expand([(Pass.FORWARD, microbatch, chunk) for chunk in range(len(chunks))], *place)
+    expected = expand([(Kind.FORWARD, microbatch, chunk) for chunk in range(len(chunks))], *place)
     for chunk in reversed(range(len(chunks))):
         units = chunks[chunk]
         if recomputed.intersection(units):
             expected += [Operation(Kind.FORWARD, microbatch, unit, recompute=True) for unit in units]
-        for op in expand([(Pass.BACKWARD, microbatch, chunk)], *place):
-            expected.append(
-                replace(op, kind=Kind.BACKWARD_INPUT) if op.kind is Kind.BACKWARD and op.unit in split else op
-            )
+        for op in expand([(Kind.BACKWARD, microbatch, chunk)], *place):
+            halved = op.kind is Kind.BACKWARD and op.unit in split
+            expected.append(replace(op, kind=Kind.BACKWARD_INPUT) if halved else op)
     return expected
 
 
@@ -161,7 +158,7 @@ def _check_gradients(share: RankProgram) -> None:
                 due = int(last or (number > 0 and not share.accumulates))
                 if times == due or (times == 0 and share.alone):
                     continue
-                named = [op for op in parts if op.range is not None and op.range.intersect(piece)]
+                named = [op for op in parts if op.touches(piece)]
                 if times == 0:
                     raise share.refuse(f"the gradient of unit {unit} in {range_text(piece)} is never exchanged")
                 if due == 0:
@@ -173,9 +170,7 @@ def _check_rounds(share: RankProgram) -> None:
     """Check that an exchange of one micro-batch has gradients of no other: backwards do not overlap."""
     if share.accumulates:
         return
-    microbatches_in: dict[int, set[int]] = {
-        unit: set() for unit in share.units
-    }  # whose gradients are in memory, by unit
+    microbatches_in = {unit: set[int]() for unit in share.units}  # whose gradients are in memory, by unit
     taken: set[int] = set()  # units whose gradients were exchanged since they were written
     for _, op in share.where(*WRITES, *EXCHANGED):
         if op.kind in WRITES:
@@ -186,7 +181,7 @@ def _check_rounds(share: RankProgram) -> None:
                 microbatches_in[unit].add(op.microbatch)
             continue
         for unit, part in share.units.items():
-            if op.range is not None and op.range.intersect(part):
+            if op.touches(part):
                 taken.add(unit)
                 if microbatches_in[unit] - {op.microbatch}:
                     raise share.refuse(
@@ -242,18 +237,21 @@ def _check_settled(share: RankProgram) -> None:
                 raise share.refuse(f"{op} {why}, or more than once")
 
 
-def _check_rows(share: RankProgram) -> None:
-    """Check that the sums of the tensor axis are complete, and summed once."""
-    sums = share.where(Kind.SUM_ROWS)
-    if len(sums) > 1:
-        raise share.refuse("SUM_ROWS() comes twice in one step")
-    for index, op in share.where(*BEFORE_SUM) if sums else ():
-        if index > sums[0][0]:
-            raise share.refuse(f"{op} comes after SUM_ROWS(), which sums what it leaves")
+def _check_once(share: RankProgram, kind: Kind, *, behind: Sequence[Kind], before: Sequence[Kind] = ()) -> None:
+    """Check that a list has ``kind`` at most once: behind all operations of some kinds, and before all of others."""
+    places = share.where(kind)
+    if len(places) > 1:
+        raise share.refuse(f"{places[0][1]} comes twice in one step")
+    for place, own in places:
+        for index, op in share.where(*behind, *before):
+            if index > place and op.kind in behind:
+                raise share.refuse(f"{op} comes after {own}")
+            if index < place and op.kind in before:
+                raise share.refuse(f"{op} comes before {own}")
 
 
 def _check_update(share: RankProgram) -> None:
-    """Check that directions come before steps, both once, and all after the agreement."""
+    """Check that directions come before steps, both once."""
     for kind in ONCE:
         seen: list[Range] = []
         for _, op in share.where(kind):
@@ -267,17 +265,8 @@ def _check_update(share: RankProgram) -> None:
             late = next((other for at, other in others if at > index), None)
             if late is not None:
                 raise share.refuse(f"{op} comes before {late}")
-            if whole and not is_covered(op.range or Range(0, 0), [other.range for _, other in others if other.range]):
+            if whole and not is_covered(op.range or NOWHERE, [other.range for _, other in others if other.range]):
                 raise share.refuse(f"{op} has no {earlier.name} of all of its range before it")
-    agreed = [index for index, _ in share.where(Kind.AGREE)]
-    if len(agreed) > 1:
-        raise share.refuse("AGREE() comes twice in one step")
-    for index, op in share.where(*BEFORE_AGREE) if agreed else ():
-        if index > agreed[0]:
-            raise share.refuse(f"{op} comes after AGREE()")
-    for index, op in share.where(*AFTER_AGREE) if agreed else ():
-        if index < agreed[0]:
-            raise share.refuse(f"{op} comes before AGREE()")
 
 
 def _check_compressed(share: RankProgram) -> None:
@@ -287,18 +276,8 @@ def _check_compressed(share: RankProgram) -> None:
         raise share.refuse(f"{compressed[0][1]} sends what nobody has agreed on: no AGREE() comes before it")
     travelled = share.ranges(Kind.COMPRESS)
     for _, op in share.where(Kind.DIRECTION) if compressed else ():
-        if not is_covered(op.range or Range(0, 0), travelled):
+        if not is_covered(op.range or NOWHERE, travelled):
             raise share.refuse(f"{op} has no COMPRESS of all of its range before it")
-
-
-def _check_norms(share: RankProgram) -> None:
-    """Check that norms are taken of all directions, before any step."""
-    for index, norms in share.where(Kind.NORMS):
-        for at, op in share.where(Kind.DIRECTION, Kind.APPLY):
-            if op.kind is Kind.DIRECTION and at > index:
-                raise share.refuse(f"{norms} comes before {op}")
-            if op.kind is Kind.APPLY and at < index:
-                raise share.refuse(f"{op} comes before {norms}")
 
 
 def _check_copies(share: RankProgram) -> None:
@@ -307,16 +286,16 @@ def _check_copies(share: RankProgram) -> None:
         for at, op in share.where(*WRITES):
             if copy.unit in (op.unit, *share.needs.get(op.unit, ())) and at > index:
                 raise share.refuse(f"{copy} comes before {op}, which adds to its gradients")
-        owned = share.units.get(copy.unit)
-        for at, op in share.where(*EXCHANGED) if owned else ():
-            if owned and op.range is not None and op.range.intersect(owned) and at < index and share.accumulates:
+        owned = share.units.get(copy.unit, NOWHERE)
+        for at, op in share.where(*EXCHANGED):
+            if op.touches(owned) and at < index and share.accumulates:
                 raise share.refuse(f"{op} comes before {copy}, which adds to its gradients")
     for index, copy in share.where(Kind.COPY_VALUE):
-        owned = share.units.get(copy.unit)
-        for at, op in share.where(Kind.APPLY) if owned else ():
-            if owned and op.range is not None and op.range.intersect(owned) and at > index:
+        owned = share.units.get(copy.unit, NOWHERE)
+        for at, op in share.where(Kind.APPLY):
+            if op.touches(owned) and at > index:
                 raise share.refuse(f"{copy} comes before {op}, which changes what it sends")
 
 
 def _meet(first: Operation, second: Operation) -> bool:
-    return first.range is not None and second.range is not None and bool(first.range.intersect(second.range))
+    return second.range is not None and first.touches(second.range)

@@ -151,12 +151,12 @@ def test_it_is_the_algorithm_of_the_paper(ranks, clip, rng):
     for weights, exchange in found:
         np.testing.assert_allclose(weights, expected, atol=2e-5)
         assert weights.tobytes() == found[0][0].tobytes()
-        for held in exchange._all():
-            where = np.concatenate([np.r_[part.slice] for _, part in held.stretch.tensors])
+        for group, adam in exchange._all():
+            where = np.concatenate([np.r_[part.slice] for _, part in group.tensors])
             moves = paper.v[where] > 0  # errors of what stays where it is count for nothing
-            worker, own = held.adam.worker_error * moves, held.adam.own.slice
+            worker, own = adam.worker_error * moves, adam.own.slice
             np.testing.assert_allclose(worker, paper.worker[exchange.context.data.rank, where], atol=1e-5)
-            np.testing.assert_allclose(held.adam.server_error * moves[own], paper.server[where[own]], atol=1e-5)
+            np.testing.assert_allclose(adam.server_error * moves[own], paper.server[where[own]], atol=1e-5)
     assert not paper.w[::7].any() and np.count_nonzero(paper.w) > LAYOUT.parameters / 2
 
 

@@ -73,12 +73,12 @@ def owed(trainer):
         return {name: one.feedback.residuals.array.astype(np.float64) for name, one in kept.items()}
     assert isinstance(exchange, OneBitExchange)
     found = {name: np.zeros(size) for name in ("worker", "server", "m", "v")}
-    for held in exchange._all():
-        where = np.concatenate([np.r_[part.slice] for _, part in held.stretch.tensors])
-        found["worker"][where] = held.adam.worker_error / ranks
-        found["server"][where[held.adam.own.slice]] = held.adam.server_error
+    for group, adam in exchange._all():
+        where = np.concatenate([np.r_[part.slice] for _, part in group.tensors])
+        found["worker"][where] = adam.worker_error / ranks
+        found["server"][where[adam.own.slice]] = adam.server_error
         for key in ("m", "v"):
-            found[key][where] = held.adam.arrays()[key].astype(np.float64) / ranks
+            found[key][where] = adam.arrays()[key].astype(np.float64) / ranks
     return found
 
 
@@ -136,8 +136,8 @@ def test_one_rank_pays_what_signs_owe_and_goes_on_with_adam(rng):
     def body(comm):
         exchange = OneBitExchange(seat_of(comm, {"name": "adamw", "clip_norm": 0.0}), CompressionConfig(warmup_steps=4))
         given_steps(exchange, given[:5])
-        (held, *_) = exchange._all()
-        adam, before = held.adam, held.adam.v.copy()
+        ((_, adam), *_) = exchange._all()
+        before = adam.v.copy()
         adam.freeze()
         adam.worker_error[...] = 0.25
         adam.server_error[...] = 0.5

@@ -19,10 +19,8 @@ ACROSS = {"compression.across_nodes": "true"}
 
 
 @pytest.fixture
-def keys(tmp_path, rng):
-    path = tmp_path / "text.txt"
-    path.write_text(" ".join("".join(word) for word in rng.choice(list("abcdefgh"), (400, 4))))
-    return {**SMALL, "model.dropout": 0, "data.path": path}
+def keys(words):
+    return {**SMALL, **words, "model.dropout": 0}
 
 
 def owed(trainer):

@@ -25,11 +25,8 @@ PLUS = {  # hpZ, qwZ and qgZ: ZeRO++
 
 
 @pytest.fixture
-def settings(tmp_path, rng):
-    path = tmp_path / "text.txt"
-    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
-    path.write_text(" ".join(rng.choice(words, 1500)))
-    return {"data.path": path} | recipe_keys(
+def settings(words):
+    return words | recipe_keys(
         "layers=1 hidden=16 heads=2 data.context=8 steps=40 global_batch=12 optimizer.warmup_steps=2 "
         "optimizer.learning_rate=0.01"
     )
@@ -56,6 +53,9 @@ TRAININGS = {
 
 
 @pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.matrix_except(
+    "zero2 by micro-batches", "zero3, random k", "qwZ alone", "ZeRO++", "a pipeline", "a tensor axis, cut unevenly"
+)
 @pytest.mark.full_except("zero3, random k")
 def test_trainings_follow_the_dense_one(name, settings, tmp_path):
     size, keys = TRAININGS[name]

@@ -164,6 +164,10 @@ GRIDS = {
 
 
 @pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.matrix_except(
+    *("data 2 x pipeline 2, zero1", "data 2 x pipeline 2, zero2, kept", "data 2 x pipeline 2, served"),
+    *("tensor 2, rows", "data 2 x tensor 2, zero3, lamb", "pipeline 2 x tensor 2, zb-h1"),
+)
 @pytest.mark.full_except("data 2 x pipeline 2, zero1")
 def test_every_grid_is_near_one_rank(text, name):
     """Within what sums in another order make of 16-bit roundings: 2^-9 of a bfloat16, 2^-12 of a float16, each."""
@@ -238,7 +242,16 @@ STEPS = {
     ),
     "pipeline 2": (2, PIPELINE | TIED | FLOAT16),
     "pipeline 2, interleaved": (2, PIPELINE | TIED | FLOAT16 | SCHEDULES["interleaved"]),
-    **{name: (size, keys | FLOAT16) for name, (size, keys) in GRIDS.items() if "lamb" not in name},
+    **{
+        name: (GRIDS[name][0], GRIDS[name][1] | FLOAT16)
+        for name in (
+            "data 2 x pipeline 2, zero2, each micro-batch",
+            "data 2 x pipeline 2, zero3",
+            "data 2 x pipeline 2, served",
+            "tensor 2",
+            "pipeline 2 x tensor 2, zb-h1",
+        )
+    },
 }
 
 
@@ -321,17 +334,14 @@ def test_at_the_least_scale_all_ranks_stop_with_one_message(text):
     assert "optimizer.learning_rate" in said and "precision.minimum_scale" in said
 
 
-@pytest.mark.parametrize(("mode", "layout"), [("bfloat16", PIPELINE | TIED), ("float16", TENSOR)])
 @pytest.mark.full
-def test_it_learns_as_float32_does(text, mode, layout):
-    """30 steps: within 1 % in bfloat16, 0.2 % in float16, at a scale that never overflows."""
-    keys = text | {"precision.mode": mode, "optimizer.learning_rate": 3e-3} | layout
-    if mode == "float16":
-        keys |= {"precision.loss_scale": 4096}
-    plain, _ = run(solo(), text | {"optimizer.learning_rate": 3e-3} | (TIED if "model.tied" in layout else {}), 30)
-    half, _ = run_threads(2, lambda comm: run(comm, keys, 30))[0]
+def test_it_learns_as_float32_does(text):
+    """30 steps in bfloat16, within 1 %."""
+    keys = text | TIED | {"optimizer.learning_rate": 3e-3}
+    plain, _ = run(solo(), keys, 30)
+    half, _ = run_threads(2, lambda comm: run(comm, keys | BFLOAT16 | PIPELINE, 30))[0]
     assert half[-1] < half[0] - 1.0
-    np.testing.assert_allclose(half, plain, rtol=0.01 if mode == "bfloat16" else 0.002)
+    np.testing.assert_allclose(half, plain, rtol=0.01)
 
 
 RESUMED = {  # and who takes it over: ranks, keys

@@ -22,13 +22,6 @@ KEYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_bytes(b"".join(b"%d plus %d is %d. " % (i % 7, i % 5, i % 7 + i % 5) for i in range(400)))
-    return path
-
-
 @st.composite
 def layouts(draw):
     """Return a number of ranks, and the keys of a run on them."""
@@ -68,12 +61,12 @@ def layouts(draw):
     return data * pipeline * tensor, keys
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(layout=layouts())
 @pytest.mark.full
-def test_any_product_is_the_run_of_one_process(text, layout):
+def test_any_product_is_the_run_of_one_process(shared_text, layout):
     ranks, changed = layout
-    keys = KEYS | {"data.path": text} | changed
+    keys = KEYS | {"data.path": shared_text} | changed
     expected = alone(keys, STEPS)
 
     def body(comm):

@@ -114,7 +114,7 @@ GRAPHS = {
 
 
 @pytest.mark.parametrize("order", ["combine_first", "adapt_first"])
-@pytest.mark.parametrize("size", [1, 2, 3, 6, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.full_except("2-adapt_first")
 def test_gossip_is_the_recursion_of_its_matrices(size, order, rng):
     """With a heavy ball, decay, and samples that are spread unevenly."""
@@ -356,18 +356,16 @@ def test_resume_has_the_bits_of_a_run_that_saved_there(keys, tmp_path, words):
 
 
 ON_GPUS = [
-    {"parallel.strategy": "gossip", "decentralised.report_every": 2},
-    {"parallel.strategy": "gossip", "decentralised.order": "adapt_first", "parallel.microbatches": 2},
-    {"parallel.strategy": "gossip", "decentralised.graph": "complete"},
+    {"parallel.strategy": "gossip", "decentralised.report_every": 2, "parallel.microbatches": 2},
     {"parallel.strategy": "local_sgd", "decentralised.period": 2, "decentralised.outer_momentum": 0.9},
 ]
 
 
 @pytest.mark.parametrize("pointers", [False, True])
-@pytest.mark.parametrize("keys", ON_GPUS, ids=["ring", "adapt first", "complete", "local_sgd"])
+@pytest.mark.parametrize("keys", ON_GPUS, ids=["ring", "local_sgd"])
 @pytest.mark.full
 def test_a_run_on_the_gpu_is_that_of_the_cpu(gpu, words, keys, pointers):
-    settings = {**words, **keys, "precision.mode": "float64"}
+    settings = {**words, **keys, "precision.mode": "float64", "run.steps": 2}
 
     def body(comm):
         if pointers:

@@ -64,12 +64,14 @@ def test_known_gaps():
 
 
 def test_neighbours_are_as_many_as_the_costs_say():
+    def degree(name, size):
+        return max((len(taken) for rows in build(name, size).rounds for taken in rows), default=0)
+
     for size in SIZES:
-        assert build("ring", size).degree == min(2, size - 1)
-        assert build("complete", size).degree == size - 1
-        assert build("exponential", size).degree == math.ceil(math.log2(size))
-        assert build("one_peer", size).degree == min(1, size - 1)
-    assert [build("torus", size).degree for size in (4, 6, 9, 12, 16)] == [2, 3, 4, 4, 4]
+        assert degree("ring", size) == min(2, size - 1)
+        assert degree("exponential", size) == math.ceil(math.log2(size))
+        assert degree("one_peer", size) == min(1, size - 1)
+    assert [degree("torus", size) for size in (4, 6, 9, 12, 16)] == [2, 3, 4, 4, 4]
 
 
 def test_sources_and_targets_are_two_sides_of_the_same_messages():

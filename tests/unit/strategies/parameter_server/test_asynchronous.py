@@ -10,7 +10,7 @@ import pytest
 
 from harness.jobs import LIMIT_S
 from harness.marks import on_threads
-from harness.rank_run import RankRun, load_initial, optimizer_of
+from harness.rank_run import RankRun, load_initial, meet, optimizer_of
 from hpcdist.arrays import backend
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
@@ -66,15 +66,7 @@ class Run(RankRun):
     def hold(self):
         """Meet; whether all workers have done all their steps."""
         place = self.exchange
-        place.meet()
-        workers = len(place.roles.workers)
-        values = np.zeros(workers + 2)
-        if place.works:
-            values[self.comm.rank] = place.clock
-        values[-2] = place.updates if self.comm.rank == place.roles.servers[0] else 0
-        values[-1] = place.meetings.calls
-        place.agree(values)
-        place.leave([int(clock) for clock in values[:workers]], int(values[-2]), int(values[-1]))
+        meet(place)
         self.meetings.append(place.clocks)
         if min(place.clocks) == self.steps:
             place.refresh()
@@ -236,7 +228,7 @@ def test_a_worker_that_waits_for_a_meeting_has_no_operation_with_a_deadline(plac
 
 @pytest.mark.parametrize(("size", "config"), [place for place in PLACES if place[0] > 1], ids=str)
 def test_a_call_brings_all_together_soon(size, config, rng):
-    data, steps = text(rng, 60), 60
+    data, steps = text(rng, 30), 30
 
     def body(comm):
         run = Run(comm, config, steps)

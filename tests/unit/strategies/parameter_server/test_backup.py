@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from harness.jobs import LIMIT_S
-from harness.rank_run import RankRun, optimizer_of
+from harness.rank_run import RankRun, meet, optimizer_of
 from hpcdist.arrays import backend
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
@@ -52,18 +52,7 @@ class Backup(Place):
             divisor = place.weigh(SAMPLES, SAMPLES * self.workers)
             self.executor.run(self.operations, self.batch(data, before), divisor, before, np.zeros(0))
             self.taken.append((before, place.taken))
-        self.hold()
-
-    def hold(self):
-        place = self.exchange
-        place.meet()
-        values = np.zeros(self.workers + 2)
-        if place.works:
-            values[self.comm.rank] = place.clock
-        values[-2] = place.updates if place.rank == place.roles.servers[0] else 0
-        values[-1] = place.meetings.calls
-        place.agree(values)
-        place.leave([int(clock) for clock in values[: self.workers]], int(values[-2]), int(values[-1]))
+        meet(place)
         place.refresh()
 
 

@@ -29,6 +29,9 @@ from hpcdist.training.recipe.recipe import Recipe
         "backup_workers = 1 .* 'asp'.*or parameter_server.consistency = 'bsp'",
     ),
     ({"consistency": "ssp", "backup_workers": 1}, "backup_workers = 1 .* 'ssp'"),
+    ({"transport": "pigeon"}, "messages, shared, rma"),
+    ({"transport": "shared", "consistency": "asp"}, "set parameter_server.transport = 'messages'"),
+    ({"mirrored": True}, "mirrored = true: servers have no mirrors.* --survive"),
 )
 def test_refused(keys, says):
     with pytest.raises(ConfigurationError, match=says):

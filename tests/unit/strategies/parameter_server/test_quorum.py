@@ -2,9 +2,18 @@
 
 import random
 
-from hpcdist.strategies.parameter_server.asynchronous.backup_workers import Quorum, Turn
+from hpcdist.strategies.parameter_server.asynchronous.backup_workers import Quorum
+from hpcdist.strategies.parameter_server.asynchronous.control_messages import ControlFields
 
 BATCH = 12
+
+
+def taken(clock, workers, scale):
+    return ControlFields(clock, scale, workers=workers)
+
+
+def dropped(clock, worker):
+    return ControlFields(clock, dropped=True, workers=(worker,))
 
 
 def push(quorum, worker, clock, samples=3):
@@ -14,7 +23,7 @@ def push(quorum, worker, clock, samples=3):
 def test_the_first_are_taken_in_the_order_of_the_ranks():
     quorum = Quorum(range(4), 1)
     assert push(quorum, 3, 1) == push(quorum, 0, 1) == []
-    assert push(quorum, 2, 1) == [Turn(1, (0, 2, 3), 12 / 9)]
+    assert push(quorum, 2, 1) == [taken(1, (0, 2, 3), 12 / 9)]
     assert quorum.clock == 1 and quorum.dropped == 0
 
 
@@ -23,15 +32,15 @@ def test_a_late_gradient_is_dropped_and_its_worker_goes_on_with_the_others():
     for clock in (1, 2):
         push(quorum, 0, clock)
         push(quorum, 1, clock)
-    assert push(quorum, 2, 1) == [Turn(2, dropped=2)] and quorum.dropped == 1
+    assert push(quorum, 2, 1) == [dropped(2, 2)] and quorum.dropped == 1
     push(quorum, 2, 3)
-    assert push(quorum, 0, 3) == [Turn(3, (0, 2), 12 / 6)]
+    assert push(quorum, 0, 3) == [taken(3, (0, 2), 12 / 6)]
 
 
 def test_with_all_taken_the_scale_is_exactly_one():
     quorum = Quorum(range(3), 0)
     assert [quorum.push(worker, 1, samples, 7) for worker, samples in ((0, 3), (1, 3), (2, 1))][-1] == [
-        Turn(1, (0, 1, 2), 1.0)
+        taken(1, (0, 1, 2), 1.0)
     ]
 
 
@@ -39,10 +48,10 @@ def test_who_would_wait_for_ever_is_let_go_with_nothing_taken():
     quorum = Quorum(range(3), 1)
     push(quorum, 0, 1)
     assert quorum.leave(1) == []
-    assert quorum.leave(2) == [Turn(0, dropped=0)]
+    assert quorum.leave(2) == [dropped(0, 0)]
     quorum.convene(0)
     push(quorum, 1, 1)
-    assert push(quorum, 0, 1) == [Turn(1, (0, 1), 2.0)]
+    assert push(quorum, 0, 1) == [taken(1, (0, 1), 2.0)]
 
 
 def test_any_schedule_takes_each_clock_once_and_answers_every_push():
@@ -53,21 +62,21 @@ def test_any_schedule_takes_each_clock_once_and_answers_every_push():
         spare = draw.randrange(len(workers))
         quorum, clock_of = Quorum(workers, spare), dict.fromkeys(workers, 0)
         waiting = set()
-        taken = []
+        complete = 0
         while ready := [worker for worker in workers if worker not in waiting and clock_of[worker] < steps]:
             worker = draw.choice(ready)
             waiting.add(worker)
             for turn in push(quorum, worker, clock_of[worker] + 1):
-                if turn.taken:
-                    taken.append(turn.taken)
-                    assert turn.clock == len(taken) and len(turn.taken) == len(workers) - spare
-                    assert list(turn.taken) == sorted(set(turn.taken))
-                    assert all(clock_of[one] == turn.clock - 1 for one in turn.taken), "none of a past clock"
+                if turn.dropped:
+                    assert turn.clock == complete and len(turn.workers) == 1, "the newest"
                 else:
-                    assert turn.clock == len(taken), "the newest"
-                for one in turn.taken or (turn.dropped,):
+                    complete += 1
+                    assert turn.clock == complete and len(turn.workers) == len(workers) - spare
+                    assert list(turn.workers) == sorted(set(turn.workers))
+                    assert all(clock_of[one] == turn.clock - 1 for one in turn.workers), "none of a past clock"
+                for one in turn.workers:
                     waiting.remove(one)
                     clock_of[one] = turn.clock
-        assert not waiting and set(clock_of.values()) == {steps} and len(taken) == steps
+        assert not waiting and set(clock_of.values()) == {steps} and complete == steps
         late += quorum.dropped
     assert late > 2000

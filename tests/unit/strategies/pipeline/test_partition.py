@@ -10,7 +10,7 @@ from hpcdist.strategies.pipeline.costs import UnitCost
 from hpcdist.strategies.pipeline.memory import LiveMicroBatches, StageMemory, StateBytes
 from hpcdist.strategies.pipeline.partition import StageDevices, check_units, least_memory, partition, search
 
-CASES = 120
+CASES = 60
 
 
 def every_cut(units, chunks):

@@ -213,6 +213,7 @@ def text(tmp_path):
     {"parallel.data": 2, "parallel.strategy": "zero1", "precision.mode": "bfloat16"},
     {"parallel.tensor": 2, "parallel.schedule": "zb-h1", "precision.mode": "float16"},
 )
+@pytest.mark.matrix_except("changed0", "changed1", "changed4", "changed6", "changed8", "changed9")
 @pytest.mark.full_except("changed0")
 def test_a_run_holds_what_its_plan_says(text, changed):
     ranks = 2 * int(str(changed.get("parallel.data", 1))) * int(str(changed.get("parallel.tensor", 1)))

@@ -20,19 +20,19 @@ PAIRS = [(schedule, exchange) for schedule in SCHEDULES for exchange in EXCHANGE
 
 
 def sizes(schedule, rng):
-    """(ranks, micro-batches, chunks): the corners of what is legal up to 8, 32 and 4, and two from within."""
+    """(ranks, micro-batches, chunks): the corners of what is legal up to 8, 32 and 4, and one from within."""
     row = SCHEDULES[schedule]
     most = 8 if row.pipelines else 1
     chunks = row.most or 4
     for ranks in {1, most}:
         yield ranks, row.fewest(ranks), chunks
     yield most, 32, chunks
-    for _ in range(2):
-        ranks = int(rng.integers(1, most + 1))
-        yield ranks, int(rng.integers(row.fewest(ranks), 33)), row.most or int(rng.integers(2, 5))
+    ranks = int(rng.integers(1, most + 1))
+    yield ranks, int(rng.integers(row.fewest(ranks), 33)), row.most or int(rng.integers(2, 5))
 
 
 @pytest.mark.parametrize(("schedule", "exchange"), PAIRS)
+@pytest.mark.matrix_except("zb-h1-zero1", *("-".join(pair) for pair in PAIRS[::2]))
 @pytest.mark.full_except("zb-h1-zero1")
 def test_steps_are_proven_with_their_bounds(schedule, exchange, rng):
     row = SCHEDULES[schedule]
@@ -150,7 +150,7 @@ def changed(draw):
 HARMLESS = (Kind.POLL, Kind.FREE)  # a POLL more or less; the micro-batch by which a FREE is named
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(changed())
 @pytest.mark.full
 def test_what_is_changed_is_refused_or_the_same_step(case):

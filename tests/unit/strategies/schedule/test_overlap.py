@@ -63,7 +63,7 @@ def tied(units):
     return own(units) | {units - 1: [0, units - 1]}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     units=st.integers(2, 6),
     microbatches=st.integers(1, 4),

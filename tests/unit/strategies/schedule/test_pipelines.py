@@ -1,12 +1,12 @@
 """Passes of one rank: the textbook orders, and what they become."""
 
 from hpcdist.strategies.schedule.generate.operation_list import compute_operations, insert_gathers
-from hpcdist.strategies.schedule.generate.passes import Pass, expand, gpipe, one_f_one_b
+from hpcdist.strategies.schedule.generate.passes import expand, gpipe, one_f_one_b
 from hpcdist.strategies.schedule.operations import Kind, looped
 
 
 def short(passes):
-    return " ".join(f"{'F' if direction is Pass.FORWARD else 'B'}{microbatch}" for direction, microbatch, _ in passes)
+    return " ".join(f"{'F' if direction is Kind.FORWARD else 'B'}{microbatch}" for direction, microbatch, _ in passes)
 
 
 def test_gpipe_fills_then_drains():

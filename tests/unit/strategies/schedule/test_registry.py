@@ -7,17 +7,17 @@ import pytest
 from harness import jobs
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.schedule.generate.operation_list import evaluation_operations
-from hpcdist.strategies.schedule.generate.passes import Pass, interleaved, interleaved_group, spell, zb_h1, zb_v
+from hpcdist.strategies.schedule.generate.passes import interleaved, interleaved_group, spell, zb_h1, zb_v
 from hpcdist.strategies.schedule.generate.registry import NAMES, SCHEDULES, check_schedule
 from hpcdist.strategies.schedule.operations import Kind, folded, looped
 from hpcdist.strategies.schedule.verify import liveness
 
 RANKS = range(1, 9)
-MICROBATCHES = range(1, 33)
+MICROBATCHES = (*range(1, 16), 17, 24, 31, 32)
 
 
 def legal(name):
-    """(ranks, micro-batches, chunks) of all that are not refused, up to 8, 32 and 4."""
+    """(ranks, micro-batches, chunks) of those that are not refused, up to 8, 32 and 4."""
     row = SCHEDULES[name]
     chunks = [row.most] if row.most is not None else range(row.least, 5)
     return [
@@ -46,10 +46,10 @@ def test_ranks_fit_together_and_hold_exactly_what_the_schedule_says(name):
         for steps in passes:  # gradients are summed in the order of the micro-batches
             done = {}
             for way, microbatch, chunk in steps:
-                if way in (Pass.BACKWARD, Pass.BACKWARD_WEIGHT):
+                if way in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
                     assert done.get(chunk, -1) == microbatch - 1
                     done[chunk] = microbatch
-            assert row.splits == any(way is Pass.BACKWARD_WEIGHT for way, _, _ in steps)
+            assert row.splits == any(way is Kind.BACKWARD_WEIGHT for way, _, _ in steps)
 
 
 def times(passes, placement, seconds):
@@ -64,15 +64,15 @@ def times(passes, placement, seconds):
             while at[rank] < len(steps):
                 way, microbatch, chunk = steps[at[rank]]
                 here = numbers[rank][chunk]
-                needed = here - 1 if way is Pass.FORWARD else here + 1
-                alone = way is Pass.BACKWARD_WEIGHT or not 0 <= needed < len(placement.chunks)
-                if not alone and (way is Pass.FORWARD, microbatch, needed) not in ends:
+                needed = here - 1 if way is Kind.FORWARD else here + 1
+                alone = way is Kind.BACKWARD_WEIGHT or not 0 <= needed < len(placement.chunks)
+                if not alone and (way is Kind.FORWARD, microbatch, needed) not in ends:
                     break
-                start = max(clock[rank], 0 if alone else ends[way is Pass.FORWARD, microbatch, needed])
+                start = max(clock[rank], 0 if alone else ends[way is Kind.FORWARD, microbatch, needed])
                 begin[rank] = start if begin[rank] < 0 else begin[rank]
                 clock[rank] = start + seconds[way]
-                if way is not Pass.BACKWARD_WEIGHT:
-                    ends[way is Pass.FORWARD, microbatch, here] = clock[rank]
+                if way is not Kind.BACKWARD_WEIGHT:
+                    ends[way is Kind.FORWARD, microbatch, here] = clock[rank]
                 at[rank], left = at[rank] + 1, left - 1
         assert left < before, "a circle"
     work = [sum(seconds[way] for way, _, _ in steps) for steps in passes]
@@ -81,7 +81,7 @@ def times(passes, placement, seconds):
 
 @pytest.mark.parametrize(("f", "b", "w"), [(1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (2.0, 2.0, 1.5)])
 def test_idle_times_are_those_of_the_papers(f, b, w):
-    seconds = {Pass.FORWARD: f, Pass.BACKWARD: b + w, Pass.BACKWARD_INPUT: b, Pass.BACKWARD_WEIGHT: w}
+    seconds = {Kind.FORWARD: f, Kind.BACKWARD: b + w, Kind.BACKWARD_INPUT: b, Kind.BACKWARD_WEIGHT: w}
     closed = {
         "gpipe": lambda p: (p - 1) * (f + b + w),
         "1f1b": lambda p: (p - 1) * (f + b + w),
@@ -130,14 +130,14 @@ def test_evaluation_goes_through_all_chunks_once():
             placement = place(units(p * v), p)
             passes = [
                 [
-                    (Pass.FORWARD, op.microbatch, placement.of(rank).index(range(op.unit, op.unit + 1)))
+                    (Kind.FORWARD, op.microbatch, placement.of(rank).index(range(op.unit, op.unit + 1)))
                     for op in evaluation_operations(placement, rank)
                     if op.kind is Kind.FORWARD
                 ]
                 for rank in range(p)
             ]
-            assert passes == [[(Pass.FORWARD, 0, chunk) for chunk in range(v)]] * p
-            assert times(passes, placement, {Pass.FORWARD: 1.0})[1] == v * p
+            assert passes == [[(Kind.FORWARD, 0, chunk) for chunk in range(v)]] * p
+            assert times(passes, placement, {Kind.FORWARD: 1.0})[1] == v * p
 
 
 def test_what_cannot_run_is_refused_with_what_can():

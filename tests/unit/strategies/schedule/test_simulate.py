@@ -10,11 +10,11 @@ from hpcdist.bench.pipeline.schedules import bars
 from hpcdist.errors import ScheduleError, UsageError
 from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.schedule.generate.operation_list import generated
-from hpcdist.strategies.schedule.generate.passes import Pass, expand
+from hpcdist.strategies.schedule.generate.passes import expand
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 from hpcdist.strategies.schedule.operations import Kind, Operation, looped
 from hpcdist.strategies.schedule.simulate import passes, timeline
-from hpcdist.strategies.schedule.simulate.program import LinkCost, StepCosts
+from hpcdist.strategies.schedule.simulate.program import CODES, LinkCost, StepCosts
 
 PIPELINES = [name for name, schedule in SCHEDULES.items() if schedule.pipelines]
 
@@ -73,8 +73,8 @@ def test_lists_and_passes_have_the_same_times_and_memory(recompute, rng):
 
 def relaxed(of, placement, costs, latency_s):
     """Return when each (chunk, pass, micro-batch) ends, by repeating what it has to wait for until nothing changes."""
-    rows = {Pass.FORWARD: costs.forward_s, Pass.BACKWARD: costs.backward_s}
-    rows |= {Pass.BACKWARD_INPUT: costs.input_s, Pass.BACKWARD_WEIGHT: costs.weight_s}
+    rows = {Kind.FORWARD: costs.forward_s, Kind.BACKWARD: costs.backward_s}
+    rows |= {Kind.BACKWARD_INPUT: costs.input_s, Kind.BACKWARD_WEIGHT: costs.weight_s}
     order = [
         [(number, way, microbatch) for way, microbatch, local in row for number in [_number(placement, rank, local)]]
         for rank, row in enumerate(of.passes)
@@ -86,8 +86,8 @@ def relaxed(of, placement, costs, latency_s):
         for row in order:
             now_s = 0.0
             for number, way, microbatch in row:
-                if way is not Pass.BACKWARD_WEIGHT:
-                    other = number - 1 if way is Pass.FORWARD else number + 1
+                if way is not Kind.BACKWARD_WEIGHT:
+                    other = number - 1 if way is Kind.FORWARD else number + 1
                     if 0 <= other < len(placement.chunks):
                         far = placement.ranks[other] != placement.ranks[number]
                         now_s = max(now_s, ends.get((other, way, microbatch), 0.0) + latency_s * far)
@@ -102,7 +102,7 @@ def _number(placement, rank, local):
 
 
 def test_times_are_those_of_the_longest_way_to_each_pass(rng):
-    codes = {code: way for way, code in passes.CODES.items()}
+    codes = {code: way for way, code in CODES.items()}
     for name, stages, microbatches, chunks in cases():
         of = written(name, stages, microbatches, chunks)
         placement = of.place(parts(stages * of.chunks, rng))

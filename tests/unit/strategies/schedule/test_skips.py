@@ -16,7 +16,7 @@ from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.schedule.generate.operation_list import generated
 from hpcdist.strategies.schedule.generate.passes import expand
 from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement, folded, looped
-from hpcdist.strategies.schedule.simulate import lists
+from hpcdist.strategies.schedule.simulate import timeline
 from hpcdist.strategies.schedule.simulate.program import StepCosts
 from hpcdist.strategies.schedule.verify.proof import verify
 from stubs import late_messages
@@ -121,5 +121,5 @@ def test_the_simulator_sends_them_straight():
     for skips in ((), model().skips):
         placement = StagePlacement((range(3), range(3, 5), range(5, 8)), (0, 1, 2), skips)
         steps = [expand(generated("1f1b", 3, 2).passes[rank], placement, rank) for rank in range(3)]
-        links = lists.program(steps, placement, StepCosts.equal(UNITS, 1.0, 1.0, 1.0)).links
+        links = timeline.simulate_lists(steps, placement, StepCosts.equal(UNITS, 1.0, 1.0, 1.0)).program.links
         assert straight & set(links.tolist()) == (straight if skips else set())

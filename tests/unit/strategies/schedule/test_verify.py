@@ -13,7 +13,7 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
 from hpcdist.strategies.schedule.generate.operation_list import insert_exchange, insert_gathers
-from hpcdist.strategies.schedule.generate.passes import Pass, expand, gpipe, one_f_one_b
+from hpcdist.strategies.schedule.generate.passes import expand, gpipe, one_f_one_b
 from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement, looped
 from hpcdist.strategies.schedule.verify.proof import verify
 
@@ -89,25 +89,14 @@ def allreduce_step(passes_of, stages, microbatches, data=1, units_per_stage=2, r
 
 
 @pytest.mark.parametrize("schedule", PIPELINES)
-@pytest.mark.parametrize("stages", range(1, 9))
-def test_pipelines_under_an_allreduce_are_proven(schedule, stages):
-    for microbatches in (1, 2, stages, 32):
-        proof = allreduce_step(PIPELINES[schedule], stages, microbatches).verify()
-        if schedule == "gpipe":
-            assert proof.live == (microbatches,) * stages
-        else:
-            assert proof.live == tuple(min(stages - stage, microbatches) for stage in range(stages))
-        assert proof.whole == proof.live
-        assert proof.messages == 2 * microbatches * (stages - 1)
-
-
-@pytest.mark.parametrize("schedule", PIPELINES)
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(("stages", "data"), [(1, 4), (2, 2), (4, 2), (3, 3), (8, 2)])
+@pytest.mark.parametrize(("stages", "data"), [(1, 4), (2, 2), (4, 2), (3, 3), (8, 1)])
 def test_replicas_of_pipelines_are_proven(schedule, recompute, stages, data):
-    for microbatches in (1, 2, 3, 8):
+    for microbatches in (1, 3, 8):
         step = allreduce_step(PIPELINES[schedule], stages, microbatches, data, 3, recompute)
         proof = step.verify()
+        held = [microbatches if schedule == "gpipe" else stages - stage for stage in range(stages)]
+        assert proof.live == tuple(min(microbatches, number) for number in held)
         assert proof.messages == 2 * microbatches * (stages - 1) * data
         buckets = sum(op.kind is Kind.REDUCE for op in step.lists[0])
         assert proof.meetings == stages * buckets + 1  # and the agreement
@@ -118,7 +107,7 @@ def test_replicas_of_pipelines_are_proven(schedule, recompute, stages, data):
 
 
 def sequential(stage, stages, microbatches):
-    return [(way, microbatch, 0) for microbatch in range(microbatches) for way in (Pass.FORWARD, Pass.BACKWARD)]
+    return [(way, microbatch, 0) for microbatch in range(microbatches) for way in (Kind.FORWARD, Kind.BACKWARD)]
 
 
 def one_rank(units):
@@ -245,7 +234,7 @@ def test_a_cyclic_wait_is_refused(data):
 def test_messages_are_matched_by_name_whatever_their_order():
     def swapped(stage, stages, microbatches):
         passes = PIPELINES["gpipe"](stage, stages, microbatches)
-        return [(way, 1 - mb if stage and way is Pass.FORWARD else mb, chunk) for way, mb, chunk in passes]
+        return [(way, 1 - mb if stage and way is Kind.FORWARD else mb, chunk) for way, mb, chunk in passes]
 
     allreduce_step(swapped, 2, 2).verify()
     step = allreduce_step(PIPELINES["gpipe"], 2, 2)

@@ -16,7 +16,7 @@ from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.run.saving import CheckpointSaver
 
-STEPS = 20
+STEPS = 10
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 KEYS = {
     "model.layers": 1,
@@ -32,13 +32,6 @@ KEYS = {
     "communication.algorithm": "node_shared",
     "precision.mode": "float64",
 }
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_bytes(b"".join(b"%d plus %d is %d. " % (i % 7, i % 5, i % 7 + i % 5) for i in range(900)))
-    return path
 
 
 CASES = {
@@ -77,14 +70,19 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.matrix_except(
+    *("1x1x2", "1x1x2 in float32", "1x1x3 by rows, tied", "1x1x4 by rows, accumulating", "2x1x2 with zero1"),
+    *("2x1x2 with zero3 by rows, tied", "1x2x2 zb-v by rows", "2x1x2 overlapping by rows", "2x1x2 lars by rows"),
+    "2x1x2 offloading",
+)
 @pytest.mark.full_except("2x1x2 overlapping by rows")
-def test_training_is_that_of_one_process(case, text):
+def test_training_is_that_of_one_process(case, shared_text):
     ranks, changed = CASES[case]
-    keys = KEYS | {"data.path": text} | changed
+    keys = KEYS | {"data.path": shared_text} | changed
     if "zero.offload_directory" in keys:
-        keys["zero.offload_directory"] = text.parent
+        keys["zero.offload_directory"] = shared_text.parent
     expected, tolerance = alone(keys, STEPS), TOLERANCE[str(keys["precision.mode"])]
-    assert expected.losses[-1] < expected.losses[0] - 0.08, "the model learns"
+    assert expected.losses[-1] < expected.losses[0] - 0.015, "the model learns"
 
     def body(comm):
         together = trainer_of(comm, keys)
@@ -96,8 +94,8 @@ def test_training_is_that_of_one_process(case, text):
     run_threads(ranks, body)
 
 
-def test_cuts_that_follow_nodes_are_the_same_on_all_tensor_ranks(text):
-    keys = KEYS | {"data.path": text, "parallel.tensor": 2, "parallel.sequence_parallel": "true"}
+def test_cuts_that_follow_nodes_are_the_same_on_all_tensor_ranks(shared_text):
+    keys = KEYS | {"data.path": shared_text, "parallel.tensor": 2, "parallel.sequence_parallel": "true"}
     keys |= {"parallel.strategy": "zero1", "communication.algorithm": "hierarchical"}
     expected = alone(keys, 2)
 
@@ -112,8 +110,8 @@ def test_cuts_that_follow_nodes_are_the_same_on_all_tensor_ranks(text):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 @pytest.mark.full_except("lamb")
-def test_checkpoints_go_from_any_degree_to_any_other(optimizer, text, tmp_path):
-    keys = KEYS | {"data.path": text, "optimizer.name": optimizer}
+def test_checkpoints_go_from_any_degree_to_any_other(optimizer, shared_text, tmp_path):
+    keys = KEYS | {"data.path": shared_text, "optimizer.name": optimizer}
     expected, path, found = alone(keys, 12).losses, None, []
     layouts = ((1, {}), (2, {"parallel.tensor": 2}), (4, {"parallel.tensor": 2, "parallel.strategy": "zero3"}))
     layouts += ((4, {"parallel.tensor": 4, "parallel.sequence_parallel": "true"}), (1, {}))
@@ -129,8 +127,8 @@ def test_checkpoints_go_from_any_degree_to_any_other(optimizer, text, tmp_path):
     np.testing.assert_allclose(found, expected[:10], rtol=1e-12)
 
 
-def test_a_resumed_run_has_the_same_bits(text, tmp_path):
-    keys = KEYS | {"data.path": text, "parallel.tensor": 2, "parallel.sequence_parallel": "true"}
+def test_a_resumed_run_has_the_same_bits(shared_text, tmp_path):
+    keys = KEYS | {"data.path": shared_text, "parallel.tensor": 2, "parallel.sequence_parallel": "true"}
 
     def body(comm):
         whole = losses(trainer_of(comm, keys), 8)
@@ -141,8 +139,8 @@ def test_a_resumed_run_has_the_same_bits(text, tmp_path):
 
 
 @on_threads(4)
-def test_the_sentinel_names_a_tensor_that_drifts(comm, text):
-    keys = KEYS | {"data.path": text, "parallel.tensor": 2, "parallel.strategy": "zero1"}
+def test_the_sentinel_names_a_tensor_that_drifts(comm, shared_text):
+    keys = KEYS | {"data.path": shared_text, "parallel.tensor": 2, "parallel.strategy": "zero1"}
     trainer = trainer_of(comm, keys)
     if comm.rank == 3:
         trainer.exchange.parameters.view("1.norm2.scale")[1] += 1e-9
@@ -159,8 +157,8 @@ def test_the_sentinel_names_a_tensor_that_drifts(comm, text):
     ("value", "said"), [(np.nan, "parameter 1.down.weight"), (1e308, "output of layer 1 in micro-batch 0")]
 )
 @on_threads(2)
-def test_only_the_tensor_rank_that_brought_a_bad_value_is_named(comm, by_rows, value, said, text):
-    keys = KEYS | {"data.path": text, "parallel.tensor": 2, "parallel.sequence_parallel": by_rows}
+def test_only_the_tensor_rank_that_brought_a_bad_value_is_named(comm, by_rows, value, said, shared_text):
+    keys = KEYS | {"data.path": shared_text, "parallel.tensor": 2, "parallel.sequence_parallel": by_rows}
     trainer = trainer_of(comm, keys)
     if comm.rank == 1:
         trainer.exchange.parameters.view("1.up.bias")[...] = 100
@@ -182,8 +180,8 @@ def test_what_does_not_go_together_is_refused(changed, said):
     refused({"model.heads": 4, "model.hidden": 24, "data.context": 12, **changed}, said)
 
 
-def test_the_proof_covers_the_tensor_axis(text):
-    keys = KEYS | {"data.path": text, "parallel.tensor": 2, "parallel.sequence_parallel": "true"}
+def test_the_proof_covers_the_tensor_axis(shared_text):
+    keys = KEYS | {"data.path": shared_text, "parallel.tensor": 2, "parallel.sequence_parallel": "true"}
     keys |= {"parallel.microbatches": 2}
 
     def body(comm):

@@ -12,7 +12,7 @@ from hpcdist.models.layers.cross_entropy import LocalCrossEntropy
 from hpcdist.models.layers.embedding import LocalEmbedding
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.strategies.tensor import vocabulary
-from hpcdist.strategies.tensor.axis import ReplicatedBorders, TensorAxis
+from hpcdist.strategies.tensor.axis import Borders, TensorAxis
 from hpcdist.strategies.tensor.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding
 from stubs.gpu import host_kernels
 
@@ -38,7 +38,7 @@ class Into:
 def _each(ranks, run):
     """Return what ``run(borders, own)`` returns on each of ``ranks`` ranks, ``own`` a range of the classes."""
     parts = split(CLASSES, ranks, itemsize=1, align_bytes=1)
-    return run_threads(ranks, lambda comm: run(ReplicatedBorders(TensorAxis(comm, "native")), parts[comm.rank]))
+    return run_threads(ranks, lambda comm: run(Borders(TensorAxis(comm, "native")), parts[comm.rank]))
 
 
 @pytest.mark.parametrize("dtype", LIMITS)

@@ -130,7 +130,7 @@ def test_an_update_by_blocks_is_the_update_in_memory(tmp_path, rng, name, dtype,
         return FileStore(LAYOUT, real, parts, directory=tmp_path) if slots_away else FlatStore(LAYOUT, real, parts)
 
     inner = optimizer.build(OPTIMIZERS[name], LAYOUT, parts, real, total_steps=5, make_slot=slot)
-    blocked = BlockedOptimizer(inner, block_bytes=BLOCK)
+    blocked = BlockedOptimizer(inner)
     assert (blocked.needs_norms, blocked.slots.keys()) == (plain.needs_norms, plain.slots.keys())
     start = filled(LAYOUT, rng, dtype)
     copied = FlatStore(LAYOUT, real, parts)
@@ -165,7 +165,7 @@ def test_blocks_take_three_times_as_much_memory_as_one(tmp_path, rng):
     ledger, real = Ledger(), np.dtype("float64")
     make = lambda name: FileStore(LAYOUT, real, directory=tmp_path)  # noqa: E731
     inner = optimizer.build(OPTIMIZERS["adamw"], LAYOUT, Range(0, LAYOUT.size), real, total_steps=9, make_slot=make)
-    blocked = BlockedOptimizer(inner, ledger=ledger, block_bytes=BLOCK)
+    blocked = BlockedOptimizer(inner, ledger=ledger)
     master, gradient = (in_file(tmp_path, filled(LAYOUT, rng, "float64")) for _ in range(2))
     for _ in range(3):
         blocked.begin_step()
@@ -193,7 +193,7 @@ def test_an_update_that_fails_leaves_nothing_under_way(fails, tmp_path, rng, mon
 
     make = lambda name: FileStore(LAYOUT, real, directory=tmp_path)  # noqa: E731
     inner = optimizer.build(OPTIMIZERS["adamw"], LAYOUT, Range(0, LAYOUT.size), real, total_steps=9, make_slot=make)
-    blocked = BlockedOptimizer(inner, block_bytes=BLOCK)
+    blocked = BlockedOptimizer(inner)
     master, gradient, whole = filled(LAYOUT, rng, "float64"), filled(LAYOUT, rng, "float64"), Range(0, LAYOUT.size)
     watched("read")
     watched("write")
@@ -239,7 +239,7 @@ def test_a_place_that_cannot_be_used_is_named(tmp_path, monkeypatch):
         stored.write(Range(0, 2), np.zeros(2))
     part, real = Range(0, 64), np.dtype("float64")
     inner = optimizer.build(OPTIMIZERS["adamw"], LAYOUT, part, real, total_steps=9, make_slot=lambda _: stored)
-    blocked = BlockedOptimizer(inner, block_bytes=BLOCK)
+    blocked = BlockedOptimizer(inner)
     blocked.begin_step()
     with pytest.raises(StorageError, match="could not be written"):  # in the thread that writes
         blocked.apply(part, FlatStore(LAYOUT, real), FlatStore(LAYOUT, real))
@@ -330,12 +330,12 @@ def run(settings):
 
 @cases(
     "strategy, keys, ranks, optimizer_name",
-    *(("zero1", OPTIMIZER_AWAY, 2, name) for name in ("adamw", "lars")),
-    *(("zero2", OPTIMIZER_AWAY, 3, name) for name in ("sgd", "lamb")),
-    *(("zero3", ALL_AWAY, 2, name) for name in ("adamw", "sgd", "lars", "lamb")),
+    ("zero1", OPTIMIZER_AWAY, 2, "lars"),
+    ("zero2", OPTIMIZER_AWAY, 3, "lamb"),
+    *(("zero3", ALL_AWAY, 2, name) for name in ("sgd", "lars", "lamb")),
     *(("zero3", ALL_AWAY, ranks, "adamw") for ranks in (1, 4)),
 )
-@pytest.mark.full_except("zero3-keys8-1-adamw")
+@pytest.mark.full_except("zero3-keys5-1-adamw")
 def test_a_run_with_states_in_files_is_that_in_memory(text, tmp_path, strategy, keys, ranks, optimizer_name):
     settings = text | {"parallel.strategy": strategy, "optimizer.name": optimizer_name}
     if ranks == 1:  # in memory, one rank adds up its micro-batches in the backward: other rounding
@@ -430,16 +430,13 @@ def test_what_a_stretch_is_instead_of_an_array(tmp_path, rng):
 
 ON_GPU = {
     "optimizer on the host": ("zero1", {"zero.offload_optimizer": "host"}),
-    "all on the host": ("zero3", {"zero.offload_optimizer": "host", "zero.offload_parameters": "host"}),
-    "optimizer in a file": ("zero2", OPTIMIZER_AWAY),
     "all in files": ("zero3", ALL_AWAY),
     "parameters on the host, optimizer in a file": ("zero3", OPTIMIZER_AWAY | {"zero.offload_parameters": "host"}),
 }
 
 
-# lamb goes both ways twice
-@pytest.mark.parametrize(("case", "optimizer_name"), [*((case, "lamb") for case in ON_GPU), ("all in files", "adamw")])
-@pytest.mark.full
+@pytest.mark.parametrize(("case", "optimizer_name"), [*zip(ON_GPU, ("adamw", "lamb", "lamb"), strict=True)])
+@pytest.mark.full  # lamb goes both ways twice
 def test_a_gpu_with_its_states_elsewhere_is_the_cpu(gpu, text, tmp_path, case, optimizer_name):
     strategy, keys = ON_GPU[case]
     settings = text | {"parallel.strategy": strategy, "optimizer.name": optimizer_name, "precision.mode": "float64"}
