@@ -205,19 +205,18 @@ def fail_from(monkeypatch, number, code):
 @pytest.mark.matrix_except("5")
 def test_a_disk_that_fails_for_a_moment_leaves_the_file_in_its_place(tmp_path, rng, monkeypatch, code):
     path = tmp_path / "metrics.h5"
-    write(path, rng, range(1, 50), 2)
+    write(path, rng, range(1, 5), 2)
     failures = []
     for number in range(1, 1000):
-        with MetricsWriter(path, 2, 49) as writer, monkeypatch.context() as during:
+        with MetricsWriter(path, 2, 4) as writer, monkeypatch.context() as during:
             reads = fail_from(during, number, code)
             try:
-                writer.describe(number=number)
-                writer.append(**row(rng, 50, 2))
+                writer.append(**row(rng, 5, 2))
                 writer.flush()
             except StorageError as error:
                 failures.append(error)
         assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.h5"]
-        assert read(path).steps["step"].tolist()[:49] == list(range(1, 50))
+        assert read(path).steps["step"].tolist()[:4] == [1, 2, 3, 4]
         if len(reads) < number:
             break
     assert 5 < number < 999 and failures  # every read of the file has failed once
