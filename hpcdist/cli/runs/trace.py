@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -11,9 +10,6 @@ from hpcdist import __version__
 from hpcdist.cli.common import FILE, Parsed, check_plot, existing_run_argument, json_option
 from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
-
-if TYPE_CHECKING:  # late at run time: --help must not load numpy
-    from hpcdist.telemetry.trace.summary import Trace
 
 
 def _range_of(text: str, sign: str, digits: int) -> range:
@@ -60,10 +56,11 @@ def command(
     they are hours apart. The run may be under way, or dead.
     """
     from hpcdist.telemetry.trace import chrome, summary
+    from hpcdist.telemetry.trace import plot as trace_plot
 
     check_plot(plot)
-    if output is not None:
-        _check_folder(output)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise StorageError(f"{output}: cannot be written: there is no folder {output.absolute().parent}")
     with regular.damage(run_dir, regular.FIGURES):
         trace = summary.collect(run_dir, steps, ranks)
         figures = summary.figures(trace)
@@ -75,20 +72,9 @@ def command(
         if output is not None:
             click.echo(f"trace          {output}: {written} events, for https://ui.perfetto.dev or chrome://tracing")
     if plot is not None:
-        _draw(trace, plot, quiet=as_json)
-
-
-def _check_folder(file: Path) -> None:
-    if not file.absolute().parent.is_dir():
-        raise StorageError(f"{file}: cannot be written: there is no folder {file.absolute().parent}")
-
-
-def _draw(trace: "Trace", plot: Path, *, quiet: bool) -> None:
-    from hpcdist.telemetry.trace import plot as trace_plot
-
-    step = trace_plot.draw(trace, plot)
-    if not quiet:
-        click.echo(f"plot           {plot}: step {step}")
+        step = trace_plot.draw(trace, plot)
+        if not as_json:
+            click.echo(f"plot           {plot}: step {step}")
 
 
 def _header(run_dir: Path) -> dict[str, str]:
