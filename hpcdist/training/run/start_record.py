@@ -56,11 +56,11 @@ class StartRecord:
     """Record of the starts of the run in ``directory``, on the rank that writes it (local). This start is added."""
 
     def __init__(
-        self, directory: Path, clock: Callable[[], float] = time.time, launch: str | None = None, warn: bool = True
+        self, directory: Path, clock: Callable[[], float] = time.time, launch: str | None = None
     ) -> None:
         if launch is None:
             launch = Path(os.environ.get(LAUNCH_DIR, "")).name
-        self._path, self._clock, self._warn = directory / STARTS_FILE, clock, warn
+        self._path, self._clock, self._warn = directory / STARTS_FILE, clock, True
         self._writes = True  # unless the record cannot be read: a new one would lack what is in it
         starts, now = self._read(), clock()
         # After the death of the rank that wrote it, another one goes on with the same start.
