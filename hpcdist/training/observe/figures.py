@@ -24,7 +24,6 @@ from hpcdist.strategies.tensor.model import CutModel
 from hpcdist.strategies.zero.config import STAGES, ZeroConfig
 from hpcdist.telemetry.metrics import side_tables
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.data import Source
 from hpcdist.training.data.samples import Sliceable
 from hpcdist.training.observe.metrics import RunMetrics
 
@@ -250,11 +249,6 @@ BLOCK_TOKENS: Final = 1 << 20
 CHUNK_TOKENS: Final = 1 << 21
 # Counting more kinds of n-grams than this takes too much memory, and a text too short to show them all says too little.
 MOST_NGRAM_KINDS: Final = 1 << 24
-
-
-def text_entropies(source: Source) -> dict[str, float | None]:
-    """Return the entropies of the training split in nats a token by name; empty for data that is no text (local)."""
-    return {} if source.tokens is None else conditional_entropies(source.tokens)
 
 
 def conditional_entropies(tokens: Sliceable) -> dict[str, float | None]:
