@@ -42,6 +42,7 @@ class _AnySource:
 
 Pending: TypeAlias = Request | _AnySource
 
+
 class MessageWork(Work):
     """A message under way."""
 

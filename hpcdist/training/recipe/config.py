@@ -174,8 +174,8 @@ class RunConfig:
     over the validation data. For ``batch_warmup`` and the noise scale see `hpcdist.optim.rates`.
 
     With ``logical_shards`` gradients and losses of equal parts of a step are summed in an order of their own; 0: sums
-    follow the ranks. The median that ``suspicious_factor`` looks at is over the last 50 steps; other bits of a step that
-    is computed again, before its update, are a silent fault.
+    follow the ranks. The median that ``suspicious_factor`` looks at is over the last 50 steps. A step is computed again
+    before its update: other bits are a silent fault.
     """
 
     steps: int = 1000

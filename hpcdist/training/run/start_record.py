@@ -55,9 +55,7 @@ class StartEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class StartRecord:
     """Record of the starts of the run in ``directory``, on the rank that writes it (local). This start is added."""
 
-    def __init__(
-        self, directory: Path, clock: Callable[[], float] = time.time, launch: str | None = None
-    ) -> None:
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.time, launch: str | None = None) -> None:
         if launch is None:
             launch = Path(os.environ.get(LAUNCH_DIR, "")).name
         self._path, self._clock, self._warn = directory / STARTS_FILE, clock, True
