@@ -393,7 +393,7 @@ def _terminal_environment() -> dict[str, str]:
     return variables
 
 
-def _print_resume_command(run_dir: Path, words: Sequence[str], script: bool) -> None:
+def _print_resume_command(run_dir: Path, words: Sequence[str], script: bool = False) -> None:
     """Name the newest checkpoint of a training that did not end as it should, the command that goes on, and `hang`."""
     newest = next(iter(checkpoints(run_dir)), None)
     where = f"the newest checkpoint is {run_dir / 'checkpoints' / newest}" if newest else "there is no checkpoint yet"
