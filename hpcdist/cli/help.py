@@ -142,14 +142,10 @@ def write_html(file: Path) -> None:
     except ImportError as error:
         raise MissingCapabilityError(f"HTML needs markdown-it-py: pip install 'hpcdist[help]' ({error})") from error
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
-    pages = [(topic, markdown.render(_linked(page(topic)))) for topic in TOPICS]
+    linked = {topic: _PAGE_LINK.sub(r"[\1](#\2)", page(topic)) for topic in TOPICS}  # to its place in the one page
+    pages = [(topic, markdown.render(text)) for topic, text in linked.items()]
     template = templates(DOCS, {}, html=True).get_template("help.html.j2")
     atomic.save(file, template.render(pages=pages, topics=TOPICS, version=hpcdist.__version__))
-
-
-def _linked(text: str) -> str:
-    """Return Markdown whose links to other pages lead to their place in the one page."""
-    return re.sub(r"\]\((?:\./)?([a-z-]+)\.md\)", r"](#\1)", text)
 
 
 def _key(word: str) -> str:

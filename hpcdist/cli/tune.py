@@ -7,9 +7,7 @@ of the packages that hold kernels, which register themselves with `arrays.jit`.
 
 import json
 import os
-import sys
 import time
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -189,39 +187,27 @@ def warmup(cache: Path | None, jobs: int | None) -> None:
 
 def _compile(jobs: int) -> None:
     """Compile the kernels in ``jobs`` processes, with a bar on a terminal. Raises HpcdistError where one fails."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+
     from tqdm import tqdm
 
     from hpcdist.arrays import jit
     from hpcdist.errors import HpcdistError
 
-    read, write = os.pipe()
-    children = [_fork(write, part, jobs) for part in range(jobs)]
-    os.close(write)
-    with os.fdopen(read, "rb", buffering=0) as done, tqdm(total=jit.count(), unit="kernel", disable=None) as bar:
-        while names := done.read(256):
-            bar.update(len(names))
-    failed = [child for child in children if os.waitpid(child, 0)[1]]
-    if failed:
-        raise HpcdistError(f"{len(failed)} of {jobs} processes did not compile all kernels")
+    count, fork = jit.count(), multiprocessing.get_context("fork")  # a child has the kernels that are registered here
+    with ProcessPoolExecutor(jobs, fork) as pool, tqdm(total=count, unit="kernel", disable=None) as bar:
+        for compiled in as_completed([pool.submit(_compile_kernel, number, count) for number in range(count)]):
+            if (error := compiled.exception()) is not None:
+                raise HpcdistError(f"not all kernels were compiled: {type(error).__name__}: {error}") from error
+            bar.update()
 
 
-def _fork(write: int, part: int, parts: int) -> int:
-    """Start a process that compiles one of ``parts`` and writes a byte for each kernel; return its id."""
+def _compile_kernel(number: int, count: int) -> None:
     from hpcdist.arrays import jit
 
-    sys.stdout.flush()
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        for _ in jit.warm(part, parts):
-            os.write(write, b".")
-        code = 0
-    except Exception:  # noqa: BLE001 - of the compiler, or a full disk: shown, and the parent says that it failed
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+    for _ in jit.warm(number, count):
+        pass
 
 
 def _import_kernels() -> None:

@@ -66,7 +66,7 @@ def reduce(comm: Communicator, buffer: Buffer, how: Reduction, root: int, algori
 
 def all_gather(comm: Communicator, output: Buffer, own: Buffer) -> None:
     """Fill ``output`` with the buffers of all ranks, all of one size."""
-    shares = _ranges([own.array.size] * comm.size)
+    shares = ranges([own.array.size] * comm.size)
     _all_gather(comm, output.array, own.array, shares)
     output.finish()
 
@@ -79,7 +79,7 @@ def _all_gather(comm: Communicator, output: Array, own: Array, shares: Sequence[
 
 def all_gather_list(comm: Communicator, outputs: Sequence[Buffer], own: Buffer) -> None:
     """Fill ``outputs``, one for each rank and as long as its buffer, with the buffers of all ranks."""
-    shares = _ranges([output.array.size for output in outputs])
+    shares = ranges([output.array.size for output in outputs])
     gathered = scratch("torch gathered", shares[-1].stop, own.array.dtype, own.array)
     _all_gather(comm, gathered, own.array, shares)
     for output, share in zip(outputs, shares, strict=True):
@@ -93,12 +93,12 @@ def reduce_scatter(comm: Communicator, output: Buffer, own: Buffer, how: Reducti
     if how.factor is not None:
         addend = scratch("torch addend", own.array.size, own.array.dtype, own.array)
         addend[...] = own.array
-    _reduce_scatter(comm, output, addend, _ranges([output.array.size] * comm.size), how)
+    _reduce_scatter(comm, output, addend, ranges([output.array.size] * comm.size), how)
 
 
 def reduce_scatter_list(comm: Communicator, output: Buffer, parts: Sequence[Buffer], how: Reduction) -> None:
     """Put the reduction of the parts for this rank, which may differ in size from rank to rank, into ``output``."""
-    shares = _ranges([part.array.size for part in parts])
+    shares = ranges([part.array.size for part in parts])
     addend = scratch("torch addend", shares[-1].stop, output.array.dtype, output.array)
     for part, share in zip(parts, shares, strict=True):
         addend[share.slice] = part.array
@@ -127,8 +127,8 @@ def all_to_all(comm: Communicator, source: Buffer, target: Buffer, sent: list[Ra
 
 def all_to_all_list(comm: Communicator, sources: Sequence[Buffer], targets: Sequence[Buffer]) -> None:
     """Send ``sources[q]`` to each rank q, and receive ``targets[q]`` from it; sizes may differ."""
-    sent = _ranges([source.array.size for source in sources])
-    received = _ranges([target.array.size for target in targets])
+    sent = ranges([source.array.size for source in sources])
+    received = ranges([target.array.size for target in targets])
     like = sources[0].array
     outgoing = scratch("torch outgoing", sent[-1].stop, like.dtype, like)
     incoming = scratch("torch incoming", received[-1].stop, like.dtype, like)
@@ -194,5 +194,6 @@ def monitored_barrier(comm: Communicator, limit_s: float, name_all: bool) -> Non
     wait_all([comm.isend(token, rank, LEAVE) for rank in range(1, comm.size)])
 
 
-def _ranges(sizes: Sequence[int]) -> list[Range]:
+def ranges(sizes: Sequence[int]) -> list[Range]:
+    """Return parts of so many elements, one behind the other (local)."""
     return [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]

@@ -76,6 +76,17 @@ class Group(_ProcessGroup):
             return self._entered(self._queue.run(work))
         return self._entered(self._queue.start(work) if _is_asynchronous(opts) else self._queue.run(work))
 
+    def _run_each(
+        self, call: Callable[..., None], arguments: Sequence[Any], result: Sequence[torch.Tensor], opts: Any
+    ) -> Work:
+        """Return the handle of ``call(comm, *each)`` for each of ``arguments``, as `_run` does."""
+
+        def run() -> None:
+            for each in arguments:
+                call(self.comm, *each)
+
+        return self._run(run, result, opts)
+
     def _check_lives(self) -> None:
         if self._ended:
             raise UsageError(f"the process group {self._group_name} was destroyed; make another one")
@@ -87,54 +98,31 @@ class Group(_ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         """Reduce each of ``tensors`` in place over all ranks. Collective."""
-        tensors = _as_list(tensors)
-        hows = [reduction_of(_op(opts), tensor) for tensor in tensors]
-        buffers = [Buffer(tensor) for tensor in tensors]
-
-        def run() -> None:
-            for buffer, how in zip(buffers, hows, strict=True):
-                calls.allreduce(self.comm, buffer, how, self.options.algorithm)
-
-        return self._run(run, tensors, opts)
+        tensors, algorithm = _as_list(tensors), self.options.algorithm
+        each = [(Buffer(tensor), reduction_of(_op(opts), tensor), algorithm) for tensor in tensors]
+        return self._run_each(calls.allreduce, each, tensors, opts)
 
     allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         """Overwrite each of ``tensors`` with that of the root. Collective."""
         tensors, root = _as_list(tensors), _root(opts)
-        buffers = [Buffer(tensor) for tensor in tensors]
-
-        def run() -> None:
-            for buffer in buffers:
-                calls.broadcast(self.comm, buffer, root)
-
-        return self._run(run, tensors, opts)
+        return self._run_each(calls.broadcast, [(Buffer(tensor), root) for tensor in tensors], tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         """Reduce each of ``tensors`` into that of the root; those of other ranks keep their values. Collective."""
-        tensors, root = _as_list(tensors), _root(opts)
-        hows = [reduction_of(_op(opts), tensor) for tensor in tensors]
-        buffers = [Buffer(tensor) for tensor in tensors]
-
-        def run() -> None:
-            for buffer, how in zip(buffers, hows, strict=True):
-                calls.reduce(self.comm, buffer, how, root, self.options.algorithm)
-
-        return self._run(run, tensors, opts)
+        tensors, root, algorithm = _as_list(tensors), _root(opts), self.options.algorithm
+        each = [(Buffer(tensor), reduction_of(_op(opts), tensor), root, algorithm) for tensor in tensors]
+        return self._run_each(calls.reduce, each, tensors, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
         """Fill each list of ``outputs`` with the tensors of all ranks, whose sizes may differ. Collective."""
         if outputs and isinstance(outputs[0], torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        pairs = [([Buffer(tensor) for tensor in ones], Buffer(own)) for ones, own in zip(outputs, inputs, strict=True)]
+        pairs = [(_buffers(ones), Buffer(own)) for ones, own in zip(outputs, inputs, strict=True)]
         for ones in outputs:
             _check_count(ones, self.comm.size, "all_gather")
-
-        def run() -> None:
-            for received, own in pairs:
-                calls.all_gather_list(self.comm, received, own)
-
-        return self._run(run, [tensor for ones in outputs for tensor in ones], opts)
+        return self._run_each(calls.all_gather_list, pairs, [tensor for ones in outputs for tensor in ones], opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """Fill ``outputs[r]`` with the tensors of each rank r, which are ``inputs`` there. Collective."""
@@ -151,12 +139,7 @@ class Group(_ProcessGroup):
         for output, own in zip(outputs, inputs, strict=True):
             _check_pair("all_gather", output, own, output.numel(), own.numel() * self.comm.size)
         pairs = [(Buffer(output), Buffer(own)) for output, own in zip(outputs, inputs, strict=True)]
-
-        def run() -> None:
-            for received, own in pairs:
-                calls.all_gather(self.comm, received, own)
-
-        return self._run(run, outputs, opts)
+        return self._run_each(calls.all_gather, pairs, outputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -166,16 +149,9 @@ class Group(_ProcessGroup):
             outputs, inputs = [outputs], [inputs]
         for ones in inputs:
             _check_count(ones, self.comm.size, "reduce_scatter")
-        hows = [reduction_of(_op(opts), output) for output in outputs]
-        pairs = [
-            (Buffer(output), [Buffer(tensor) for tensor in ones]) for output, ones in zip(outputs, inputs, strict=True)
-        ]
-
-        def run() -> None:
-            for (output, ones), how in zip(pairs, hows, strict=True):
-                calls.reduce_scatter_list(self.comm, output, ones, how)
-
-        return self._run(run, outputs, opts)
+        pairs = zip(outputs, inputs, strict=True)
+        each = [(Buffer(output), _buffers(ones), reduction_of(_op(opts), output)) for output, ones in pairs]
+        return self._run_each(calls.reduce_scatter_list, each, outputs, opts)
 
     def reduce_scatter_single(self, output: Any, own: Any, opts: Any = None, *_: Any) -> Work:
         """Put this rank's part of the reduction of ``own`` into ``output``. Collective."""
@@ -187,14 +163,9 @@ class Group(_ProcessGroup):
         """Do as `reduce_scatter_single` does for several tensors. Collective."""
         for output, own in zip(outputs, inputs, strict=True):
             _check_pair("reduce_scatter", output, own, output.numel() * self.comm.size, own.numel())
-        hows = [reduction_of(_op(opts), output) for output in outputs]
-        pairs = [(Buffer(output), Buffer(own)) for output, own in zip(outputs, inputs, strict=True)]
-
-        def run() -> None:
-            for (output, own), how in zip(pairs, hows, strict=True):
-                calls.reduce_scatter(self.comm, output, own, how)
-
-        return self._run(run, outputs, opts)
+        pairs = zip(outputs, inputs, strict=True)
+        each = [(Buffer(output), Buffer(own), reduction_of(_op(opts), output)) for output, own in pairs]
+        return self._run_each(calls.reduce_scatter, each, outputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -210,8 +181,7 @@ class Group(_ProcessGroup):
         _check_pair("all_to_all", output, own)
         sent = _row_ranges(own, input_sizes, self.comm.size, "input")
         received = _row_ranges(output, output_sizes, self.comm.size, "output")
-        source, target = Buffer(own), Buffer(output)
-        return self._run(lambda: calls.all_to_all(self.comm, source, target, sent, received), [output], opts)
+        return self._run_each(calls.all_to_all, [(Buffer(own), Buffer(output), sent, received)], [output], opts)
 
     alltoall_base = all_to_all_single
 
@@ -219,29 +189,26 @@ class Group(_ProcessGroup):
         """Send ``inputs[q]`` to each rank q, and receive ``outputs[q]`` from it; sizes may differ. Collective."""
         _check_count(outputs, self.comm.size, "all_to_all")
         _check_count(inputs, self.comm.size, "all_to_all")
-        sources, targets = [Buffer(tensor) for tensor in inputs], [Buffer(tensor) for tensor in outputs]
-        return self._run(lambda: calls.all_to_all_list(self.comm, sources, targets), outputs, opts)
+        return self._run_each(calls.all_to_all_list, [(_buffers(inputs), _buffers(outputs))], outputs, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
         """Fill the root's list with the tensors of all ranks. Collective."""
         root = _root(opts)
         received = self._of_root(outputs, root, "gather")
-        own = Buffer(inputs[0])
         result = [tensor for ones in outputs for tensor in ones] or inputs
-        return self._run(lambda: calls.gather(self.comm, received, own, root), result, opts)
+        return self._run_each(calls.gather, [(received, Buffer(inputs[0]), root)], result, opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
         """Fill each rank's tensor with the one of the root's list at its place. Collective."""
         root = _root(opts)
         sent = self._of_root(inputs, root, "scatter")
-        own = Buffer(outputs[0])
-        return self._run(lambda: calls.scatter(self.comm, own, sent, root), outputs, opts)
+        return self._run_each(calls.scatter, [(Buffer(outputs[0]), sent, root)], outputs, opts)
 
     def _of_root(self, lists: Any, root: int, name: str) -> list[Buffer]:
         """Return one buffer for each rank of what the root gave, nothing on the others (local)."""
         if self.comm.rank != root:
             return []
-        buffers = [Buffer(tensor) for tensors in lists for tensor in tensors]
+        buffers = _buffers([tensor for tensors in lists for tensor in tensors])
         _check_count(buffers, self.comm.size, name)
         return buffers
 
@@ -371,6 +338,10 @@ def _as_list(tensors: Any) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
+def _buffers(tensors: Sequence[torch.Tensor]) -> list[Buffer]:
+    return [Buffer(tensor) for tensor in tensors]
+
+
 # Instead of its options an operation may be given a root or a reduction alone.
 
 
@@ -421,8 +392,4 @@ def _row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, w
     width = tensor.numel() // rows if rows else 0
     if tensor.is_complex():
         width *= 2
-    ranges, start = [], 0
-    for size in sizes:
-        ranges.append(Range(start, start + size * width))
-        start += size * width
-    return ranges
+    return calls.ranges([size * width for size in sizes])

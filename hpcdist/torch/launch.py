@@ -101,8 +101,4 @@ def communicator(world: World, ranks: list[int], name: str) -> Communicator:
     whole = world.comm
     if not isinstance(whole, MpiCommunicator):
         return whole.dup(name)
-    return whole.subgroup(ranks, _tag(name), name)
-
-
-def _tag(name: str) -> int:
-    return zlib.crc32(name.encode()) % TAGS
+    return whole.subgroup(ranks, zlib.crc32(name.encode()) % TAGS, name)

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 import torch
 
-from hpcdist.comm.communicator import ANY, Communicator
+from hpcdist.comm.communicator import ANY, Communicator, Request
 from hpcdist.errors import DeadlineError
 from hpcdist.torch.buffers import Buffer
 from hpcdist.torch.work import Work
@@ -22,11 +22,6 @@ LOOK_S: Final = 0.001  # between two looks of the thread
 IDLE_LOOKS: Final = 50  # without a message under way, until the thread sleeps
 END_S: Final = 1.0
 _given_up: Final = list["MessageWork"]()  # MPI may still read or write their tensors, as long as the process lives
-
-
-class _Testable(Protocol):
-    def test(self) -> bool:
-        """Whether the message is complete."""
 
 
 class _AnySource:
@@ -45,13 +40,16 @@ class _AnySource:
         return True
 
 
+Pending: TypeAlias = Request | _AnySource
+
+
 class MessageWork(Work):
     """A message under way."""
 
     def __init__(
-        self, mailbox: "Mailbox", request: _Testable, result: list[torch.Tensor], finish: Callable[[], None], peer: int
+        self, mailbox: "Mailbox", request: Pending, tensor: torch.Tensor, finish: Callable[[], None], peer: int
     ) -> None:
-        super().__init__(result)
+        super().__init__([tensor])
         self._mailbox, self._request, self._finish, self._peer = mailbox, request, finish, peer
 
     def look(self) -> bool:
@@ -107,16 +105,16 @@ class Mailbox:
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> MessageWork:
         """Begin to send ``tensor`` to ``peer`` (local)."""
         buffer = Buffer(tensor)
-        return self._post(MessageWork(self, self.comm.isend(buffer.array, peer, tag), [tensor], _nothing, peer))
+        return self._post(MessageWork(self, self.comm.isend(buffer.array, peer, tag), tensor, lambda: None, peer))
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> MessageWork:
         """Begin to receive ``tensor`` from ``peer``, which may be ANY (local)."""
         buffer = Buffer(tensor)
         if peer == ANY:
-            request: _Testable = _AnySource(self.comm, buffer, tag)
+            request: Pending = _AnySource(self.comm, buffer, tag)
         else:
             request = self.comm.irecv(buffer.array, peer, tag)
-        return self._post(MessageWork(self, request, [tensor], buffer.finish, peer))
+        return self._post(MessageWork(self, request, tensor, buffer.finish, peer))
 
     def _post(self, message: MessageWork) -> MessageWork:
         with self._lock:
@@ -172,7 +170,3 @@ class Mailbox:
             if self._thread is not threading.current_thread():
                 self._thread.join(END_S)
             self._thread = None
-
-
-def _nothing() -> None:
-    return

@@ -41,8 +41,8 @@ _ON_TRUTHS: Final = {  # of truths, as bytes 0 and 1
 class Reduction:
     """An operation of PyTorch on tensors of one dtype.
 
-    ``op`` is hpcdist's name where it has one, else ``function`` is the ufunc's. The sum is multiplied by ``scale``;
-    each addend is multiplied by ``factor`` before.
+    ``op`` is hpcdist's name where it has one, else ``function`` is the ufunc's. Each addend is multiplied by
+    ``factor`` before.
     """
 
     op: str
@@ -115,7 +115,7 @@ def reduce_chunk(comm: Communicator, buffer: Array, chunks: list[Range], functio
     exchange.all_to_all(comm, buffer, rows, chunks, received)
     combine: Callable[..., Any] = getattr(namespace(buffer), function)
     with np.errstate(all="ignore"):  # infinity and NaN are for the caller to find
-        total = rows[received[0].slice].astype(accumulation_dtype(buffer.dtype))
+        total = rows[: own.size].astype(accumulation_dtype(buffer.dtype))
         for part in received[1:]:
             combine(total, rows[part.slice], out=total)
         result[...] = total.astype(buffer.dtype)

@@ -27,11 +27,7 @@ END_S: Final = 1.0  # a thread that waits for another rank when the process ends
 
 
 class Work(dist.Work):
-    """A `torch.distributed.Work`: `wait`, `is_completed`, `exception` and `get_future` as those of any backend.
-
-    Args:
-        result: The tensors that hold the result.
-    """
+    """A `torch.distributed.Work` of an operation that writes the tensors ``result``."""
 
     def __init__(self, result: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -113,14 +109,7 @@ class Work(dist.Work):
 
 
 class CollectiveWork(Work):
-    """A collective operation.
-
-    Args:
-        queue: The queue that runs it.
-        run: The operation.
-        result: The tensors that hold its result.
-        site: The line of the program that asked for it.
-    """
+    """A collective operation ``run`` of a queue; ``site`` is the line of the program that asked for it."""
 
     def __init__(
         self,
@@ -178,12 +167,10 @@ class BatchWork(Work):
 
 
 class OperationQueue:
-    """The operations of one group. Its thread starts with the first asynchronous operation, and ends with `close`.
+    """The operations of the group ``name``, which the sink that ``events`` returns is told of.
 
-    Args:
-        name: The name of the group, for that of the thread.
-        has_thread: Whether a thread may communicate beside the one that computes.
-        events: Returns the sink that gets the operations.
+    Its thread, where one may communicate beside the one that computes (``has_thread``), starts with the first
+    asynchronous operation, and ends with `close`.
     """
 
     def __init__(self, name: str, has_thread: bool, events: Callable[[], EventSink]) -> None:

@@ -1,6 +1,6 @@
 """Runs that are stopped and go on: every exchange, schedule and precision of which the bits can be compared."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any
 
@@ -88,12 +88,15 @@ OPTIMIZERS: tuple[dict[str, Any], ...] = (
 )
 
 
-def legal() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every combination that a recipe may have, each with one of the optimizers."""
-    tables = EXCHANGES, SCHEDULES, TENSOR, PRECISIONS
-    for number, names in enumerate(product(*tables)):
-        keys: dict[str, Any] = dict(SMALL)
-        for table, name in zip(tables, names, strict=True):
+TABLES = EXCHANGES, SCHEDULES, TENSOR, PRECISIONS
+COMBINATIONS = tuple(product(*TABLES))
+
+
+def legal(numbers: Iterable[int] = range(len(COMBINATIONS))) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Those of the combinations ``numbers`` that a recipe may have, each with one of the optimizers."""
+    for number in numbers:
+        names, keys = COMBINATIONS[number], dict(SMALL)
+        for table, name in zip(TABLES, names, strict=True):
             keys |= table[name]
         for optimizer in OPTIMIZERS[number % len(OPTIMIZERS) :] + OPTIMIZERS:
             try:

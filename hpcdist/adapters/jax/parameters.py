@@ -129,7 +129,6 @@ class ParameterLeaves:
     tree: Any
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[np.dtype, ...]
     arrays: tuple[Any, ...]  # as they were given; shapes and types alone where a function makes them
     values: Callable[[], Sequence[Any]]
 
@@ -154,7 +153,6 @@ class ParameterLeaves:
             tree,
             names,
             tuple(tuple(leaf.shape) for leaf in arrays),
-            tuple(np.dtype(leaf.dtype) for leaf in arrays),
             arrays,
             (lambda: _initial_value(given, tree, where)) if makes else (lambda: arrays),
         )
@@ -196,9 +194,9 @@ def group_by_stage(leaves: Sequence[ParameterLeaves]) -> list[list[int]]:
 def common_dtype(leaves: Sequence[ParameterLeaves]) -> np.dtype:
     """Return the type of all leaves. Raises ConfigurationError where they differ, or no run computes in it."""
     pairs = [
-        (f"{name} in the params of stage {number}", dtype)
+        (f"{name} in the params of stage {number}", np.dtype(leaf.dtype))
         for number, own in enumerate(leaves)
-        for name, dtype in zip(own.names, own.dtypes, strict=True)
+        for name, leaf in zip(own.names, own.arrays, strict=True)
     ]
     first, alike = pairs[0]
     for name, dtype in pairs:

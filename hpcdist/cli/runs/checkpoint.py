@@ -21,7 +21,12 @@ if TYPE_CHECKING:  # late at run time: --help must not load numpy
 _PATH = click.argument("path", type=PATH)
 
 
-@click.command("export")
+@click.group()
+def command() -> None:
+    """Look at checkpoints, verify, thin out, export and import them. Needs neither MPI nor the recipe."""
+
+
+@command.command("export")
 @_PATH
 @click.argument("out", type=PATH)
 @click.option("--optimizer", is_flag=True, help="Everything that a training needs to go on, not the parameters alone.")
@@ -62,7 +67,7 @@ def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bo
         click.echo(file)
 
 
-@click.command("import")
+@command.command("import")
 @click.argument("source", metavar="IN", type=PATH)
 @click.argument("run_dir", metavar="DIR", type=DIRECTORY)
 @click.option(
@@ -111,7 +116,7 @@ def _warn_of_import(imported: "ImportedCheckpoint") -> None:
         click.echo("it has no state of an optimizer: a training cannot go on from it", err=True)
 
 
-@click.command("stripe")
+@command.command("stripe")
 @click.argument("directory", metavar="DIR", type=DIRECTORY)
 @click.option("--bytes", "nbytes", type=BYTE_SIZE, default="1G", help="Size of a checkpoint, e.g. 500M or 40G.")
 @click.option("--writers", type=COUNT, default=1, help="How many write at once.")
@@ -141,16 +146,6 @@ def stripe(directory: Path, nbytes: int, writers: int, wish: str, plan_only: boo
         click.echo(striping.text or "nothing to do")
         click.echo(f"{striping.why}{f'; failed: {failure}' if failure else ''}", err=True)
     return STORAGE if failure else OK
-
-
-@click.group()
-def command() -> None:
-    """Look at checkpoints, verify, thin out, export and import them. Needs neither MPI nor the recipe."""
-
-
-command.add_command(export)
-command.add_command(import_)
-command.add_command(stripe)
 
 
 @command.command("ls")

@@ -33,19 +33,12 @@ def command(folder: Path, as_json: bool) -> None:
     from hpcdist.reporting.table import aligned, text_of
     from hpcdist.reporting.units import format_duration
 
-    head = ["run", "state", "steps", "loss", "tokens/s", "age"]
-    cells = [
-        [
-            row["run"],
-            row["state"],
-            f"{row['steps']} of {row['planned']}",
-            text_of(row["loss"], ".4f"),
-            text_of(row["tokens_per_s"], ",.0f"),
-            format_duration(row["age_s"]),
-        ]
-        for row in rows
-    ]
-    click.echo("\n".join(aligned([head, *cells], left=(0, 1))) if cells else f"{folder} holds no runs")
+    table = [("run", "state", "steps", "loss", "tokens/s", "age")]
+    for row in rows:
+        steps, loss = f"{row['steps']} of {row['planned']}", text_of(row["loss"], ".4f")
+        speed, age = text_of(row["tokens_per_s"], ",.0f"), format_duration(row["age_s"])
+        table.append((row["run"], row["state"], steps, loss, speed, age))
+    click.echo("\n".join(aligned(table, left=(0, 1))) if rows else f"{folder} holds no runs")
 
 
 def _row(path: Path) -> dict[str, Any]:

@@ -140,11 +140,12 @@ def assemble(
     collectives.account(ledger)  # frees the buffers of the measurement
     compression = build_selection.resolve_compression(context, recipe, origin)
     exchange = build_exchange(context, recipe, compression.name)
-    loss_scale = _loss_scale(recipe)
+    precision = recipe.precision
+    growth = precision.growth_interval, precision.hysteresis, precision.minimum_scale
+    loss_scale = mixed_precision.build_loss_scale(precision.mode, precision.loss_scale, *growth)
     in_order, router, noise, faults, ranges = _build_observers(recipe, context, exchange, loss_scale, directory)
-    seed, spans = recipe.run.seed, session.spans
     executor = strategies.build_executor(
-        context, exchange, loss_scale=loss_scale, seed=seed, spans=spans, observers=in_order
+        context, exchange, loss_scale=loss_scale, seed=recipe.run.seed, spans=session.spans, observers=in_order
     )
     operations, proof = _proven_operations(recipe, grid, context, executor, schedule)
     if noise is not None:
@@ -266,13 +267,6 @@ def _initialised(trainer: Trainer) -> Trainer:
     if run.init_from:
         state.load_initial(trainer, Path(run.init_from), partial=run.allow_partial)
     return trainer
-
-
-def _loss_scale(recipe: Recipe) -> NoLossScale:
-    """Return the loss scale that the recipe asks for (local)."""
-    precision = recipe.precision
-    growth = precision.growth_interval, precision.hysteresis, precision.minimum_scale
-    return mixed_precision.build_loss_scale(precision.mode, precision.loss_scale, *growth)
 
 
 def _source_and_model(comm: Communicator, recipe: Recipe, script_model: Model | None) -> tuple[data.Source, Model]:

@@ -156,14 +156,11 @@ def model_state_bytes(recipe: Recipe, replicas: int, *, splits: bool = False) ->
     stage = STAGES.get(recipe.parallel.strategy)
     degrees = ShardingDegrees(1, 1, 1) if stage is None else recipe.zero.degrees(stage, replicas)
     state_bytes = StateBytes.of(recipe.zero, degrees, itemsize, master * (slots + (working is not None)))
-    state_bytes = replace(
-        state_bytes, per_parameter=state_bytes.per_parameter + _compression_state_bytes(recipe, replicas)
-    )
+    each = state_bytes.per_parameter + _compression_state_bytes(recipe, replicas)
     if working is None:
-        return state_bytes
+        return replace(state_bytes, per_parameter=each)
     # Between the passes of a split backward gradients are float32, of any unit at its worst.
-    between = master if splits else 0
-    return replace(state_bytes, per_parameter=state_bytes.per_parameter + between, widened=master)
+    return replace(state_bytes, per_parameter=each + (master if splits else 0), widened=master)
 
 
 def _compression_state_bytes(recipe: Recipe, replicas: int) -> float:

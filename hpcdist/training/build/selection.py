@@ -52,10 +52,8 @@ class AlgorithmSelection:
             "measured": f"measured in {self.seconds:.1f} s",
             "default": "not measured",
         }
-        lines = (
-            [f"communication.algorithm = auto: {self.algorithm}, {ways[self.source]}"] if self.source in ways else []
-        )
-        return "; ".join([*lines, self.note] if self.note else lines)
+        chosen = f"communication.algorithm = auto: {self.algorithm}, {ways[self.source]}" if self.source in ways else ""
+        return "; ".join(filter(None, (chosen, self.note)))
 
 
 def resolve_algorithm(
@@ -138,11 +136,8 @@ def _checkpointed_algorithm(
     if not algorithm:
         return "", ""
     if scalars.get("world") != comm.size or (before is not None and tuple(before) != nodes):
-        before_text = f"{scalars.get('world')} ranks" if before is None else f"nodes of {_nodes_text(before)} ranks"
-        return (
-            "",
-            f"{algorithm} of the checkpoint was for {before_text}, and these are {_nodes_text(nodes)}: chosen anew",
-        )
+        was_for = f"{scalars.get('world')} ranks" if before is None else f"nodes of {_nodes_text(before)} ranks"
+        return "", f"{algorithm} of the checkpoint was for {was_for}, and these are {_nodes_text(nodes)}: chosen anew"
     if not is_usable(algorithm):
         return "", f"{algorithm} of the checkpoint is no algorithm of this run: chosen anew"
     return algorithm, ""

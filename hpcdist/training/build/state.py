@@ -29,7 +29,7 @@ from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.directory import Retention
 from hpcdist.checkpoint.format.manifest import BLOCK_BYTES, Manifest
 from hpcdist.checkpoint.format.shard import BlockReader, DamagedError
-from hpcdist.checkpoint.listing import PARAMETERS
+from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
 from hpcdist.checkpoint.restoring.restore import on_first_rank, restore_together
 from hpcdist.checkpoint.saving.two_phase import SavePlan
 from hpcdist.comm.communicator import Communicator
@@ -161,10 +161,10 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
     """
     path = on_first_rank(trainer.comm, lambda: listing.select(source))
     stored = on_first_rank(trainer.comm, lambda: listing.load_parameters(path))
-    stored_dtypes = {tensor.name: tensor.dtype for tensor in listing.stored_tensors(stored, {PARAMETERS})}
-    shapes = {tensor.name: tensor.shape for tensor in listing.stored_tensors(stored, {PARAMETERS})}
-    sources = _dense_sources(trainer.model.layout, shapes)
-    skipped = _without_upcycled(_mismatched_tensors(trainer.model.layout, stored), sources)
+    tensors = {tensor.name: tensor for tensor in listing.stored_tensors(stored, {PARAMETERS})}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    sources = _dense_sources(trainer.model.layout, {name: tensor.shape for name, tensor in tensors.items()})
+    skipped = _without_upcycled(_mismatched_tensors(trainer.model.layout, tensors), sources)
     if skipped and not partial:
         raise StorageError(
             f"{path}: {next(iter(skipped.values()))}; give [model] of the run that saved it, or add --allow-partial: "
@@ -173,19 +173,15 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
     if partial:
         skipped |= _damaged_tensors(trainer.comm, path, stored)
     wanted = [piece for piece in trainer.exchange.wanted() if piece.kind == PARAMETERS and piece.tensor not in skipped]
-    pieces = [piece for piece in wanted if piece.tensor in stored_dtypes]
-    same = [piece for piece in pieces if name_of(piece.array.dtype) == stored_dtypes[piece.tensor]]
-    rounded = [
-        (piece, stored_dtypes[piece.tensor])
-        for piece in pieces
-        if name_of(piece.array.dtype) != stored_dtypes[piece.tensor]
-    ]
+    pieces = [(piece, dtypes[piece.tensor]) for piece in wanted if piece.tensor in dtypes]
+    same = [piece for piece, dtype in pieces if name_of(piece.array.dtype) == dtype]
+    rounded = [(piece, dtype) for piece, dtype in pieces if name_of(piece.array.dtype) != dtype]
     try:
         restore_together(trainer.comm, path, same)
         _restore_rounded(trainer.comm, path, rounded)
         if sources:
             stacks = [piece for piece in wanted if piece.tensor in sources]
-            _fill_stacks(trainer.comm, path, stacks, sources, stored_dtypes)
+            _fill_stacks(trainer.comm, path, stacks, sources, dtypes)
     except DamagedError as error:
         raise StorageError(f"{path.parent}: {error}; name another, or add --allow-partial to draw it") from error
     trainer.exchange.restore(trainer.exchange.state())  # working copies, and whatever else follows from parameters
@@ -232,23 +228,19 @@ def _fill_stacks(
         piece.array[...] = backend.namespace(piece.array).asarray(own.astype(piece.array.dtype))
 
 
-def _mismatched_tensors(layout: Layout, stored: Manifest) -> dict[str, str]:
-    """Return the tensors of the model that ``stored`` has not, and those that the model has not, with the reason."""
-    stored_tensors = {tensor.name: tensor for tensor in listing.stored_tensors(stored, {PARAMETERS})}
-    reasons = {}
+def _mismatched_tensors(layout: Layout, stored: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Return the tensors of the model that are not ``stored``, and those that the model has not, with the reason."""
+    left, reasons = dict(stored), {}
     for segment in layout.segments:
-        tensor, name, shape = (
-            stored_tensors.pop(segment.key, None),
-            segment.key,
-            segment.spec.whole or segment.spec.shape,
-        )
+        name, shape = segment.key, segment.spec.whole or segment.spec.shape
+        tensor = left.pop(name, None)
         if tensor is None:
             reasons[name] = f"{name} is missing, {list(shape)} in the recipe's model"
         elif tensor.shape != tuple(shape):
             reasons[name] = f"{name} has the shape {list(tensor.shape)}, in the recipe's model {list(shape)}"
         elif tensor.dtype not in FLOATS:
             reasons[name] = f"{name} is {tensor.dtype}, in the recipe's model a floating-point number"
-    return reasons | {name: f"{name} {NOT_IN_MODEL}" for name in stored_tensors}
+    return reasons | {name: f"{name} {NOT_IN_MODEL}" for name in left}
 
 
 def _damaged_tensors(comm: Communicator, path: Path, stored: Manifest) -> dict[str, str]:

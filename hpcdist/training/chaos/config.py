@@ -7,15 +7,16 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.reporting.rules import NO_EFFECT, at_least, check_section, finite, must, rule
+from hpcdist.reporting.units import counted
 
 STEP_PHASES: Final = ("begin", "forward", "backward", "exchange", "update", "save")
 CORRUPTION_TARGETS: Final = ("gradients", "parameters")
 DISK_FAILURES: Final = ("fail", "full", "fsync")
-FAULT_KINDS: Final = ("kill", "stall", "corrupt", "disk")
+FAULT_KINDS: Final = ("kill", "stall", "corrupt", "disk", "overflow")
 _ENTRY_PATTERN: Final = re.compile(r"(\d{1,9})@(\d{1,12})(?::(.+))?")
 _ENTRY_FORMS: Final = {
     "kill": ("'2@100' or '2@100:PHASE'", STEP_PHASES, "begin"),
@@ -61,25 +62,17 @@ class ChaosFault:
         return f"rank {self.rank} {fails[self.how]} in the save after step {self.step}"
 
 
-def parse_faults(kind: str, entries: Sequence[str]) -> list[ChaosFault]:
+def parse_faults(kind: str, entries: Sequence[str | int]) -> list[ChaosFault]:
     """Return the faults that the entries of ``chaos.<kind>`` name. Raises ConfigurationError for others."""
-    faults = [_parse_entry(kind, entry) for entry in entries]
-    _refuse_twice(kind, entries, faults)
-    return faults
-
-
-def overflow_faults(steps: Sequence[int]) -> list[ChaosFault]:
-    """Return the overflows in ``steps``: one rank that computes is enough. Raises ConfigurationError."""
-    if any(step < 1 for step in steps):
-        raise ConfigurationError(f"chaos.overflow = {list(steps)}; steps are counted from 1")
-    faults = [ChaosFault("overflow", 0, step) for step in steps]
-    _refuse_twice("overflow", steps, faults)
-    return faults
-
-
-def _refuse_twice(kind: str, entries: Sequence[object], faults: Sequence[ChaosFault]) -> None:
+    if kind == "overflow":  # steps alone: one rank that computes is enough
+        faults = [ChaosFault(kind, 0, int(step)) for step in entries]
+        if any(fault.step < 1 for fault in faults):
+            raise ConfigurationError(f"chaos.overflow = {list(entries)}; steps are counted from 1")
+    else:
+        faults = [_parse_entry(kind, str(entry)) for entry in entries]
     if len({fault.name for fault in faults}) < len(faults):
         raise ConfigurationError(f"chaos.{kind} = {list(entries)}; each happens once, so name each once")
+    return faults
 
 
 def _parse_entry(kind: str, entry: str) -> ChaosFault:
@@ -152,19 +145,16 @@ class ChaosConfig:
     def faults(self) -> list[ChaosFault]:
         """The faults, in the order of the steps. Raises ConfigurationError for an invalid entry."""
         faults = [fault for kind in FAULT_KINDS for fault in parse_faults(kind, getattr(self, kind))]
-        return sorted(faults + overflow_faults(self.overflow), key=lambda fault: fault.step)
+        return sorted(faults, key=lambda fault: fault.step)
 
     def within(self, world: int) -> "ChaosConfig":
         """Return the section for ``world`` ranks, without what would happen to others."""
-
-        def among(kind: str) -> tuple[str, ...]:
-            entries: tuple[str, ...] = getattr(self, kind)
-            return tuple(entry for entry in entries if parse_faults(kind, [entry])[0].rank < world)
-
+        among: dict[str, Any] = {
+            kind: tuple(entry for entry in getattr(self, kind) if parse_faults(kind, [entry])[0].rank < world)
+            for kind in FAULT_KINDS
+        }
         slow = tuple(rank for rank in self.slow_ranks if rank < world)
-        fewer = self if slow else ChaosConfig(step_s=self.step_s, overflow=self.overflow)
-        fewer = replace(fewer, slow_ranks=slow, kill=among("kill"), stall=among("stall"))
-        return replace(fewer, corrupt=among("corrupt"), disk=among("disk"))
+        return replace(self if slow else ChaosConfig(step_s=self.step_s), slow_ranks=slow, **among)
 
     def check_steps(self, steps: int) -> None:
         """Raise ConfigurationError for faults in steps that a run of ``steps`` has not."""
@@ -202,8 +192,8 @@ class ChaosConfig:
     def _check_rank(self, key: str, rank: int, world: int) -> None:
         if rank >= world:
             raise ConfigurationError(
-                f"chaos.{key} = {list(getattr(self, key))} on {world} rank{'s' if world > 1 else ''}: there is "
-                f"no rank {rank}; " + (f"use ranks 0 to {world - 1}" if world > 1 else "use rank 0")
+                f"chaos.{key} = {list(getattr(self, key))} on {counted(world, 'rank')}: there is no rank {rank}; use "
+                + (f"ranks 0 to {world - 1}" if world > 1 else "rank 0")
             )
 
     def described(self) -> str:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -298,7 +298,11 @@ def _write_concatenation(target: Path, ends: Path, files: Iterable[Path]) -> Non
     places = []
     with atomic.replacing(target) as out:
         for path in files:
-            with _open_readable(path) as text:
+            try:
+                descriptor = regular.open_regular(path)
+            except OSError as error:
+                raise DataError(f"{path} cannot be read: {error.strerror}") from error
+            with open(descriptor, "rb") as text:
                 head = text.read(SNIFFED_BYTES)
                 if b"\0" in head:
                     continue  # not text
@@ -308,16 +312,6 @@ def _write_concatenation(target: Path, ends: Path, files: Iterable[Path]) -> Non
                 places.append(out.tell())
         with atomic.replacing(ends) as beside:
             beside.write(np.array(places, np.int64).tobytes())
-
-
-@contextmanager
-def _open_readable(path: Path) -> Iterator[BinaryIO]:
-    try:
-        file = open(regular.open_regular(path), "rb")  # noqa: SIM115 - errors of opening are the file's own
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    with file:
-        yield file
 
 
 @contextmanager

@@ -254,22 +254,20 @@ class SampleShares:
 
 
 class LoadBalancer:
-    """Load balancer: changes ``shares`` by the times of the replicas, which may have read ``ahead`` batches further.
+    """Load balancer: changes ``shares`` by the times of the replicas.
 
     ``data`` joins the replicas of this rank's stages, ``pipeline`` the stages of its replica. Construction is local.
     """
 
-    def __init__(
-        self, data: Communicator, pipeline: Communicator, shares: SampleShares, ahead: int = READ_AHEAD
-    ) -> None:
-        self._data, self._pipeline, self._shares, self._ahead = data, pipeline, shares, ahead
+    def __init__(self, data: Communicator, pipeline: Communicator, shares: SampleShares) -> None:
+        self._data, self._pipeline, self._shares = data, pipeline, shares
         self._sample_s: list[float] = []
 
     def after(self, step: int, compute_s: float) -> bool:
         """Record the seconds that this rank computed in ``step``; return whether the shares changed.
 
-        Collective over ``data`` and ``pipeline``, though most calls send nothing. The new shares are those of the step
-        ``step + 1 + ahead`` and later ones.
+        Collective over ``data`` and ``pipeline``, though most calls send nothing. The new shares are those of the steps
+        of which no rank has read a batch ahead.
         """
         samples = self._shares.of(step - 1)[self._data.rank]
         self._sample_s.append(compute_s / samples)
@@ -285,7 +283,7 @@ class LoadBalancer:
         if _step_seconds(wanted, sample_s) >= (1 - LEAST_GAIN) * _step_seconds(now, sample_s):
             return False
         self._shares.forget(step - 1)
-        self._shares.change(step + self._ahead, wanted)
+        self._shares.change(step + READ_AHEAD, wanted)
         return True
 
 

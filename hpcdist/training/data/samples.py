@@ -175,11 +175,10 @@ def slice_of(whole: Sliceable, start: int, stop: int) -> Sliceable:
 
 def gather(whole: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:
     """Return (n, length, ...) as a new array: the elements of ``whole`` from each start on."""
-    if isinstance(whole, FileArray | ArraySlice):
-        return whole.gather(starts, length)
-    rows = np.empty((len(starts), length, *whole.shape[1:]), whole.dtype)
-    for row, start in enumerate(starts.tolist()):
-        rows[row] = whole[start : start + length]
+    if isinstance(whole, np.ndarray):
+        rows: np.ndarray = whole[starts[:, None] + np.arange(length)]
+    else:
+        rows = cast(Any, whole).gather(starts, length)
     return rows
 
 

@@ -91,8 +91,7 @@ def describe_change(change: MembershipChange, trainer: Trainer, origin: StateSou
     """Return the change between two incarnations in words (local)."""
     happened = []
     if change.lost:
-        plural = "s" if len(change.lost) > 1 else ""
-        happened.append(f"rank{plural} {', '.join(map(str, change.lost))} died")
+        happened.append(f"rank{'s' * (len(change.lost) > 1)} {', '.join(map(str, change.lost))} died")
     if change.added:
         happened.append(f"{change.added} new process{'es' if change.added > 1 else ''} started")
     grid, source = trainer.grid, "the beginning" if origin is None else str(origin)

@@ -275,10 +275,8 @@ class EnergyRecorder:
         if now_j is None or self._before_j is None:
             reason = joules["reason"] or "the energy of training is not known"
             return phase_shares.job_activities(everywhere, list(joules["by_kind"]), math.nan, reason, self._before)
-        reasons = [phase["reason"] for row in everywhere for phase in row["activities"].values()]
-        reason = (
-            phase_shares.MODEL_REASON if reasons and all(why == phase_shares.MODEL_REASON for why in reasons) else None
-        )
+        reasons = {phase["reason"] for row in everywhere for phase in row["activities"].values()}
+        reason = phase_shares.MODEL_REASON if reasons == {phase_shares.MODEL_REASON} else None
         return phase_shares.job_activities(
             everywhere, list(joules["by_kind"]), now_j - self._before_j, reason, self._before
         )
@@ -301,7 +299,8 @@ class EnergyRecorder:
         and tokens, of which each sample has ``tokens_per_sample`` (None: it has none).
         """
         report = self.monitor.report()
-        activities = self._activities({**report, **_plain(report)}, final=True)
+        phases = {name: {"joules": json_number(phase["joules"])} for name, phase in report["phases"].items()}
+        activities = self._activities({**report, "phases": phases}, final=True)
         self._write(self._record(reports.state(report), activities))
         batches = self._recipe.run.batches
         samples = batches.samples_before(steps) - batches.samples_before(self._since_step)
@@ -315,11 +314,6 @@ def _training_j(joules: Mapping[str, Any]) -> float | None:
     """Return the joules of training of a `report.state`: 0 where there was none, None where they are not known."""
     training_j: float | None = joules["phases"].get("training", {"joules": 0.0})["joules"]
     return training_j
-
-
-def _plain(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the phases of a report as a state has them."""
-    return {"phases": {name: {"joules": json_number(phase["joules"])} for name, phase in report["phases"].items()}}
 
 
 def _counted(source: SourceSamples, ranks: tuple[int, ...] | None) -> CounterSamples:

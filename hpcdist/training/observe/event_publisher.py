@@ -236,10 +236,11 @@ class EventPublisher:
                 self._add(kind, self._done, figures)
 
     def _memory(self, current: Sequence[Mapping[str, int]], peak: Sequence[Mapping[str, int]]) -> None:
-        figures = {}
-        for name, ranks in (("memory_bytes", current), ("memory_peak_bytes", peak)):
-            for category in ranks[0]:
-                figures[quantities.key(name, category)] = max(rank[category] for rank in ranks)
+        figures = {
+            quantities.key(name, category): max(rank[category] for rank in ranks)
+            for name, ranks in (("memory_bytes", current), ("memory_peak_bytes", peak))
+            for category in ranks[0]
+        }
         self._add("memory", self._done, figures)
 
     def _collectives(

@@ -16,6 +16,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.models.config import FOREIGN
 from hpcdist.models.counts import counts
 from hpcdist.reporting.jsonable import json_number
+from hpcdist.reporting.units import counted
 from hpcdist.strategies.expert.model import TravellingRows
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.schedule.generate import registry
@@ -23,7 +24,6 @@ from hpcdist.strategies.tensor.model import CutModel
 from hpcdist.strategies.zero.config import STAGES, ZeroConfig
 from hpcdist.telemetry.metrics import side_tables
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.data import Source
 from hpcdist.training.data.samples import Sliceable
 from hpcdist.training.observe.metrics import RunMetrics
 from hpcdist.training.recipe.config import HALVES
@@ -45,8 +45,7 @@ def describe_architecture(trainer: Trainer) -> str:
     parts = [parallel.strategy, " or ".join(algorithms) + (" by size" if len(algorithms) > 1 else "")]
     if parallel.strategy == "parameter_server":
         roles = Roles.of(servers, trainer.context.members.size)
-        count = len(roles.servers)
-        parts[1:] = [f"{count} {servers.placement} server{'s' if count > 1 else ''}", servers.described]
+        parts[1:] = [counted(len(roles.servers), f"{servers.placement} server"), servers.described]
     if servers.transport != "messages":
         parts.append(f"transport {servers.transport}")
     if words := trainer.exchange.describe():
@@ -262,8 +261,7 @@ def describe_stragglers(summary: Mapping[str, Any]) -> list[str]:
         lines.append(f"gradients were {summary['staleness_mean']:.1f} updates old, at most {summary['staleness_most']}")
     if summary.get("dropped_gradients") is not None:
         count = summary["dropped_gradients"]
-        single = count == 1
-        lines.append(f"{count} gradient{'' if single else 's'} came too late and {'was' if single else 'were'} dropped")
+        lines.append(f"{counted(count, 'gradient')} came too late and {'was' if count == 1 else 'were'} dropped")
     if summary.get("servers_fullest", 1.0) > 1.01:
         lines.append(f"the server that holds most has {summary['servers_fullest']:.2f} of an even share")
     return lines
@@ -275,11 +273,6 @@ BLOCK_TOKENS: Final = 1 << 20
 CHUNK_TOKENS: Final = 1 << 21
 # Counting more kinds of n-grams than this takes too much memory, and a text too short to show them all says too little.
 MOST_NGRAM_KINDS: Final = 1 << 24
-
-
-def text_entropies(source: Source) -> dict[str, float | None]:
-    """Return the entropies of the training split in nats a token by name; empty for data that is no text (local)."""
-    return {} if source.tokens is None else conditional_entropies(source.tokens)
 
 
 def conditional_entropies(tokens: Sliceable) -> dict[str, float | None]:

@@ -38,7 +38,6 @@ COLORS: Final = {
     "other": 0xBAB0AC,
     "step": 0x9C755F,
 }  # RGB by phase; the same ones in every picture of a step
-assert all(color <= 0xFFFFFF for color in COLORS.values())
 
 
 class NvtxRanges:
@@ -47,7 +46,7 @@ class NvtxRanges:
     Raises MissingCapabilityError where the package is absent.
     """
 
-    def __init__(self, domain: str = DOMAIN) -> None:
+    def __init__(self) -> None:
         try:
             import nvtx
         except ImportError as error:
@@ -56,7 +55,6 @@ class NvtxRanges:
                 f"({error})"
             ) from error
         self._annotate: Any = nvtx.annotate
-        self._domain = domain
         # A tool keeps every text for ever. There are as many as different operations in a step: no step is in them.
         self._known: dict[tuple[str, str, int, int], AbstractContextManager[object, bool | None]] = {}
 
@@ -67,7 +65,7 @@ class NvtxRanges:
         annotation = self._known.get((phase, name, microbatch, unit))
         if annotation is None:
             annotation = self._annotate(
-                label(name, microbatch, unit), color=COLORS[phase], domain=self._domain, category=phase
+                label(name, microbatch, unit), color=COLORS[phase], domain=DOMAIN, category=phase
             )
             self._known[phase, name, microbatch, unit] = annotation
         return annotation

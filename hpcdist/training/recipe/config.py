@@ -65,25 +65,14 @@ RUN_RULES: Final = (
 class DataConfig:
     """Section ``[data]``: the data that is trained on.
 
-    ``path`` names a text file, a directory of them, tokens (uint8, uint16 or uint32) in a .npy file or in the dataset
-    ``tokens`` of an HDF5 file, or, for an mlp or a convnet, an HDF5 file with datasets ``x`` (rows, ...), pictures as
-    (rows, height, width) or with channels last, and ``y``. Empty, it is the source text of the Python standard library
-    on this machine. ``context`` is the number of tokens that the model sees at once.
-    The last ``validation_fraction`` of the data is kept for validation, at least one sample of it; 0 keeps none.
+    ``keys.toml`` says what each key is. ``path`` may name a text file, a directory of them, tokens (uint8, uint16 or
+    uint32) in a .npy file or in the dataset ``tokens`` of an HDF5 file, or, for an mlp or a convnet, an HDF5 file with
+    datasets ``x`` (rows, ...), pictures as (rows, height, width) or with channels last, and ``y``.
 
-    ``shares`` says how the samples of a batch are shared over the replicas: evenly, or by the speed measured in the
-    steps before, so that all are done at the same time. The batch is the same, and so are losses and weights up to
-    rounding.
-
-    ``packed`` fills samples with whole documents. Documents are the files of a directory, and end behind each token
-    ``document_end`` (-1: none; 10, a new line, in JSONL). No token sees another document, positions count from the
-    first token of its own, and padding has no loss. With ``cut_documents`` a document that is longer than a sample
-    becomes several, all but the last as long as a sample; without, it is refused.
-
-    ``staged`` is where each node has a copy of ``path``, as batch jobs make one: it is read in its place.
-
-    ``digest`` says how a resume knows that the data is what it was: "whole", by a digest of all of it, which is read
-    once for each state of the files, or "probes", by 64 samples at even distances, between which a change is not seen.
+    With measured ``shares`` the batch is the same, and so are losses and weights up to rounding. Positions in a packed
+    document count from its first token, and padding has no loss. All parts of a document that is cut but the last are
+    as long as a sample. A "whole" ``digest`` is made once for each state of the files; "probes" are at even distances,
+    between which a change is not seen.
     """
 
     path: str = ""
@@ -180,28 +169,13 @@ PRECISION_RULES: Final = (
 class RunConfig:
     """Section ``[run]``: the length of a run, the batch of a step, and the measurements on the way.
 
-    A step takes ``global_batch`` samples, whatever the number of ranks; ``seed`` decides the initial parameters and the
-    order of the samples. Replicas are compared every ``sentinel_every_steps`` steps and before each save (0: not), and
-    what a script brings to the ranks of one replica as often, and in its first steps. The validation loss is taken over
-    ``validation_samples`` samples spread evenly over the validation data (0: all of them). A log gets a line every
-    ``log_every_s`` seconds.
+    ``keys.toml`` says what each key is. Replicas are also compared before each save, and what a script brings to the
+    ranks of one replica as often as they are, and in its first steps. Samples of the validation loss are spread evenly
+    over the validation data. For ``batch_warmup`` and the noise scale see `hpcdist.optim.rates`.
 
-    With ``batch_warmup`` the first steps take fewer samples: for each stage it has the sample at which the stage ends,
-    and the samples of a step in it, as in [6400, 16, 32000, 64]. See `hpcdist.optim.rates`.
-
-    ``logical_shards`` is the deterministic mode: a step is cut into that many equal parts, whose gradients and losses
-    are summed in an order of their own, so that losses and weights have the same bits on any number of ranks up to it.
-    0: sums follow the ranks.
-
-    Every ``recompute_every_steps`` steps, and where the gradient norm or the loss is more than ``suspicious_factor``
-    times its median over the last 50 steps, a step is computed again before its update: other bits are a silent fault
-    (0: never).
-
-    Every ``noise_scale_every_steps`` steps the gradient noise scale is measured (0: never): see
-    `hpcdist.optim.rates`.
-
-    A run begins with the parameters of the checkpoint, or of the run, in ``init_from``; "": with drawn ones.
-    ``allow_partial``: tensors that it lacks, or has in another shape, are drawn.
+    With ``logical_shards`` gradients and losses of equal parts of a step are summed in an order of their own; 0: sums
+    follow the ranks. The median that ``suspicious_factor`` looks at is over the last 50 steps. A step is computed again
+    before its update: other bits are a silent fault.
     """
 
     steps: int = 1000
@@ -238,10 +212,8 @@ class RunConfig:
 class SurvivalConfig:
     """Section ``[survival]``: how a job of `hpcdist run --survive` outlives its ranks; without that it has no effect.
 
-    Where ranks have parts of the state, each keeps a copy of its own, and its partner another, renewed every
-    ``every_steps`` steps: so many steps are repeated after a death at the most. They are compared with their digests
-    every ``check_every_steps`` steps (0: when they are needed). With fewer than ``least_ranks`` left the job ends, to
-    be started again from its newest checkpoint.
+    Where ranks have parts of the state, each keeps a copy of its own, and its partner another, which are compared with
+    their digests. A job that ends with fewer than ``least_ranks`` can be started again from its newest checkpoint.
     """
 
     every_steps: int = 1

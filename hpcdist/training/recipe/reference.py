@@ -1,8 +1,8 @@
 """Reference of the keys of a recipe: type or values, default, meaning, and the keys that each needs or excludes.
 
-Types and defaults are those of the dataclasses, values and conditions those of the tables of rules; meanings are in
-``keys.toml`` beside this module. `python -m hpcdist.training.recipe.reference` prints ``hpcdist/docs/recipe.md``.
-Light, as recipes are.
+Types and defaults are those of the dataclasses, values and conditions those of the tables of rules. Beside this module
+are meanings, ``keys.toml``, and the begin of the page, ``head.md``. `python -m hpcdist.training.recipe.reference`
+prints ``hpcdist/docs/recipe.md``. Light, as recipes are.
 """
 
 import inspect
@@ -109,8 +109,12 @@ class KeyEntry:
 @cache
 def _meanings() -> Mapping[str, Mapping[str, str]]:
     """Return the meaning of each key, by section and name."""
-    table: dict[str, dict[str, str]] = tomllib.loads((resources.files(__package__) / "keys.toml").read_text("utf-8"))
+    table: dict[str, dict[str, str]] = tomllib.loads(_text_of("keys.toml"))
     return table
+
+
+def _text_of(name: str) -> str:
+    return (resources.files(__package__) / name).read_text("utf-8")
 
 
 def entry(key: str) -> KeyEntry:
@@ -316,61 +320,10 @@ def _one_of(values: Iterable[Any]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-_EXAMPLE: Final = """\
-[model]
-layers = 12
-hidden = 768
-heads = 12
-[data]
-path = "corpus/"  # a directory of text files
-context = 1024
-[optimizer]
-learning_rate = 3e-4
-[parallel]
-strategy = "zero1"
-[precision]
-mode = "bfloat16"
-activations = "working"  # on a GPU: products on tensor cores
-[run]
-steps = 20000
-global_batch = 256
-device = "gpu"
-[checkpoint]
-every_steps = 500
-"""
-_HEAD: Final = f"""\
-# The recipe
-
-A recipe is a TOML file that describes a training: model, data, optimizer, layout on the ranks, precision, checkpoints.
-`hpcdist run -n 4 train recipe.toml --out runs/mine` trains it. Every key has a default, so a recipe has only the keys
-that you change. hpcdist refuses an unknown key, and names the nearest one that it knows.
-
-## How to set a key
-The first of these places that has a key gives its value; without any, it has its default:
-
-| place | example | use it for |
-|---|---|---|
-| command line | `--set run.steps=50` | one run, a variant of a recipe |
-| environment | `HPCDIST_SET__RUN__STEPS=50` | job scripts that export values |
-| recipe | `steps = 50` in section `[run]` | what belongs to the training |
-| `~/.config/hpcdist/config.toml` | `jsonl = true` in section `[telemetry]` | your own habits |
-| site profile | the file that `HPCDIST_SITE` names | what a cluster needs |
-
-`hpcdist config show recipe.toml --origin` prints every key, its value, and the place that gave it. A relative path in a
-file counts from the directory of the file, any other from the current directory. These 13 keys are changed first:
-
-```toml
-{_EXAMPLE}```
-
-Each table below is a section. "set" means: not empty. The last column says what a key needs to have an effect or to be
-accepted; `"x": ...` is what its value "x" needs. Names without a section are of the same section.
-`hpcdist help parallel.pipeline` also says what that key excludes.
-"""
-
-
 def page() -> str:
     """Return the page of all keys, in Markdown."""
-    return "\n".join([_HEAD, *(_section(item.name, item.default_factory) for item in fields(recipe.Recipe))])
+    sections = (_section(item.name, item.default_factory) for item in fields(recipe.Recipe))
+    return "\n".join([_text_of("head.md"), *sections])
 
 
 def _section(name: str, kind: Any) -> str:

@@ -141,7 +141,7 @@ def _add_setting(settings: Settings, key: str, value: Any, place: str, known: Ma
         if value != TEXTS_FOR_NUMBERS.get(key, ...):
             value = msgspec.convert(value, of if kind is tuple else kind)
     except msgspec.ValidationError:
-        expected, example = TYPES[kind], _example(known[key])
+        expected, example = TYPES[kind], "[0, 1]" if kind is tuple else written(known[key])
         if key in TEXTS:
             expected, example = "a list of texts", "['*.bias: weight_decay=0.0']" if key == GROUPS else "['1@20']"
         elif key in TEXTS_FOR_NUMBERS:
@@ -172,10 +172,6 @@ def _parse(key: str, text: str, known: Mapping[str, Any]) -> Any:
         return tomllib.loads(f"text = {text}")["text"] if text[:1] in ("'", '"') else text
     except (ValueError, KeyError):
         return text
-
-
-def _example(default: Any) -> str:
-    return "[0, 1]" if isinstance(default, tuple) else written(default)
 
 
 def _check_known(key: str, value: Any, place: str, known: Mapping[str, Any]) -> None:

@@ -107,7 +107,8 @@ class TrainingJob:
 
     def _entropies(self, trainer: Trainer) -> dict[str, float | None]:
         if self.entropies is None:
-            self.entropies = figures.text_entropies(trainer.source)
+            text = trainer.source.tokens  # None for data that is none
+            self.entropies = {} if text is None else figures.conditional_entropies(text)
         return self.entropies
 
     def loop(

@@ -232,21 +232,21 @@ class TrainingLoop:
         self.streaming.stepped(step, result, self.instrumentation.waited_s)
         outcome = self.outcome
         outcome.done, outcome.loss, outcome.stop_request = step, result.loss, agreed_reason(result.stop_requests)
-        figures = {"communication_s": result.seconds["communication_s"], **moved._asdict()}
+        own = {"communication_s": result.seconds["communication_s"], **moved._asdict()}
         if trainer.exchange.overlap is not None:
             exposed_s, total_s = trainer.exchange.overlap.taken()
             fetched = trainer.exchange.overlap.fetched()
-            figures |= {"reductions_s": total_s, "reductions_exposed_s": exposed_s}
-            figures |= {"hits": fetched.hits, "misses": fetched.misses, "fetches_exposed_s": fetched.exposed_s}
+            own |= {"reductions_s": total_s, "reductions_exposed_s": exposed_s}
+            own |= {"hits": fetched.hits, "misses": fetched.misses, "fetches_exposed_s": fetched.exposed_s}
             self.streaming.overlapped(exposed_s, total_s, fetched.hits, fetched.misses)
-        outcome.steps.add(step_s, bytes_sent, **figures)
+        outcome.steps.add(step_s, bytes_sent, **own)
         outcome.checkpoint = None
         # Behind the counts of `StopReason` come the numbers of `_train`, in its order: flush (1; 2 with clocks), save,
         # further ranks, and those of the saver. All are sums over the ranks, so every rank takes the same branches,
         # which is what makes the collectives inside of them safe.
         if result.stop_requests[len(StopReason)] > 0:
             self.metrics.flush()
-            self._note_measured()
+            figures.write_side_tables(self.metrics, trainer)
         if result.stop_requests[len(StopReason)] > 1:
             self.metrics.note_clocks()
         self.checkpoint_timer.stepped(step_s - self._held_s)
@@ -313,16 +313,11 @@ class TrainingLoop:
             if self.saver.waits or self.saver.is_busy:  # then the one before becomes complete here
                 self.metrics.flush()
             self.outcome.checkpoint = self.saver.save(step, energy=used, **validated)
-            self._note_measured()
-        held_s = time.perf_counter() - self._began
-        self._held_s += held_s
-        self._save_s = held_s
-        self.checkpoint_timer.saved(held_s)
+            figures.write_side_tables(self.metrics, self.trainer)
+        self._save_s = time.perf_counter() - self._began
+        self._held_s += self._save_s
+        self.checkpoint_timer.saved(self._save_s)
         self._note_complete()
-
-    def _note_measured(self) -> None:
-        """Write the consensus distances and noise scales that were measured since the last call."""
-        figures.write_side_tables(self.metrics, self.trainer)
 
     def validation_loss(self) -> float:
         """Return the mean validation loss, announced on the console where it takes long. Collective."""

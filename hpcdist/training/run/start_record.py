@@ -11,27 +11,27 @@ Gamma(r + 1, T), for failures at random times (a Poisson count) and a flat prior
 Analysis, 3rd ed. 2013, section 2.6. The time of maximum likelihood, T / r, does not exist before the first failure.
 """
 
-import json
 import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final
+
+import msgspec
+from msgspec.structs import replace
 
 from hpcdist.comm.launch.exit_file import LAUNCH_DIR, SURVIVE
 from hpcdist.reporting import atomic, regular
 
 STARTS_FILE: Final = "starts.json"
 HEARTBEAT_S: Final = 10.0  # how old the last sign of life may become
-LATEST_S: Final = 1e11  # since 1970: no clock shows it
 FINISHED: Final = "finished"
 STOPPED: Final = "stopped"  # saved, and left by request
+Moment = Annotated[float, msgspec.Meta(ge=0, lt=1e11)]  # in seconds since 1970; no clock shows the upper limit
 
 
-@dataclass(frozen=True)
-class StartEntry:
+class StartEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Start of a run: ``began`` and last ``seen`` in seconds since 1970; ``end`` is "" while it has not ended.
 
     ``launch`` is the same for all processes of a start, whichever of them writes; "" where the launcher gave it no
@@ -39,12 +39,12 @@ class StartEntry:
     ``deaths`` counts the ranks that it survived.
     """
 
-    began: float
-    seen: float
+    began: Moment
+    seen: Moment
     end: str = ""
     launch: str = ""
     survives: str = ""
-    deaths: int = 0
+    deaths: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property
     def seconds(self) -> float:
@@ -55,12 +55,10 @@ class StartEntry:
 class StartRecord:
     """Record of the starts of the run in ``directory``, on the rank that writes it (local). This start is added."""
 
-    def __init__(
-        self, directory: Path, clock: Callable[[], float] = time.time, launch: str | None = None, warn: bool = True
-    ) -> None:
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.time, launch: str | None = None) -> None:
         if launch is None:
             launch = Path(os.environ.get(LAUNCH_DIR, "")).name
-        self._path, self._clock, self._warn = directory / STARTS_FILE, clock, warn
+        self._path, self._clock, self._warn = directory / STARTS_FILE, clock, True
         self._writes = True  # unless the record cannot be read: a new one would lack what is in it
         starts, now = self._read(), clock()
         # After the death of the rank that wrote it, another one goes on with the same start.
@@ -107,14 +105,14 @@ class StartRecord:
         if not self._writes:
             return
         try:
-            atomic.write(self._path, json.dumps([asdict(start) for start in (*self.before, self.own)]))
+            atomic.write(self._path, msgspec.json.encode([*self.before, self.own]))
         except OSError as error:  # no reason to end a run that can go on
             self._tell(f"{self._path} cannot be written ({error.strerror}): this start may count as failed")
 
     def _read(self) -> list[StartEntry]:
         try:
             return read_starts(self._path)
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             self._writes, now = regular.set_aside_damaged(self._path, error)
             self._tell(f"{self._path} cannot be read ({reason}): the time between failures counts from this start{now}")
@@ -127,33 +125,18 @@ class StartRecord:
 
 
 def read_starts(path: Path) -> list[StartEntry]:
-    """Return the starts in the record ``path``, none where there is none.
-
-    Raises OSError, ValueError or TypeError for a damaged one.
-    """
+    """Return the starts in the record ``path``, none where there is none. Raises OSError, ValueError if damaged."""
     try:
-        rows = regular.json_value(path)
+        return msgspec.convert(regular.json_value(path), list[StartEntry])
     except FileNotFoundError:
         return []
-    if not isinstance(rows, list):
-        raise TypeError(f"it holds no list of starts, but {str(rows)[:40]}")
-    return [_checked(each) for each in rows]
+    except msgspec.ValidationError as error:
+        raise ValueError(f"it holds no list of starts: {error}") from error
 
 
 def known_starts(run_dir: Path) -> list[StartEntry]:
     """Return the starts of the run in ``run_dir``, none where its record cannot be read."""
     try:
         return read_starts(run_dir / STARTS_FILE)
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError):
         return []
-
-
-def _checked(row: Any) -> StartEntry:
-    """Return a start as the record has it. Raises TypeError for anything else."""
-    start = StartEntry(**row) if isinstance(row, dict) else None
-    numbers = () if start is None else (start.began, start.seen, start.deaths)
-    texts = () if start is None else (start.end, start.launch, start.survives)
-    right = all(isinstance(number, int | float) and 0 <= number < LATEST_S for number in numbers)
-    if start is None or not right or not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"{str(row)[:200]} is no start")
-    return start

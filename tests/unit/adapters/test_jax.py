@@ -62,7 +62,7 @@ def expected(functions, params, x, targets, loss):
     def whole(params):
         return loss(models.composed(functions, params, x), targets).mean()
 
-    value, gradient = jax.value_and_grad(whole)(params)
+    value, gradient = jax.jit(jax.value_and_grad(whole))(params)
     return float(value), gradient
 
 
@@ -217,9 +217,9 @@ def test_stages_without_params_join_their_neighbour(rng):
     assert trees[0] == () and trees[2] is None and trees[1] is matrices[0]
 
 
-def tied_gpt(rng, dtype="float32"):
-    """Functions, params without the tied leaf, and the twin's loss of those."""
-    functions, params = models.gpt(rng, dtype=dtype)
+def tied_gpt(rng, layers):
+    """Functions, params in float64 without the tied leaf, and the twin's loss of those."""
+    functions, params = models.gpt(rng, layers, "float64")
     functions[-1] = models.tied_head
     params[-1] = {"norm": params[-1]["norm"]}
 
@@ -232,17 +232,17 @@ def tied_gpt(rng, dtype="float32"):
 
 def wrapped_tied(functions, params, example):
     own = [*params[:-1], {**params[-1], "table": params[0]["table"]}]
-    return adapter.wrap(functions, own, models.token_losses, example=example, tied={"3.table": "0.table"})
+    return adapter.wrap(functions, own, models.token_losses, example=example, tied={f"{len(own) - 1}.table": "0.table"})
 
 
 @pytest.mark.full
 def test_tied_tensors_have_one_gradient(rng, x64):
-    functions, params, loss = tied_gpt(rng, "float64")
+    functions, params, loss = tied_gpt(rng, 1)
     batch = models.tokens(rng, 3)
     model = wrapped_tied(functions, params, batch)
-    assert "3.table" not in model.layout.by_key and model.stages[3].tied == {"table": "0.table"}
+    assert "2.table" not in model.layout.by_key and model.stages[2].tied == {"table": "0.table"}
     _, gradients = Bound(model).compute(*batch)
-    wanted = jax.grad(loss)(params, batch)
+    wanted = jax.jit(jax.grad(loss))(params, batch)
     found = model.trees(gradients)
     np.testing.assert_array_equal(found[-1].pop("table"), found[0]["table"])
     assert difference(found, wanted) < 1e-13
@@ -334,7 +334,7 @@ STRATEGIES = [
 @pytest.mark.matrix
 def test_every_strategy_trains_as_jax_and_optax_do(rng, x64):
     """Three steps, on 1 to 4 ranks: losses to 1e-12, params to 1e-8; tied tensors across the pipeline."""
-    functions, params, loss = tied_gpt(rng, "float64")
+    functions, params, loss = tied_gpt(rng, 2)
     batches = [models.tokens(rng, 8) for _ in range(3)]
     losses, after = models.plain(params, loss, batches)
     model = wrapped_tied(functions, params, batches[0])  # of all ranks: it holds no state, and compiles once

@@ -33,10 +33,10 @@ def test_the_seed_decides():
 def test_draws_follow_the_softmax(rng):
     fixed = rng.standard_normal(6)
     draws = list(
-        generate(lambda _: fixed[None, None], PROMPT, 20000, 4, temperature=0.7, top_k=0, seed=int(rng.integers(1e9)))
+        generate(lambda _: fixed[None, None], PROMPT, 5000, 4, temperature=0.7, top_k=0, seed=int(rng.integers(1e9)))
     )
     expected = np.exp(fixed / 0.7) / np.exp(fixed / 0.7).sum()
-    assert np.abs(np.bincount(draws, minlength=6) / len(draws) - expected).max() < 0.02
+    assert np.abs(np.bincount(draws, minlength=6) / len(draws) - expected).max() < 0.04
 
 
 def test_the_model_sees_no_more_than_its_context():

@@ -66,7 +66,7 @@ def test_the_changelog_is_in_order():
 
 @pytest.fixture(params=OLD)
 def old(request, tmp_path):
-    with tarfile.open(GOLDEN / f"run-{request.param}.tar.xz") as archive:
+    with tarfile.open(GOLDEN / "runs" / f"run-{request.param}.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     return tmp_path / f"run-{request.param}"
 

@@ -96,7 +96,7 @@ def text_of(name):
 
 @pytest.mark.parametrize("name", JOBS)
 def test_golden(name):
-    check_golden(text_of(name), f"{name}.sbatch")
+    check_golden(text_of(name), f"{name.partition('-')[0]}/{name}.sbatch")
 
 
 @pytest.mark.full

@@ -70,7 +70,8 @@ def test_golden(name, monkeypatch):
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     try:
-        check_golden(submission.render(*JOBS[name]), f"train-{name}.{'pbs' if name.startswith('pbs') else 'sh'}")
+        folder = name.partition("-")[0]
+        check_golden(submission.render(*JOBS[name]), f"{folder}/train-{name}.{'pbs' if folder == 'pbs' else 'sh'}")
     finally:
         monkeypatch.undo()
         time.tzset()

@@ -26,14 +26,14 @@ def text(text):
 
 def test_slow_steps_are_drawn_apart_for_every_rank_and_again_the_same():
     config = ChaosConfig(slow_ranks=(0, 2), slow_probability=0.125, seed=3)
-    drawn = {rank: [is_slow(config, rank, step) for step in range(1, 4001)] for rank in range(4)}
+    drawn = {rank: [is_slow(config, rank, step) for step in range(1, 2001)] for rank in range(4)}
     assert not any(drawn[1]) and not any(drawn[3])
     for rank in (0, 2):
-        assert 0.1 < np.mean(drawn[rank]) < 0.15
+        assert 0.09 < np.mean(drawn[rank]) < 0.16
         assert drawn[rank][17] == is_slow(config, rank, 18)
     assert drawn[0] != drawn[2]
     other = ChaosConfig(slow_ranks=(0,), slow_probability=0.125, seed=4)
-    assert drawn[0] != [is_slow(other, 0, step) for step in range(1, 4001)]
+    assert drawn[0] != [is_slow(other, 0, step) for step in range(1, 2001)]
     always, never = (ChaosConfig(slow_ranks=(0,), slow_probability=p) for p in (1.0, 0.0))
     assert all(is_slow(always, 0, step) and not is_slow(never, 0, step) for step in range(1, 50))
 

@@ -4,13 +4,14 @@ import importlib
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcdist.cli import tune
 from hpcdist.training.data.samples import ArraySlice, NextTokenSamples, TableRows, TokenWindows, slice_of
 
 
+@settings(max_examples=40)
 @given(length=st.integers(2, 200), context=st.integers(1, 50))
 def test_every_window_at_every_shift_is_inside(length, context):
     if length <= context:

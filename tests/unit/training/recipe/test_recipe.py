@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import jobs
@@ -237,6 +237,7 @@ def test_files_that_cannot_be_read(home, tmp_path):
         recipes.load(tmp_path / "latin.toml", environment=home)
 
 
+@settings(max_examples=30)
 @given(
     path=st.text(st.characters(exclude_categories=["Cs"])),
     seed=st.integers(0, 2**63 - 1),

@@ -27,8 +27,8 @@ BYTES_A_STEP = 80.0  # of both ranks together; a list of three numbers a step in
 
 @cases(
     "last, keys",
-    (500, {"parallel.strategy": "local_sgd", "telemetry.jsonl": "true"}),
-    (600, {"parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}),
+    (450, {"parallel.strategy": "local_sgd", "telemetry.jsonl": "true"}),
+    (450, {"parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}),
     ids=["replicas", "asynchronous"],
 )
 @pytest.mark.full

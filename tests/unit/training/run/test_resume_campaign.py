@@ -6,10 +6,11 @@ HPCDIST_TEST_RESUMES=all. A kill is that nothing is left of the trainer that sav
 
 import os
 import time
+from itertools import islice
 
 import pytest
 
-from harness.combinations import HALF, legal, ranks_of
+from harness.combinations import COMBINATIONS, HALF, legal, ranks_of
 from harness.trainings import bits, outcomes, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
@@ -63,8 +64,7 @@ def compare(ranks, keys, directory, *, meets):
 @pytest.mark.full
 def test_a_resumed_run_has_the_bits_of_the_whole_one(text, tmp_path, rng, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # nothing crashes here
-    found = list(legal())
-    chosen = found if EVERYTHING else [found[number] for number in sorted(rng.permutation(len(found))[:SAMPLE])]
+    chosen = legal() if EVERYTHING else islice(legal(rng.permutation(len(COMBINATIONS))), SAMPLE)
     began, done, failed = time.monotonic(), 0, []
     for name, settings in chosen:
         keys = {**settings, "data.path": text}
@@ -78,5 +78,5 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(text, tmp_path, rng, monkey
             difference = repr(error)
         done += 1
         failed += [f"{name}: {difference}"] if difference else []
-    print(f"{done} of {len(found)} combinations resumed to the same bits in {time.monotonic() - began:.0f} s")
+    print(f"{done} combinations resumed to the same bits in {time.monotonic() - began:.0f} s")
     assert not failed and done >= SAMPLE // 2, "\n".join(failed)
