@@ -6,6 +6,7 @@ its experts out. Initial values are those of the whole model, of which a rank ke
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -23,22 +24,21 @@ from hpcdist.strategies.expert.axis import ExpertAxis
 
 
 class TravellingRows(StayingRows):
-    """Rows that go to the ranks of their experts, and come back. Collective over ``axis``.
+    """Rows that go to the ranks of their experts, and come back, by messages. Collective over ``axis``.
 
     They go sorted by expert, and arrive sorted by rank, and there by expert: blocks of equal expert are brought
     together, so that each expert multiplies its rows at once, in the order of the ranks.
     """
 
-    keeps_output = False
     attends = True
 
     def __init__(self, axis: ExpertAxis) -> None:
         self.axis = axis
 
     def send_out(
-        self, rows: Array, starts: np.ndarray, saved: Saved, *, back: bool = False
-    ) -> tuple[Array, np.ndarray]:
-        """Return the rows of all ranks for the experts here, sorted by expert, and where those of each begin."""
+        self, rows: Array, starts: np.ndarray, parameters: Parameters, saved: Saved, *, back: bool = False
+    ) -> Callable[[], tuple[Array, np.ndarray]]:
+        """Send the rows, and return what gives those of all ranks for the experts here, which have come by then."""
         if not back:
             sent = np.diff(starts).reshape(self.axis.size, -1)  # (rank, expert there)
             received = self.axis.counts(sent)
@@ -50,7 +50,11 @@ class TravellingRows(StayingRows):
         memory = saved.scratch if back else saved.empty
         own = memory("experts.dout" if back else "experts.received", shape, rows.dtype)
         blocks.sort(arrived, own)
-        return own, np.concatenate([[0], np.cumsum(received.sum(axis=0))])
+        return lambda: (own, np.concatenate([[0], np.cumsum(received.sum(axis=0))]))
+
+    def results(self, name: str, shape: tuple[int, int], dtype: Any, saved: Saved, *, back: bool = False) -> Array:
+        """Return scratch memory: what comes back is kept."""
+        return saved.scratch(name, shape, dtype)
 
     def bring_back(self, rows: Array, name: str, saved: Saved, *, back: bool = False) -> Array:
         """Return what the experts of all ranks made of the rows of this rank, in the order in which it sent them."""
