@@ -15,12 +15,14 @@ import numpy as np
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
+from hpcdist.collectives.node.published import PublishedMemory
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.experts import kernels
 from hpcdist.models.experts.mixture import LocalExperts, StayingRows
 from hpcdist.models.model import Model
 from hpcdist.models.stage import Parameters, Saved, Stage, StreamOf, WrappedStage
-from hpcdist.strategies.expert.axis import ExpertAxis
+from hpcdist.strategies.expert.axis import NODE_SHARED, ExpertAxis
+from hpcdist.strategies.expert.shared import SharedRows
 
 
 class TravellingRows(StayingRows):
@@ -129,7 +131,7 @@ class _OwnExperts:
 
 
 def share_out(model: Model, axis: ExpertAxis) -> Model:
-    """Return ``model`` with the experts of this rank of ``axis``, with one rank as it is (local).
+    """Return ``model`` with the experts of this rank of ``axis``, with one rank as it is. Collective.
 
     Raises ConfigurationError where it has no experts, or the ranks do not share them out evenly.
     """
@@ -148,7 +150,17 @@ def share_out(model: Model, axis: ExpertAxis) -> Model:
         ExpertStage(stage, own) if any(spec.expert for spec in stage.tensors()) else stage for stage in model.stages
     )
     shared.__dict__.pop("layout", None)  # of other tensors
-    shared.operations = replace(model.operations, experts=replace(experts, travel=TravellingRows(axis)))
+    shared.operations = replace(model.operations, experts=replace(experts, travel=_travel(axis, count)))
     shared.clocks = (*model.clocks, axis.taken_s)
     shared.watch = axis.watch
     return shared
+
+
+def _travel(axis: ExpertAxis, experts: int) -> TravellingRows | SharedRows:
+    """Return how rows come to ``experts`` that the ranks of ``axis`` share out. Collective."""
+    if axis.algorithm == NODE_SHARED:
+        memory = PublishedMemory(axis.comm, experts + 1)
+        if memory.is_shared:
+            return SharedRows(axis, memory)
+        axis.algorithm = "native"
+    return TravellingRows(axis)
