@@ -57,8 +57,8 @@ class PublishedMemory:
         self._parts = self._comm.shared(total)
         if not self._parts.is_shared:
             raise MissingCapabilityError(
-                f"the {self._comm.size} ranks of {self._comm.name} cannot share {total} bytes each: see the free memory "
-                "and /dev/shm, or set communication.algorithm = 'native'"
+                f"the {self._comm.size} ranks of {self._comm.name} cannot share {total} bytes each: see the free "
+                "memory and /dev/shm, or set communication.algorithm = 'native'"
             )
         segments.count_in_ledger(self._parts.views[self._comm.rank])
 

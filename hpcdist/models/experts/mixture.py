@@ -78,7 +78,7 @@ class StayingRows:
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
         """Return the tensors of the experts whose rows `send_out` brings."""
         weights, biases = parameters[f"{prefix}.weight"], parameters.get(f"{prefix}.bias")
-        return ExpertTensors(matrices(weights), None if biases is None else biases.reshape(len(biases), -1))
+        return ExpertTensors([*matrices(weights)], None if biases is None else [each.reshape(-1) for each in biases])
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
         """Return where the gradients of `tensors` go."""

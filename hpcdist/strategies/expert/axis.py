@@ -71,9 +71,10 @@ class ExpertAxis:
     def wait(self, memory: PublishedMemory, like: Array) -> None:
         """Wait until all ranks have published in ``memory`` what goes with rows like ``like``."""
         begin = time.perf_counter()
-        token = self.comm.events.begin(self.comm.name, "node_shared_all_to_all", name_of(like.dtype), like.size, 0, -1, 0)
+        events, dtype = self.comm.events, name_of(like.dtype)
+        token = events.begin(self.comm.name, f"{NODE_SHARED}_all_to_all", dtype, like.size, 0, -1, 0)
         memory.wait()
-        self.comm.events.end(token)
+        events.end(token)
         self._spent_s += time.perf_counter() - begin
 
     def taken_s(self) -> float:

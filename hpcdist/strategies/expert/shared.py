@@ -1,14 +1,14 @@
 """Experts of the ranks of a node: rows are read where other ranks have written them, and idle ranks help busy ones.
 
 Rows travel through `PublishedMemory`: a rank writes those of its tokens sorted by expert, and each rank reads those of
-the experts that it computes to where they are sorted by expert and rank. Back it is the same. A layer has three turns in
-the forward (how often experts were chosen, rows, results) and two in the backward.
+the experts that it computes to where they are sorted by expert and rank. Back it is the same. A layer has three turns
+in the forward (how often experts were chosen, rows, results) and two in the backward.
 
 All ranks of a layer wait for the one with the most rows. So for each micro-batch `divide` lets busy ranks lend experts
 to idle ones, whole ones, and the rows go there at once. The lender copies their tensors into its part of the memory,
 forward and backward, and takes their gradients from that of the borrower. Everything is multiplied as it would be where
 the expert belongs, so results are the same bits. With X parameters an expert, lending it costs about 4 X numbers copied
-and saves 6 X operations a row. No expert is cut: a rank has never less than the busiest expert.
+and saves 6 X operations a row. No expert is cut: the busiest rank has at least the rows of the busiest expert.
 """
 
 from collections.abc import Callable, Iterator, Sequence

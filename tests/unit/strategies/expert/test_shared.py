@@ -69,12 +69,12 @@ def trained(comm, keys):
 @pytest.mark.full_except("two-float32", "one expert a rank-float64", "replicas, without biases-float32")
 def test_lent_experts_give_the_same_bits_as_messages(text, monkeypatch, name, mode):
     ranks, layout = LAYOUTS[name]
-    keys = KEYS | {"data.path": text, "precision.mode": mode} | recipe_keys(f"algorithm=node_shared {layout}")
+    keys = KEYS | {"data.path": text, "precision.mode": mode} | recipe_keys(f"algorithm=ring {layout}")
     runs = {}
-    for how, worth, sends in (("lending", 0, False), ("shared", 1 << 40, False), ("messages", 0, True)):
+    for how, worth in (("lending", 0), ("shared", 1 << 40), ("messages", 0)):
+        algorithm = "pairwise" if how == "messages" else "node_shared"
         monkeypatch.setattr(shared, "WORTH_ROWS", worth)
-        if sends:
-            monkeypatch.setattr(assemble, "algorithm_for", lambda *_, **__: "pairwise")
+        monkeypatch.setattr(assemble, "algorithm_for", lambda *_, algorithm=algorithm, **__: algorithm)
         runs[how] = run_threads(ranks, lambda comm: trained(comm, keys))
     assert runs["shared"][0][2] == 0 and runs["messages"][0][3] is not SharedRows
     assert (runs["lending"][0][2] > 0) == (name != "one expert a rank")
