@@ -48,7 +48,7 @@ class ExpertTensors(NamedTuple):
 
 
 class ExpertGradients(NamedTuple):
-    """Where gradients of `ExpertTensors` go, and for each whether to add to what is there, or to overwrite it."""
+    """Destinations of the gradients of `ExpertTensors`, and for each whether to add to what is there."""
 
     weights: Sequence[tuple[Array, bool]]
     biases: Sequence[tuple[Array, bool]] | None

@@ -53,10 +53,10 @@ def divide(loads: np.ndarray, ranks: int, worth: int) -> np.ndarray:
 
 
 class Division:
-    """Who computes which rows of a layer and micro-batch, and where they lie. Local.
+    """Division of the rows of a layer and micro-batch among ranks, and the places of them. Local.
 
-    ``counts`` (ranks, experts) are the rows that each rank has for each expert, ``at`` the rank that computes it, and
-    ``shapes`` those of the tensors of an expert, each number of ``itemsize`` bytes.
+    ``counts`` (ranks, experts) are the rows that each rank has for each expert, ``at`` the rank that computes it;
+    ``parameters`` are those of the layer.
     """
 
     def __init__(self, counts: np.ndarray, at: np.ndarray, parameters: Parameters) -> None:
