@@ -81,7 +81,7 @@ class StayingRows:
         return ExpertTensors([*matrices(weights)], None if biases is None else [each.reshape(-1) for each in biases])
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
-        """Return where the gradients of `tensors` go."""
+        """Return where the gradients of `tensors` go, before their rows are sent."""
         weights, add = gradients.into(f"{prefix}.weight")
         into = [(each, add) for each in matrices(weights)]
         if f"{prefix}.bias" not in parameters:
@@ -220,11 +220,12 @@ class LocalExperts:
         on_device = is_device(dy)
         backward = kernels.collect_backward if on_device else _collect_backward
         backward(dy.reshape(tokens.shape), places, saved["experts.gates"], out, dgates)
+        into = [self.travel.gradients(parameters, gradients, prefix, saved) for prefix in (UP, DOWN)]
         arrival = self.travel.send_out(out, starts, parameters, saved, back=True)
         shape = dy.shape
 
         def finish() -> Array:
-            drows = self._multiply_backward(parameters, gradients, *arrival(), activation, saved)
+            drows = self._multiply_backward(parameters, into, *arrival(), activation, saved)
             dx = self._router_backward(parameters, gradients, tokens, self.borders.sum_gates(dgates), saved)
             (kernels.collect_onto if on_device else _collect_onto)(drows, places, dx)
             return self.borders.enter_backward(dx.reshape(shape), saved)
@@ -234,7 +235,7 @@ class LocalExperts:
     def _multiply_backward(
         self,
         parameters: Parameters,
-        gradients: Gradients,
+        into: Sequence[ExpertGradients],
         dout: Array,
         starts: np.ndarray,
         activation: ActivationOperation,
@@ -243,7 +244,7 @@ class LocalExperts:
         """Write or add the gradients of the experts; return those of the rows of this rank's tokens."""
         travel, active, rows = self.travel, saved[f"{ACTIVATION}.y"], saved["experts.received"]
         up, down = (travel.tensors(parameters, prefix, saved) for prefix in (UP, DOWN))
-        into_up, into_down = (travel.gradients(parameters, gradients, prefix, saved) for prefix in (UP, DOWN))
+        into_up, into_down = into
         dactive = saved.scratch(f"{DOWN}.dx", active.shape, active.dtype)
         whole = self.borders.writes_whole
         _products_backward(down, into_down, dout, active, starts, dactive, saved, biased=whole)

@@ -133,7 +133,12 @@ class SharedRows(StayingRows):
             self._rows(division, self._rank, rows)[...] = rows
         for expert in division.lent[self._rank]:
             for name, lent in self._of_expert(division, "tensors", self._rank, expert).items():
-                lent[...] = parameters[name][expert % division.each].reshape(lent.shape)
+                place = expert % division.each
+                if back and name.endswith(".bias"):
+                    # Its gradient so far: whoever sums columns goes on from there, and sums in the same order.
+                    lent[...] = saved[f"{name.removesuffix('.bias')}.into"].biases[place][0]
+                else:
+                    lent[...] = parameters[name][place].reshape(lent.shape)
         was_finite = self.axis.watch.sees_only_finite(rows)
         self._memory.publish()
 
@@ -147,6 +152,11 @@ class SharedRows(StayingRows):
                 for rank, part in enumerate(parts):
                     places = division.there[rank, expert], division.here[rank, expert]
                     _copy(part, places[0], own, places[1], division.counts[rank, expert])
+            for expert in division.borrowed[self._rank] if back else ():
+                begun = self._of_expert(division, "tensors", expert // division.each, expert)
+                for name, sums in self._of_expert(division, "gradients", self._rank, expert).items():
+                    if name.endswith(".bias"):
+                        sums[...] = begun[name]
             if was_finite:
                 self.axis.watch.distrust(own)
             return own, here
@@ -175,10 +185,11 @@ class SharedRows(StayingRows):
         saved.keep(f"{prefix}.into", own)
 
         def each(kind: str, targets: Sequence[tuple[Array, bool]]) -> list[tuple[Array, bool]]:
+            goes_on = kind == "bias" and targets[0][1]  # see `send_out`
             return [
                 targets[place]
                 if owner == self._rank
-                else (self._of_expert(division, "gradients", self._rank, expert)[f"{prefix}.{kind}"], False)
+                else (self._of_expert(division, "gradients", self._rank, expert)[f"{prefix}.{kind}"], goes_on)
                 for expert, owner, place in division.here_of(self._rank)
             ]
 
@@ -212,17 +223,16 @@ class SharedRows(StayingRows):
     def _take_gradients(self, division: Division, saved: Saved) -> None:
         """Write or add the gradients of the experts that this rank has lent."""
         for expert in division.lent[self._rank]:
-            of = self._of_expert(division, "gradients", int(division.at[expert]), expert)
+            place, of = expert % division.each, self._of_expert(division, "gradients", int(division.at[expert]), expert)
             for prefix in (UP, DOWN):
                 own: ExpertGradients = saved[f"{prefix}.into"]
-                for kind, targets in (("weight", own.weights), ("bias", own.biases)):
-                    if targets is None:
-                        continue
-                    into, add = targets[expert % division.each]
-                    if add:
-                        into += of[f"{prefix}.{kind}"]
-                    else:
-                        into[...] = of[f"{prefix}.{kind}"]
+                into, add = own.weights[place]
+                if add:
+                    into += of[f"{prefix}.weight"]
+                else:
+                    into[...] = of[f"{prefix}.weight"]
+                if own.biases is not None:
+                    own.biases[place][0][...] = of[f"{prefix}.bias"]
 
     def _rows(self, division: Division, rank: int, like: Array) -> np.ndarray:
         """Return the rows that ``rank`` sends, as wide as ``like``."""
