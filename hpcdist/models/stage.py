@@ -247,13 +247,21 @@ class ExpertsOperation(Protocol):
     def attends(self) -> bool:
         """Whether ranks compute together, those without samples too: see `MixedStage`."""
 
-    def forward(self, parameters: Parameters, x: Array, activation: ActivationOperation, saved: Saved) -> Array:
-        """Return (batch, context, hidden) for x of that shape, which is kept and stays unchanged."""
+    def begin(
+        self, parameters: Parameters, x: Array, activation: ActivationOperation, saved: Saved
+    ) -> Callable[[], Array]:
+        """Begin the forward; return the call that ends it, and returns (batch, context, hidden) for x of that shape.
 
-    def backward(
+        x is kept and stays unchanged. What is computed between both hides the way of the tokens to their experts.
+        """
+
+    def begin_backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, activation: ActivationOperation, saved: Saved
-    ) -> Array:
-        """Write or add the gradients; return dx, a scratch array."""
+    ) -> Callable[[], Array]:
+        """Begin the backward; return the call that ends it: it has gradients written or added, and returns dx.
+
+        dx is a scratch array.
+        """
 
 
 @dataclass(frozen=True)

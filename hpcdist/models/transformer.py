@@ -154,7 +154,7 @@ class TransformerBlock(DeclaredStage):
     def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
         """Take part without samples in what ranks that share out experts do together in `forward`. Collective."""
         assert operations.experts is not None
-        operations.experts.forward(parameters, self._no_samples(parameters), operations.activation, saved)
+        operations.experts.begin(parameters, self._no_samples(parameters), operations.activation, saved)()
 
     def attend_backward(
         self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
@@ -162,19 +162,22 @@ class TransformerBlock(DeclaredStage):
         """Take part without samples in `backward`: the experts here have gradients of other ranks' tokens."""
         assert operations.experts is not None
         nothing = self._no_samples(parameters)
-        operations.experts.backward(parameters, gradients, nothing, operations.activation, saved)
+        operations.experts.begin_backward(parameters, gradients, nothing, operations.activation, saved)()
 
     def _no_samples(self, parameters: Parameters) -> Array:
         scale = parameters["norm2.scale"]
         return namespace(scale).empty(self.output_shape(0), scale.dtype)
 
     def _feed_forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the second half of the block for its normalised input: dense, or of experts and what is shared."""
+        """Return the second half of the block for its normalised input: dense, or of experts and what is shared.
+
+        What is shared is computed while tokens are on their way to experts of other ranks.
+        """
         mixture, shared = None, "shared." if self.mixed else ""
         if operations.experts is not None and self.mixed:
-            mixture = operations.experts.forward(parameters, x, operations.activation, saved)
+            mixture = operations.experts.begin(parameters, x, operations.activation, saved)
             if not self.shared:
-                return mixture
+                return mixture()
         wide = operations.linear_column.forward(parameters, f"{shared}up", x, saved, biased=False)
         bias = parameters.get(f"{shared}up.bias")
         active = operations.activation.forward(
@@ -182,7 +185,7 @@ class TransformerBlock(DeclaredStage):
         )
         y = operations.linear_row.forward(parameters, f"{shared}down", active, saved)
         if mixture is not None:
-            y += mixture
+            y += mixture()
         return y
 
     def _feed_forward_backward(
@@ -191,14 +194,14 @@ class TransformerBlock(DeclaredStage):
         """Write the gradients of the second half; return that of its normalised input, a scratch array."""
         mixture, shared = None, "shared." if self.mixed else ""
         if operations.experts is not None and self.mixed:
-            mixture = operations.experts.backward(parameters, gradients, dy, operations.activation, saved)
+            mixture = operations.experts.begin_backward(parameters, gradients, dy, operations.activation, saved)
             if not self.shared:
-                return mixture
+                return mixture()
         d = operations.linear_row.backward(parameters, gradients, f"{shared}down", dy, saved)
         d = operations.activation.backward(d, saved)
         d = operations.linear_column.backward(parameters, gradients, f"{shared}up", d, saved)
         if mixture is not None:
-            d += mixture
+            d += mixture()
         return d
 
     def _attention(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:

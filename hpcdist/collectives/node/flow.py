@@ -165,30 +165,19 @@ def raise_to(line: int, word: int, number: int) -> None:
     store_release(line + 8 * word, number)
 
 
-class FlowMemory:
-    """State of the flows that the ranks of ``intra`` keep. Collective over ``intra``."""
+class Counters:
+    """Counters of each rank of ``comm``, and ``nbytes`` behind them, in shared memory. Collective over ``comm``.
 
-    def __init__(self, intra: Communicator, segment_bytes: int, part_bytes: int) -> None:
-        self.segment_bytes, self.part_bytes = segment_bytes, part_bytes
-        self.block: SharedBlock = intra.shared(LINE_BYTES + SLOTS * (segment_bytes + part_bytes))
-        self.rank = intra.rank
+    A rank raises its own ones, which all can read; where nothing can be shared, ``is_shared`` is false.
+    """
+
+    def __init__(self, comm: Communicator, nbytes: int) -> None:
+        self.block: SharedBlock = comm.shared(LINE_BYTES + nbytes)
+        self.rank = comm.rank
         self.is_shared = self.block.is_shared
-        self.summed = self.spread = 0  # numbers, over all calls
-        self.is_busy = False  # from the start of a call to its end; it stays where a call was given up,
-        self.given_up: BaseException | None = None  # because of this, if it was while it waited
+        self.given_up: BaseException | None = None  # what ended a wait before it was over
         if self.is_shared:
             self.lines = np.array([view.ctypes.data for view in self.block.views], np.int64)
-
-    def addends(self, rank: int, number: int) -> np.ndarray:
-        """Return the slot of ``rank`` for a segment's addends, as bytes."""
-        # The memory of a rank: its line of counters, SLOTS slots for addends, SLOTS slots for totals.
-        start = LINE_BYTES + number % SLOTS * self.segment_bytes
-        return self.block.views[rank][start : start + self.segment_bytes]
-
-    def total(self, rank: int, number: int) -> np.ndarray:
-        """Return the slot of ``rank`` for its total, as bytes."""
-        start = LINE_BYTES + SLOTS * self.segment_bytes + number % SLOTS * self.part_bytes
-        return self.block.views[rank][start : start + self.part_bytes]
 
     def publish(self, word: int, number: int) -> None:
         """Raise the own ``word`` to ``number``: what was written before it can be read (local)."""
@@ -207,6 +196,27 @@ class FlowMemory:
                 self.given_up = error
                 raise
             time.sleep(0)  # offers the core to a rank that shares it, and Python's lock to other threads
+
+
+class FlowMemory(Counters):
+    """State of the flows that the ranks of ``intra`` keep. Collective over ``intra``."""
+
+    def __init__(self, intra: Communicator, segment_bytes: int, part_bytes: int) -> None:
+        super().__init__(intra, SLOTS * (segment_bytes + part_bytes))
+        self.segment_bytes, self.part_bytes = segment_bytes, part_bytes
+        self.summed = self.spread = 0  # numbers, over all calls
+        self.is_busy = False  # from the start of a call to its end; it stays where a call was given up
+
+    def addends(self, rank: int, number: int) -> np.ndarray:
+        """Return the slot of ``rank`` for a segment's addends, as bytes."""
+        # The memory of a rank: its line of counters, SLOTS slots for addends, SLOTS slots for totals.
+        start = LINE_BYTES + number % SLOTS * self.segment_bytes
+        return self.block.views[rank][start : start + self.segment_bytes]
+
+    def total(self, rank: int, number: int) -> np.ndarray:
+        """Return the slot of ``rank`` for its total, as bytes."""
+        start = LINE_BYTES + SLOTS * self.segment_bytes + number % SLOTS * self.part_bytes
+        return self.block.views[rank][start : start + self.part_bytes]
 
 
 _memory: weakref.WeakKeyDictionary[Communicator, FlowMemory] = weakref.WeakKeyDictionary()

@@ -17,10 +17,10 @@ the input are k N (2 h + f + f') numbers, with f' = 2 f for "swiglu", and N (E +
 all of them, or of samples, replace them by all-to-alls, by sums, and by a message of how often experts were chosen.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -35,25 +35,63 @@ from hpcdist.models.layers.linear import add_to_rows, column_sums
 from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES
 from hpcdist.models.stage import ActivationOperation, Gradients, Operations, Parameters, Saved
 
-ACTIVATION = "experts.activation"
+UP: Final = "experts.up"
+DOWN: Final = "experts.down"
+ACTIVATION: Final = "experts.activation"
+
+
+class ExpertTensors(NamedTuple):
+    """Weights (outputs, inputs) of the experts whose rows are here, in the order of their rows, and their biases."""
+
+    weights: Sequence[Array]
+    biases: Sequence[Array] | None
+
+
+class ExpertGradients(NamedTuple):
+    """Destinations of the gradients of `ExpertTensors`, and for each whether to add to what is there."""
+
+    weights: Sequence[tuple[Array, bool]]
+    biases: Sequence[tuple[Array, bool]] | None
 
 
 class StayingRows:
     """Rows of experts that are all on this rank: what a strategy replaces that has them on several. Local."""
 
-    keeps_output = True  # whether the output of the experts is what `bring_back` returns
     attends = False  # whether ranks compute together
 
-    def send_out(
-        self, rows: Array, starts: np.ndarray, saved: Saved, *, back: bool = False
-    ) -> tuple[Array, np.ndarray]:
-        """Return the rows of the experts of this rank, sorted by expert, and where those of each begin. Here: as given.
+    def leaving(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
+        """Return memory for the rows of the tokens ``like`` (N, h), of which expert e has ``starts[e]`` and on."""
+        return saved.empty("experts.rows", (int(starts[-1]), like.shape[1]), like.dtype)
 
-        ``back``: gradients of the rows of the forward, whose places are the same.
+    def send_out(
+        self, rows: Array, starts: np.ndarray, parameters: Parameters, saved: Saved, *, back: bool = False
+    ) -> Callable[[], tuple[Array, np.ndarray]]:
+        """Begin to send the rows of tokens to their experts; return a call that waits for those of the experts here.
+
+        It returns them sorted by expert, and where those of each begin. Here: as given. ``back``: gradients of the rows
+        of the forward, whose places are the same.
         """
         if not back:
             saved.keep("experts.received", rows)
-        return rows, starts
+        return lambda: (rows, starts)
+
+    def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
+        """Return the tensors of the experts whose rows `send_out` brings."""
+        weights, biases = parameters[f"{prefix}.weight"], parameters.get(f"{prefix}.bias")
+        return ExpertTensors([*matrices(weights)], None if biases is None else [each.reshape(-1) for each in biases])
+
+    def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
+        """Return where the gradients of `tensors` go, before their rows are sent."""
+        weights, add = gradients.into(f"{prefix}.weight")
+        into = [(each, add) for each in matrices(weights)]
+        if f"{prefix}.bias" not in parameters:
+            return ExpertGradients(into, None)
+        biases, add = gradients.into(f"{prefix}.bias")
+        return ExpertGradients(into, [(each.reshape(-1), add) for each in biases])
+
+    def results(self, name: str, shape: tuple[int, int], dtype: Any, saved: Saved, *, back: bool = False) -> Array:
+        """Return memory for what experts make of their rows, which `bring_back` takes."""
+        return (saved.scratch if back else saved.empty)(name, shape, dtype)
 
     def bring_back(self, rows: Array, name: str, saved: Saved, *, back: bool = False) -> Array:
         """Return the rows of the tokens of this rank for those of its experts, in the order of `send_out`."""
@@ -133,44 +171,87 @@ class LocalExperts:
         """Whether ranks compute together, those without samples too."""
         return self.travel.attends
 
-    def forward(self, parameters: Parameters, x: Array, activation: ActivationOperation, saved: Saved) -> Array:
-        """Return y of the shape of x, (batch, context, hidden) or this rank's part of that, which is kept unchanged."""
+    def begin(
+        self, parameters: Parameters, x: Array, activation: ActivationOperation, saved: Saved
+    ) -> Callable[[], Array]:
+        """Route x (batch, context, hidden), or this rank's part of that, which is kept unchanged, and send its tokens.
+
+        Return the call that waits for tokens, and returns y of the shape of x.
+        """
         x = self.borders.enter(x, saved)
         tokens, places, gates, starts = self._route(parameters, x, saved)
-        rows = saved.empty("experts.rows", (int(starts[-1]), tokens.shape[1]), x.dtype)
+        rows = self.travel.leaving(starts, tokens, parameters, saved)
         on_device = is_device(x)
         (kernels.spread if on_device else _spread)(tokens, places, rows)
-        rows, starts = self.travel.send_out(rows, starts, saved)
-        wide = _products(parameters, "experts.up", rows, starts, saved)
-        active = activation.forward(wide, self.config.activation, saved, name=ACTIVATION)
-        biased, keep = self.borders.first, self.travel.keeps_output
-        out = _products(parameters, "experts.down", active, starts, saved, biased=biased, keep=keep)
-        out = self.travel.bring_back(out, "experts.out", saved)
-        saved.keep("experts.collected", out)
-        y = self.borders.partial(x.shape, x.dtype, saved)
-        (kernels.collect if on_device else _collect)(out, places, gates, y.reshape(tokens.shape))
-        return self.borders.leave(y, saved)
+        arrival = self.travel.send_out(rows, starts, parameters, saved)
 
-    def backward(
-        self, parameters: Parameters, gradients: Gradients, dy: Array, activation: ActivationOperation, saved: Saved
+        def finish() -> Array:
+            out = self._multiply(parameters, *arrival(), activation, saved)
+            saved.keep("experts.collected", out)
+            y = self.borders.partial(x.shape, x.dtype, saved)
+            (kernels.collect if on_device else _collect)(out, places, gates, y.reshape(tokens.shape))
+            return self.borders.leave(y, saved)
+
+        return finish
+
+    def _multiply(
+        self, parameters: Parameters, rows: Array, starts: np.ndarray, activation: ActivationOperation, saved: Saved
     ) -> Array:
-        """Write or add all gradients, those of the balance and z losses too; return dx, a scratch array."""
+        """Return what the experts make of the rows of all tokens here, in the order of `StayingRows.send_out`."""
+        up, down = (self.travel.tensors(parameters, prefix, saved) for prefix in (UP, DOWN))
+        wide = saved.empty(f"{UP}.y", (len(rows), matrices(parameters[f"{UP}.weight"]).shape[1]), rows.dtype)
+        _products(up, rows, starts, wide)
+        active = activation.forward(wide, self.config.activation, saved, name=ACTIVATION)
+        out = self.travel.results(f"{DOWN}.y", rows.shape, rows.dtype, saved)
+        _products(down if self.borders.first else down._replace(biases=None), active, starts, out)
+        return self.travel.bring_back(out, "experts.out", saved)
+
+    def begin_backward(
+        self, parameters: Parameters, gradients: Gradients, dy: Array, activation: ActivationOperation, saved: Saved
+    ) -> Callable[[], Array]:
+        """Send the gradients of the tokens' rows to their experts; return the call that waits for them.
+
+        It writes or adds all gradients, those of the balance and z losses too, and returns dx, a scratch array.
+        """
         dy = self.borders.leave_backward(dy, saved)
-        places, out = saved["experts.places"], saved["experts.collected"]
+        places, out, starts = saved["experts.places"], saved["experts.collected"], saved["experts.starts"]
         tokens: Array = saved["experts.x"].reshape(-1, dy.shape[-1])
         dgates = saved.scratch("experts.dgates", places.shape, dy.dtype)
         on_device = is_device(dy)
         backward = kernels.collect_backward if on_device else _collect_backward
         backward(dy.reshape(tokens.shape), places, saved["experts.gates"], out, dgates)
-        dout, starts = self.travel.send_out(out, saved["experts.starts"], saved, back=True)
-        active, rows, whole = saved[f"{ACTIVATION}.y"], saved["experts.received"], self.borders.writes_whole
-        dactive = _products_backward(parameters, gradients, "experts.down", dout, active, starts, saved, biased=whole)
+        into = [self.travel.gradients(parameters, gradients, prefix, saved) for prefix in (UP, DOWN)]
+        arrival = self.travel.send_out(out, starts, parameters, saved, back=True)
+        shape = dy.shape
+
+        def finish() -> Array:
+            drows = self._multiply_backward(parameters, into, *arrival(), activation, saved)
+            dx = self._router_backward(parameters, gradients, tokens, self.borders.sum_gates(dgates), saved)
+            (kernels.collect_onto if on_device else _collect_onto)(drows, places, dx)
+            return self.borders.enter_backward(dx.reshape(shape), saved)
+
+        return finish
+
+    def _multiply_backward(
+        self,
+        parameters: Parameters,
+        into: Sequence[ExpertGradients],
+        dout: Array,
+        starts: np.ndarray,
+        activation: ActivationOperation,
+        saved: Saved,
+    ) -> Array:
+        """Write or add the gradients of the experts; return those of the rows of this rank's tokens."""
+        travel, active, rows = self.travel, saved[f"{ACTIVATION}.y"], saved["experts.received"]
+        up, down = (travel.tensors(parameters, prefix, saved) for prefix in (UP, DOWN))
+        into_up, into_down = into
+        dactive = saved.scratch(f"{DOWN}.dx", active.shape, active.dtype)
+        whole = self.borders.writes_whole
+        _products_backward(down, into_down, dout, active, starts, dactive, saved, biased=whole)
         dwide = activation.backward(dactive, saved, name=ACTIVATION)
-        drows = _products_backward(parameters, gradients, "experts.up", dwide, rows, starts, saved)
-        drows = self.travel.bring_back(drows, "experts.drows", saved, back=True)
-        dx = self._router_backward(parameters, gradients, tokens, self.borders.sum_gates(dgates), saved)
-        (kernels.collect_onto if on_device else _collect_onto)(drows, places, dx)
-        return self.borders.enter_backward(dx.reshape(dy.shape), saved)
+        drows = travel.results(f"{UP}.dx", rows.shape, rows.dtype, saved, back=True)
+        _products_backward(up, into_up, dwide, rows, starts, drows, saved)
+        return travel.bring_back(drows, "experts.drows", saved, back=True)
 
     def _route(self, parameters: Parameters, x: Array, saved: Saved) -> tuple[Array, Array, Array, np.ndarray]:
         """Return the tokens (N, h), and of each the rows and gates of its choices (N, k); where each expert begins."""
@@ -245,69 +326,52 @@ def _slices(starts: np.ndarray) -> Iterator[tuple[int, slice]]:
     return ((e, slice(start, end)) for e, (start, end) in enumerate(pairwise(starts.tolist())) if start < end)
 
 
-def _products(
-    parameters: Parameters,
-    prefix: str,
-    rows: Array,
-    starts: np.ndarray,
-    saved: Saved,
-    *,
-    biased: bool = True,
-    keep: bool = True,
-) -> Array:
-    """Return rows weight^T + bias (rows, outputs), each row with the weight of its expert, kept as ``PREFIX.y``.
+def matrices(stacked: Array) -> Array:
+    """View weights (experts, ..., inputs) as (experts, outputs, inputs)."""
+    return stacked.reshape(len(stacked), -1, stacked.shape[-1])
 
-    Without ``keep`` it is a scratch array.
-    """
-    weights, biases = parameters[f"{prefix}.weight"], parameters.get(f"{prefix}.bias") if biased else None
-    weights = weights.reshape(len(weights), -1, weights.shape[-1])  # (experts, outputs, inputs)
-    y = (saved.empty if keep else saved.scratch)(f"{prefix}.y", (len(rows), weights.shape[1]), rows.dtype)
+
+def _products(tensors: ExpertTensors, rows: Array, starts: np.ndarray, y: Array) -> None:
+    """Write rows weight^T + bias to y (rows, outputs), each row with the weight of its expert."""
     matmul = namespace(rows).matmul
     for e, own in _slices(starts):
-        matmul(rows[own], weights[e].T, out=y[own])
-        if biases is not None:
-            add_to_rows(y[own], biases[e].reshape(-1))
-    return y
+        matmul(rows[own], tensors.weights[e].T, out=y[own])
+        if tensors.biases is not None:
+            add_to_rows(y[own], tensors.biases[e])
 
 
 def _products_backward(
-    parameters: Parameters,
-    gradients: Gradients,
-    prefix: str,
+    tensors: ExpertTensors,
+    into: ExpertGradients,
     dy: Array,
     x: Array,
     starts: np.ndarray,
+    dx: Array,
     saved: Saved,
     *,
     biased: bool = True,
-) -> Array:
-    """Write or add the gradients of the weights and biases of all experts; return dy weight, a scratch array.
+) -> None:
+    """Write or add the gradients of the weights and biases of all experts, and write dy weight to dx.
 
     Unless ``biased``, the gradients of biases are another rank's.
     """
-    weights = parameters[f"{prefix}.weight"]
-    into, add = gradients.into(f"{prefix}.weight")
-    shape = len(weights), -1, weights.shape[-1]
-    weights, into = weights.reshape(shape), into.reshape(shape)
-    biases, add_bias = gradients.into(f"{prefix}.bias") if f"{prefix}.bias" in parameters else (None, False)
-    if biases is not None and not (biased or add_bias):
-        biases[...] = 0
-    for e in np.flatnonzero(np.diff(starts) == 0).tolist():
-        if not add:
-            into[e] = 0
-        if biases is not None and biased and not add_bias:
-            biases[e] = 0
-    dx = saved.scratch(f"{prefix}.dx", x.shape, x.dtype)
-    product = saved.scratch("linear.dweight", into.shape[1:], into.dtype) if add else None
+    none = set(np.flatnonzero(np.diff(starts) == 0).tolist())
+    for place, (weight, add) in enumerate(into.weights):
+        if place in none and not add:
+            weight[...] = 0
+    for place, (bias, add) in enumerate(into.biases or ()):
+        if not (add or (biased and place not in none)):
+            bias[...] = 0
     matmul = namespace(dy).matmul
     for e, own in _slices(starts):
-        matmul(dy[own].T, x[own], out=into[e] if product is None else product)
-        if product is not None:
-            into[e] += product
-        if biases is not None and biased:
-            column_sums(dy[own], biases[e].reshape(-1), add_bias)
-        matmul(dy[own], weights[e], out=dx[own])
-    return dx
+        weight, add = into.weights[e]
+        product = saved.scratch("linear.dweight", weight.shape, weight.dtype) if add else weight
+        matmul(dy[own].T, x[own], out=product)
+        if add:
+            weight += product
+        if into.biases is not None and biased:
+            column_sums(dy[own], *into.biases[e])
+        matmul(dy[own], tensors.weights[e], out=dx[own])
 
 
 @jit

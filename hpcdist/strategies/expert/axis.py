@@ -8,15 +8,20 @@ method here, all of its group do, in the same order.
 """
 
 import time
+from typing import Final
 
 import numpy as np
 
 from hpcdist import collectives
 from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives.algorithms.all_to_all import ALL_TO_ALL
+from hpcdist.collectives.node.published import PublishedMemory
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.schedule.observers import NanFinder
+
+NODE_SHARED: Final = "node_shared"  # no message: see `hpcdist.strategies.expert.shared`
 
 
 def expert_replicas(replicas: Communicator, degree: int) -> Communicator:
@@ -63,6 +68,15 @@ class ExpertAxis:
         if was_finite:
             self.watch.distrust(arrived)
 
+    def wait(self, memory: PublishedMemory, like: Array) -> None:
+        """Wait until all ranks have published in ``memory`` what goes with rows like ``like``."""
+        begin = time.perf_counter()
+        events, dtype = self.comm.events, name_of(like.dtype)
+        token = events.begin(self.comm.name, f"{NODE_SHARED}_all_to_all", dtype, like.size, 0, -1, 0)
+        memory.wait()
+        events.end(token)
+        self._spent_s += time.perf_counter() - begin
+
     def taken_s(self) -> float:
         """Return the seconds that this rank spent in these calls since the last query (local)."""
         spent_s, self._spent_s = self._spent_s, 0.0
@@ -75,12 +89,16 @@ def _ranges(counts: np.ndarray, width: int) -> list[Range]:
     return [Range(int(start), int(stop)) for start, stop in zip(ends, ends[1:], strict=False)]
 
 
-def algorithm_for(comm: Communicator, chosen: str, *, settled: bool) -> str:
+def algorithm_for(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
     """Return the all-to-all over ``comm`` that goes with the algorithm ``chosen`` for gradients. Collective.
 
-    That of its name, where it is ``settled`` by the recipe; else the MPI library's own, and one message between two
-    nodes where there are several. Algorithms without an all-to-all send pair by pair.
+    That of its name, where it is ``settled`` by the recipe. Else memory of the node where there is one node, or on a
+    GPU the MPI library's own, and one message between two nodes where there are several. Algorithms without an
+    all-to-all send pair by pair.
     """
-    if settled:
+    one = comm.nodes().count == 1
+    if settled and not (chosen == NODE_SHARED and one and on == "cpu"):
         return chosen if chosen in ALL_TO_ALL else "pairwise"
-    return "native" if comm.nodes().count == 1 else "hierarchical"
+    if not one:
+        return "hierarchical"
+    return NODE_SHARED if on == "cpu" else "native"

@@ -6,6 +6,7 @@ its experts out. Initial values are those of the whole model, of which a rank ke
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,31 +15,32 @@ import numpy as np
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
+from hpcdist.collectives.node.published import PublishedMemory
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.experts import kernels
 from hpcdist.models.experts.mixture import LocalExperts, StayingRows
 from hpcdist.models.model import Model
 from hpcdist.models.stage import Parameters, Saved, Stage, StreamOf, WrappedStage
-from hpcdist.strategies.expert.axis import ExpertAxis
+from hpcdist.strategies.expert.axis import NODE_SHARED, ExpertAxis
+from hpcdist.strategies.expert.shared import SharedRows
 
 
 class TravellingRows(StayingRows):
-    """Rows that go to the ranks of their experts, and come back. Collective over ``axis``.
+    """Rows that go to the ranks of their experts, and come back, by messages. Collective over ``axis``.
 
     They go sorted by expert, and arrive sorted by rank, and there by expert: blocks of equal expert are brought
     together, so that each expert multiplies its rows at once, in the order of the ranks.
     """
 
-    keeps_output = False
     attends = True
 
     def __init__(self, axis: ExpertAxis) -> None:
         self.axis = axis
 
     def send_out(
-        self, rows: Array, starts: np.ndarray, saved: Saved, *, back: bool = False
-    ) -> tuple[Array, np.ndarray]:
-        """Return the rows of all ranks for the experts here, sorted by expert, and where those of each begin."""
+        self, rows: Array, starts: np.ndarray, parameters: Parameters, saved: Saved, *, back: bool = False
+    ) -> Callable[[], tuple[Array, np.ndarray]]:
+        """Send the rows, and return what gives those of all ranks for the experts here, which have come by then."""
         if not back:
             sent = np.diff(starts).reshape(self.axis.size, -1)  # (rank, expert there)
             received = self.axis.counts(sent)
@@ -50,7 +52,11 @@ class TravellingRows(StayingRows):
         memory = saved.scratch if back else saved.empty
         own = memory("experts.dout" if back else "experts.received", shape, rows.dtype)
         blocks.sort(arrived, own)
-        return own, np.concatenate([[0], np.cumsum(received.sum(axis=0))])
+        return lambda: (own, np.concatenate([[0], np.cumsum(received.sum(axis=0))]))
+
+    def results(self, name: str, shape: tuple[int, int], dtype: Any, saved: Saved, *, back: bool = False) -> Array:
+        """Return scratch memory: what comes back is kept."""
+        return saved.scratch(name, shape, dtype)
 
     def bring_back(self, rows: Array, name: str, saved: Saved, *, back: bool = False) -> Array:
         """Return what the experts of all ranks made of the rows of this rank, in the order in which it sent them."""
@@ -125,7 +131,7 @@ class _OwnExperts:
 
 
 def share_out(model: Model, axis: ExpertAxis) -> Model:
-    """Return ``model`` with the experts of this rank of ``axis``, with one rank as it is (local).
+    """Return ``model`` with the experts of this rank of ``axis``, with one rank as it is. Collective.
 
     Raises ConfigurationError where it has no experts, or the ranks do not share them out evenly.
     """
@@ -144,7 +150,17 @@ def share_out(model: Model, axis: ExpertAxis) -> Model:
         ExpertStage(stage, own) if any(spec.expert for spec in stage.tensors()) else stage for stage in model.stages
     )
     shared.__dict__.pop("layout", None)  # of other tensors
-    shared.operations = replace(model.operations, experts=replace(experts, travel=TravellingRows(axis)))
+    shared.operations = replace(model.operations, experts=replace(experts, travel=_travel(axis, count)))
     shared.clocks = (*model.clocks, axis.taken_s)
     shared.watch = axis.watch
     return shared
+
+
+def _travel(axis: ExpertAxis, experts: int) -> TravellingRows | SharedRows:
+    """Return how rows come to ``experts`` that the ranks of ``axis`` share out. Collective."""
+    if axis.algorithm == NODE_SHARED:
+        memory = PublishedMemory(axis.comm, experts + 1)
+        if memory.is_shared:
+            return SharedRows(axis, memory)
+        axis.algorithm = "native"
+    return TravellingRows(axis)

@@ -127,6 +127,11 @@ class NanFinder:
         self._awake = False
         self._found: str | None = None
 
+    @property
+    def is_awake(self) -> bool:
+        """Whether the search is on."""
+        return self._awake
+
     def begin(self, parameters: FlatStore) -> None:
         """Start the search, with the parameters that this rank keeps."""
         tensor = norms.first_nonfinite(parameters)

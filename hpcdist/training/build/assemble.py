@@ -325,7 +325,7 @@ def _rank_context(
     model = cut_model(model, tensor, algorithm, sequence_parallel=recipe.parallel.sequence_parallel, context=cut)
     experts = axes.experts(grid.expert) if grid.expert > 1 and computes else solo()
     if experts.size > 1:
-        exchange = algorithm_for(experts, selection.algorithm, settled=settled)
+        exchange = algorithm_for(experts, selection.algorithm, settled=settled, on=recipe.run.device)
         model = share_out(model, ExpertAxis(experts, exchange, model.watch or NanFinder()))
     plan = pipeline.plan_partition(comm, recipe, grid, whole, model, schedule, origin) if computes else None
     context = RankContext(

@@ -18,6 +18,7 @@ from hpcdist.models.counts import counts
 from hpcdist.reporting.jsonable import json_number
 from hpcdist.reporting.units import counted
 from hpcdist.strategies.expert.model import TravellingRows
+from hpcdist.strategies.expert.shared import SharedRows
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.tensor.model import CutModel
@@ -72,7 +73,7 @@ def describe_architecture(trainer: Trainer) -> str:
         parts.append(f"context by {trainer.context.context.method}")
     if grid.expert > 1:
         travel = getattr(trainer.model.operations.experts, "travel", None)
-        assert isinstance(travel, TravellingRows)
+        assert isinstance(travel, TravellingRows | SharedRows)
         parts.append(f"experts over {grid.expert} ranks by {travel.axis.algorithm}")
     if grid.pipeline > 1:
         parts.append(f"{parallel.order} of {parallel.microbatches} micro-batches")

@@ -5,6 +5,7 @@ import pytest
 
 from harness.trainings import SMALL, TOLERANCE, alone, blamed, difference, losses, recipe_keys, small
 from hpcdist.comm.record.timing import count_traffic
+from hpcdist.strategies.expert import shared
 from hpcdist.training.run.loop import mean_validation_loss
 
 STEPS = 20
@@ -82,11 +83,13 @@ def test_rank_bytes_of_shared_out_experts_are_those_of_the_closed_form(comm, fol
     assert rows == pytest.approx(4 * choices * 64 * trainer.model.dtype.itemsize * others, rel=0.35)
 
 
-def test_rank_a_bad_value_is_blamed_on_the_rank_that_made_it(comm, folder):
-    """A NaN that travels to the experts of other ranks is not theirs."""
+@pytest.mark.parametrize("algorithm", ["ring", "node_shared"])
+def test_rank_a_bad_value_is_blamed_on_the_rank_that_made_it(comm, folder, monkeypatch, algorithm):
+    """A NaN that travels to the experts of other ranks, or with experts that are lent to them, is not theirs."""
     if comm.size not in (2, 4):
         pytest.skip("for 2 or 4 ranks")
-    trainer = small(comm, folder, {**KEYS, "parallel.expert": 2})
+    trainer = small(comm, folder, {**KEYS, "parallel.expert": 2, "communication.algorithm": algorithm})
+    monkeypatch.setattr(shared, "WORTH_ROWS", 0)
     if comm.rank == comm.size - 1:
         trainer.exchange.parameters_at(1).view("1.experts.up.weight")[...] = np.nan
     assert blamed(trainer) == [comm.size - 1]

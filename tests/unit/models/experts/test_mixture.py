@@ -56,8 +56,8 @@ class Case:
         saved.scale, places = SCALE, np.tile(np.arange(CONTEXT), (len(x), 1))
         if len(x) == SAMPLES:
             saved.documents = Documents(places, places, self.filled)
-        y = mixture.forward(self.parameters, x, activation, saved).copy()
-        return y, mixture.backward(self.parameters, self.gradients, dy, activation, saved).copy()
+        y = mixture.begin(self.parameters, x, activation, saved)().copy()
+        return y, mixture.begin_backward(self.parameters, self.gradients, dy, activation, saved)().copy()
 
 
 class Written:
