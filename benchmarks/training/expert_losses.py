@@ -61,4 +61,4 @@ def lines(results: Results) -> Sequence[str]:
 def failures(results: Results) -> Sequence[str]:
     dense, mixture = results.arrays["loss"]
     worse = np.flatnonzero(mixture >= dense)
-    return [f"seed {results.attributes['seeds'][place]}: the mixture has not learned more" for place in worse]
+    return [f"of the seeds, in place {place}: the mixture has not learned more" for place in worse]
