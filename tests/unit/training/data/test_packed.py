@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.documents import sees
+from harness.models.documents import sees
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import DataError
 from hpcdist.models.config import ModelConfig
