@@ -68,7 +68,12 @@ def measure_memory(chosen: argparse.Namespace, session: Session) -> Results:
     gc.collect()
     cap = 2 * round(peaks[1][1])
     fits = [alone(lambda own: turns.fits(own, whole, cap)), *(turns.fits(session, keys, cap) for keys in cut.values())]
-    about = {"ranks": comm.size, "cap_bytes": cap, "contenders": "; ".join(["one rank", *cut])}
+    about = {
+        "context": chosen.context,
+        "ranks": comm.size,
+        "cap_bytes": cap,
+        "contenders": "; ".join(["one rank", *cut]),
+    }
     dims = {"peak_bytes": "contenders, (activations, all)", "fits": "contenders, with the long samples under the cap"}
     return Results({"peak_bytes": np.array(peaks), "fits": np.array(fits, np.float64)}, dims, about)
 

@@ -199,7 +199,8 @@ def test_slurm_would_take_the_script_of_each_profile(cluster, machines, tmp_path
     done = cluster.run("sbatch", "--test-only", str(tmp_path / "job"))
     assert done.returncode == 0 and "using 8 processors on nodes" in done.stderr, done.stderr
     assert f"in partition {site.scheduler.partition or 'debug'}" in done.stderr
-    shared = {item.name: getattr(job, item.name) for item in dataclasses.fields(job) if item.name != "recipe"}
+    shared = {item.name: getattr(job, item.name) for item in dataclasses.fields(job)}
+    del shared["recipe"], shared["sweep"]
     others = [SweepJob(**shared, sweep="", trial_ranks=(8, 8)), BenchmarkJob(**shared, suite="collectives")]
     others.append(MergeJob.of(others[0]))
     if site.launcher.kind == "srun":
