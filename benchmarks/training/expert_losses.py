@@ -36,7 +36,8 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
             for keys in contenders.values()
         ]
     )
-    return Results({"loss": losses}, {"loss": "contenders, seeds"}, {"contenders": "; ".join(contenders)})
+    about = {"contenders": "; ".join(contenders), "seeds": chosen.seeds}
+    return Results({"loss": losses}, {"loss": "contenders, seeds"}, about)
 
 
 def trained(session: Session, keys: turns.Keys, steps: int) -> float:
@@ -61,4 +62,4 @@ def lines(results: Results) -> Sequence[str]:
 def failures(results: Results) -> Sequence[str]:
     dense, mixture = results.arrays["loss"]
     worse = np.flatnonzero(mixture >= dense)
-    return [f"of the seeds, in place {place}: the mixture has not learned more" for place in worse]
+    return [f"seed {results.attributes['seeds'][place]}: the mixture has not learned more" for place in worse]

@@ -77,7 +77,7 @@ class Lamb(AdamMomentSlots, LayerWise):
       between steps, does that make a difference: u does not change with the scale of all gradients.
     """
 
-    def _direct(
+    def _direction_all(
         self,
         where: Range,
         weights: Array,

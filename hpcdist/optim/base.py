@@ -296,7 +296,7 @@ class LayerWise(SegmentWise):
         if is_device(gradient.array):
             assert isinstance(self._norms, GpuNorms), "norms on a GPU are not exact"
             arrays = master.range(piece), gradient.range(piece), step.range(piece), self._norms.partial
-            self._direct(piece, *arrays, scale, self._all_tensors(piece))
+            self._direction_all(piece, *arrays, scale, self._all_tensors(piece))
             return
         assert not isinstance(self._norms, GpuNorms), (
             "an optimizer of weights on the host is built with its state there"
@@ -359,7 +359,7 @@ class LayerWise(SegmentWise):
         """Return the layer-wise factor of an adapted tensor with these norms and its weight decay."""
 
     @abstractmethod
-    def _direct(
+    def _direction_all(
         self,
         where: Range,
         weights: Array,

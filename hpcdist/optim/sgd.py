@@ -103,7 +103,7 @@ class Lars(LayerWise):
     def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
         kernels.scale_in_place(gradient, scale)
 
-    def _direct(
+    def _direction_all(
         self,
         where: Range,
         weights: Array,

@@ -59,7 +59,7 @@ class StayingRows:
 
     attends = False  # whether ranks compute together
 
-    def leaving(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
+    def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
         """Return memory for the rows of the tokens ``like`` (N, h), of which expert e has ``starts[e]`` and on."""
         return saved.empty("experts.rows", (int(starts[-1]), like.shape[1]), like.dtype)
 
@@ -89,7 +89,9 @@ class StayingRows:
         biases, add = gradients.into(f"{prefix}.bias")
         return ExpertGradients(into, [(each.reshape(-1), add) for each in biases])
 
-    def results(self, name: str, shape: tuple[int, int], dtype: Any, saved: Saved, *, back: bool = False) -> Array:
+    def result_buffer(
+        self, name: str, shape: tuple[int, int], dtype: Any, saved: Saved, *, back: bool = False
+    ) -> Array:
         """Return memory for what experts make of their rows, which `bring_back` takes."""
         return (saved.scratch if back else saved.empty)(name, shape, dtype)
 
@@ -180,7 +182,7 @@ class LocalExperts:
         """
         x = self.borders.enter(x, saved)
         tokens, places, gates, starts = self._route(parameters, x, saved)
-        rows = self.travel.leaving(starts, tokens, parameters, saved)
+        rows = self.travel.send_buffer(starts, tokens, parameters, saved)
         on_device = is_device(x)
         (kernels.spread if on_device else _spread)(tokens, places, rows)
         arrival = self.travel.send_out(rows, starts, parameters, saved)
@@ -202,7 +204,7 @@ class LocalExperts:
         wide = saved.empty(f"{UP}.y", (len(rows), matrices(parameters[f"{UP}.weight"]).shape[1]), rows.dtype)
         _products(up, rows, starts, wide)
         active = activation.forward(wide, self.config.activation, saved, name=ACTIVATION)
-        out = self.travel.results(f"{DOWN}.y", rows.shape, rows.dtype, saved)
+        out = self.travel.result_buffer(f"{DOWN}.y", rows.shape, rows.dtype, saved)
         _products(down if self.borders.first else down._replace(biases=None), active, starts, out)
         return self.travel.bring_back(out, "experts.out", saved)
 
@@ -249,7 +251,7 @@ class LocalExperts:
         whole = self.borders.writes_whole
         _products_backward(down, into_down, dout, active, starts, dactive, saved, biased=whole)
         dwide = activation.backward(dactive, saved, name=ACTIVATION)
-        drows = travel.results(f"{UP}.dx", rows.shape, rows.dtype, saved, back=True)
+        drows = travel.result_buffer(f"{UP}.dx", rows.shape, rows.dtype, saved, back=True)
         _products_backward(up, into_up, dwide, rows, starts, drows, saved)
         return travel.bring_back(drows, "experts.drows", saved, back=True)
 

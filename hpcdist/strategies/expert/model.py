@@ -54,7 +54,9 @@ class TravellingRows(StayingRows):
         blocks.sort(arrived, own)
         return lambda: (own, np.concatenate([[0], np.cumsum(received.sum(axis=0))]))
 
-    def results(self, name: str, shape: tuple[int, int], dtype: Any, saved: Saved, *, back: bool = False) -> Array:
+    def result_buffer(
+        self, name: str, shape: tuple[int, int], dtype: Any, saved: Saved, *, back: bool = False
+    ) -> Array:
         """Return scratch memory: what comes back is kept."""
         return saved.scratch(name, shape, dtype)
 

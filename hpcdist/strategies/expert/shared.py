@@ -109,7 +109,7 @@ class SharedRows(StayingRows):
     def __init__(self, axis: ExpertAxis, memory: PublishedMemory) -> None:
         self.axis, self._memory, self._rank = axis, memory, axis.rank
 
-    def leaving(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
+    def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
         """Return memory for the rows that the other ranks can read, once all know how many there are."""
         head = self._memory.head
         head[self._rank][:-1], head[self._rank][-1] = np.diff(starts), self.axis.watch.is_awake
@@ -195,7 +195,9 @@ class SharedRows(StayingRows):
 
         return ExpertGradients(each("weight", own.weights), None if own.biases is None else each("bias", own.biases))
 
-    def results(self, name: str, shape: tuple[int, int], dtype: Any, saved: Saved, *, back: bool = False) -> Array:
+    def result_buffer(
+        self, name: str, shape: tuple[int, int], dtype: Any, saved: Saved, *, back: bool = False
+    ) -> Array:
         """Return memory that the other ranks can read."""
         return self._memory.part(self._rank, "results", shape, np.dtype(dtype))
 
