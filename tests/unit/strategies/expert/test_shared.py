@@ -51,14 +51,14 @@ def trained(comm, keys):
     lent = []
     travel = trainer.model.operations.experts.travel
     if isinstance(travel, SharedRows):
-        leaving = travel.leaving
+        send_buffer = travel.send_buffer
 
         def counted(starts, like, parameters, saved):
-            memory = leaving(starts, like, parameters, saved)
+            memory = send_buffer(starts, like, parameters, saved)
             lent.append(sum(map(len, saved["experts.division"].lent)))
             return memory
 
-        travel.leaving = counted
+        travel.send_buffer = counted
     result = losses_and_norms(trainer, STEPS), state(trainer), sum(lent), type(travel)
     trainer.close()
     return result
