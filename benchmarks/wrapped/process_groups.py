@@ -5,7 +5,8 @@
 Both backends are groups of the same processes, on tensors of float32 in host memory, one thread a rank. A size is that
 of the whole: the buffer of an allreduce, the output of an all-gather, the input of a reduce-scatter or an all-to-all.
 Steps are those of the GPT of `wrapped.torch`, from the same values on the same batches; their losses are compared, to
-1e-6, in every round. "x gloo" below 1 is faster. Needs the extra `torch`.
+1e-6, in every round. A third step of DDP keeps each rank's gradients and sends nothing: no backend makes a shorter one.
+"x gloo" below 1 is faster. Needs the extra `torch`.
 """
 
 import argparse
@@ -32,6 +33,7 @@ BYTES: Final = [8, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
 LEAST: Final = {"all_reduce": 8}  # of other operations 1 MiB and more are measured
 OPTIONS: Final = {**SIZES, "rounds": 20, "bytes": BYTES, "operations": OPERATIONS, "steps": STEPS}
 BACKENDS: Final = ("hpcdist", "gloo")
+UNSENT: Final = "nothing sent"
 AGREE: Final = 1e-6
 MOVED: Final = 8 << 20  # bytes of the repetitions that are timed together
 
@@ -53,12 +55,23 @@ def collective(name: str, nbytes: int, group: Any, ranks: int) -> Callable[[], N
     return calls[name]
 
 
-def step_of(name: str, twin: Any, group: Any, ranks: int) -> Callable[[Any], float]:
+def keep_gradients(_: Any, bucket: Any) -> Any:
+    """Return the own gradients of ``bucket`` as those of all ranks: a hook of DDP."""
+    import torch
+
+    future: Any = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def step_of(name: str, twin: Any, group: Any, ranks: int, sends: bool) -> Callable[[Any], float]:
     """Return the step of ``twin`` under DDP or FSDP2 over ``group``; it returns the mean loss. Collective."""
     import torch
     import torch.distributed as dist
 
     module = divided(name, twin, group)
+    if not sends:
+        module.register_comm_hook(None, keep_gradients)
     optimizer = torch.optim.AdamW(module.parameters(), lr=OPTIMIZER["learning_rate"], fused=True)
 
     def step(batch: Any) -> float:
@@ -112,8 +125,8 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
     for name in chosen.steps:
         cases.append(f"step of {name}")
-        for backend, group in groups.items():
-            step = step_of(name, contenders.torch_twin(shape, model, store), group, comm.size)
+        for backend, group in (groups | ({UNSENT: dist.group.WORLD} if name == "ddp" else {})).items():
+            step = step_of(name, contenders.torch_twin(shape, model, store), group, comm.size, backend != UNSENT)
             calls[backend, cases[-1]] = timed_step((backend, name), step)
     named = {f"{backend} {case}": call for (backend, case), call in calls.items()}
     times = harness.alternate(named, chosen.rounds, begin=begin)
@@ -128,7 +141,11 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 def ratios(results: Results) -> harness.Ratios:
     """Return the times over hpcdist over those over gloo, round by round."""
     rows = dict(zip(results.names(), results.arrays["time_s"], strict=True))
-    return {case: rows[f"hpcdist {case}"] / rows[f"gloo {case}"] for case in results.names("cases")}
+    both = {case: rows[f"hpcdist {case}"] / rows[f"gloo {case}"] for case in results.names("cases")}
+    for case in results.names("cases"):
+        if f"{UNSENT} {case}" in rows:
+            both[f"{case}, {UNSENT}"] = rows[f"{UNSENT} {case}"] / rows[f"gloo {case}"]
+    return both
 
 
 def lines(results: Results) -> Sequence[str]:
@@ -136,6 +153,8 @@ def lines(results: Results) -> Sequence[str]:
     table = [("", "hpcdist", "gloo", "x gloo", "interval")]
     for case, ratio in ratios(results).items():
         median, low, high = harness.interval(ratio)
-        both = [f"{1e6 * np.median(rows[f'{backend} {case}']):,.0f} us" for backend in BACKENDS]
+        name = case.removesuffix(f", {UNSENT}")
+        pair = ("hpcdist" if case == name else UNSENT, "gloo")
+        both = [f"{1e6 * np.median(rows[f'{backend} {name}']):,.0f} us" for backend in pair]
         table.append((case, *both, f"{median:.3f}", f"{low:.3f} to {high:.3f}"))
     return aligned(table)

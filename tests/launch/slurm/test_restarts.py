@@ -3,6 +3,7 @@
 Needs Debian's slurm-wlm and munge, for Open MPI also libpmix-dev, root, and namespaces (`unshare`).
 """
 
+import re
 import time
 
 import numpy as np
@@ -99,8 +100,9 @@ def test_a_middle_and_the_last_node_crash(jobs, mpi, launcher):
     for each in (whole, number):
         jobs.until(each, JobState="CANCELLED")
     said = jobs.log(number)
-    assert "having lost n2; start 2 follows at once" in said and "having lost n4; start 3 follows at once" in said
-    assert said.count("3 ranks on 3 nodes") == 3 and "without n2, n4, which the job has lost" in said
+    # By node, not by start: PRRTE's daemons may lose each other while a start begins, which costs one of the restarts.
+    assert re.findall(r"having lost (\w+); start \d follows at once", said) == ["n2", "n4"]
+    assert said.count("3 ranks on 3 nodes") >= 3 and "without n2, n4, which the job has lost" in said
     assert np.array_equal(losses(jobs, out)[:steps], losses(jobs, whole_out)[:steps])
 
 
