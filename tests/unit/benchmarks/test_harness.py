@@ -94,6 +94,8 @@ def test_every_study_is_listed_and_has_what_the_harness_asks_for(capsys):
 def test_the_ratios_of_every_committed_result_can_be_told(name):
     found = harness.Study.of(pytest.importorskip(f"benchmarks.{studies.STUDIES[name]}"))
     if found.committed:
+        file = f"benchmarks/results/{found.committed}"
+        assert (harness.ROOT / file).is_file(), f"python -m benchmarks {name} -o {file} --anonymous"
         page = (harness.RESULTS.parent / "README.md").read_text()
         assert pages.rows_of_file(page, found.committed), f"a row of benchmarks/README.md names {found.committed}"
         ratios = found.ratios(harness.committed(found))
