@@ -23,7 +23,7 @@ from hpcdist.cli.common import (
     run_dir_argument,
     set_option,
 )
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.reporting import atomic
 
 if TYPE_CHECKING:
@@ -106,14 +106,18 @@ def grow(run_dir: Path, ranks: int) -> None:
 
 
 def check_can_grow(run_dir: Path) -> None:
-    """Raise ConfigurationError where no training runs in ``run_dir`` that can take in ranks."""
+    """Raise ConfigurationError where no training runs in ``run_dir`` that takes in ranks, StorageError if unknown."""
     from hpcdist.checkpoint.lock import LOCK_FILE
     from hpcdist.training.run import start_record
     from hpcdist.training.run_directory import RECIPE_FILE
 
     if not (run_dir / RECIPE_FILE).exists():
         raise ConfigurationError(f"{run_dir} holds no run of hpcdist; give the --out of the training")
-    starts = start_record.known_starts(run_dir)
+    record = run_dir / start_record.STARTS_FILE
+    try:
+        starts = start_record.read_starts(record)
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{record} cannot be read, which says whether the training can grow: {error}") from error
     if not starts or starts[-1].end or not (run_dir / LOCK_FILE).exists():
         raise ConfigurationError(
             f"nothing trains in {run_dir} now; start it with that many ranks: hpcdist run -n RANKS train ... --resume "

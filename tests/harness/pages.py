@@ -1,5 +1,6 @@
 """Pages of documentation as tests see them: their blocks of code, the commands in these, and output to compare."""
 
+import fnmatch
 import re
 import shlex
 from dataclasses import dataclass
@@ -143,3 +144,12 @@ def figures(page: str) -> list[tuple[str, Path]]:
     """Return the figures of a page that name a result: the number before the comment, and the file."""
     found = re.findall(r"([\d.]+)[^\d\n]{0,40}<!-- (results/[\w./*-]+) -->", page)
     return [(number.rstrip("."), Path(file)) for number, file in found]
+
+
+def rows_of_file(page: str, name: str) -> list[str]:
+    """Return the rows of tables of a page that name a result: by a pattern, with or without its suffix, or a folder."""
+    rows = {row: re.findall(r"`([^`]+)`", row) for row in page.splitlines() if row.startswith("| ")}
+    patterns = {
+        row: [each for cell in own for each in (cell, f"{cell}*", f"{cell.rstrip('/')}/*")] for row, own in rows.items()
+    }
+    return [row for row, own in patterns.items() if any(fnmatch.fnmatch(name, pattern) for pattern in own)]

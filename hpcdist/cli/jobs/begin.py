@@ -141,8 +141,10 @@ def _forget_stop(run_dir: Path, job: str) -> None:
     try:
         if regular.read(path, 4096).decode(errors="replace").split() not in ([], [job]):
             path.unlink()
-    except OSError:
+    except FileNotFoundError:
         return
+    except OSError as error:
+        lookup.say(f"{path} cannot be looked at or removed ({error.strerror or error}): a run stops while it is there")
 
 
 @click.command("end")

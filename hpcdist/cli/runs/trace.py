@@ -87,7 +87,7 @@ def _header(run_dir: Path) -> dict[str, str]:
         try:
             attributes = step_metrics.read(path).attributes
         except StorageError:
-            return about
+            return about  # steps and messages are in other files, and `hpcdist report` says what is wrong with this one
         keys = ("hpcdist_version", "git_commit", "mpi_library", "numpy_version", "python_version", "strategy")
         about |= {f"run_{key}": str(attributes[key]) for key in keys if key in attributes}
     return about

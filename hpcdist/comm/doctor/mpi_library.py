@@ -141,14 +141,15 @@ def check_device_pointers(environment: Mapping[str, str] = os.environ) -> Check:
         used = "device pointers are handed to MPI, untried" if answer == "yes" else staged
         return Check(name, OK, f"{used} ({cuda_aware.VARIABLE}={answer})")
     try:
-        if device.count() > 0:
-            verdict = cuda_aware.probe_cached(environment, renewed=True)
-            allowed = [operation for operation in OPERATIONS if operation in verdict.operations]
-            used = f"device pointers are handed to MPI in {', '.join(allowed)}" if allowed else staged
-            return Check(name, OK, f"{used}: {verdict.reason}")
+        usable = device.count()
     except MissingCapabilityError:
-        pass  # the check of the GPU says why
-    return Check(name, OK, "not tried: no GPU is usable here")
+        usable = 0  # the check of the GPU says why
+    if not usable:
+        return Check(name, OK, "not tried: no GPU is usable here")
+    verdict = cuda_aware.probe_cached(environment, renewed=True)
+    allowed = [operation for operation in OPERATIONS if operation in verdict.operations]
+    used = f"device pointers are handed to MPI in {', '.join(allowed)}" if allowed else staged
+    return Check(name, OK, f"{used}: {verdict.reason}")
 
 
 def check_world(comm: Communicator, launch: LaunchEnvironment, library_text: str) -> list[Check]:

@@ -419,7 +419,7 @@ def _unread() -> int:
             unread: int = struct.unpack("i", fcntl.ioctl(STDERR, termios.FIONREAD, b"\0" * 4))[0]
             return unread
     except OSError:
-        pass
+        pass  # it is closed, and nobody will read it
     return 0
 
 

@@ -262,6 +262,12 @@ class EnergyMonitor:
         if self.sampler.stop():
             self._sources.close()
 
+    def close(self) -> None:
+        """Free what joins the nodes, after the last `collect`. Collective."""
+        if self._leaders is not None:
+            self._leaders.free()
+            self._leaders = None
+
     @contextmanager
     def window(self, phase: str) -> Iterator[None]:
         """Attribute the energy used inside to ``phase``, without inner windows (local; every rank should call)."""

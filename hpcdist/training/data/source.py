@@ -10,6 +10,7 @@ import math
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,9 +67,7 @@ def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_
     known = comm.allgather_object((key, _cached(key)))
     members = [rank for rank, (other, _) in enumerate(known) if other == key]
     own = next((value for other, value in known if other == key and value), "")
-    sizes = {other: 0 for other, _ in known}
-    for other, _ in known:
-        sizes[other] += 1
+    sizes = Counter(other for other, _ in known)
     waiting = set(sizes) - {other for other, value in known if value}
     if kept_only and waiting:
         return ""
@@ -95,7 +94,9 @@ def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_
     types = json.dumps([[str(column.dtype), list(column.shape)] for column in columns])
     own = xxhash.xxh3_128_hexdigest(types.encode() + b"".join(parts))
     if newest_ns is not None and newest_ns < began_ns - SETTLED_NS and _file_state(columns)[0] == key:
-        _cache(key, own, write=comm.rank == members[0])
+        _memory_cache[key] = own
+        if comm.rank == members[0]:
+            _keep(key, own, what if rounds > ANNOUNCED_ROUNDS else "")
     return own
 
 
@@ -158,13 +159,14 @@ def _cached(key: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _cache(key: str, value: str, *, write: bool) -> None:
-    _memory_cache[key] = value
+def _keep(key: str, value: str, what: str) -> None:
+    """Keep a digest for later starts. Where that fails, say it of ``what``; of nothing where that is ""."""
     try:
-        if write:
-            user_cache.write(_cache_path(key), {"key": key, "digest": value})
-    except OSError:
-        pass  # the next start reads the data again
+        user_cache.write(_cache_path(key), {"key": key, "digest": value})
+    except OSError as error:
+        if what:
+            why = f"{error.strerror or error}; set XDG_CACHE_HOME to a directory"
+            print(f"hpcdist: each start reads all of {what}: its digest cannot be kept ({why})", file=sys.stderr)
 
 
 def _cache_path(key: str) -> Path:

@@ -309,6 +309,13 @@ class EnergyRecorder:
             report, steps - self._since_step, samples, tokens, activities=activities, config=self._recipe.energy
         )
 
+    def close(self) -> None:
+        """Free what joins ranks and nodes, after the last `collect`. Collective."""
+        if self._node is not None:
+            self._node.free()
+            self._node = None
+        self.monitor.close()
+
 
 def _training_j(joules: Mapping[str, Any]) -> float | None:
     """Return the joules of training of a `report.state`: 0 where there was none, None where they are not known."""

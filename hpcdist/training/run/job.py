@@ -172,6 +172,7 @@ class TrainingJob:
             if not exit_file.announce_completion(stopped) and stopped:
                 print(stopped, file=sys.stderr, flush=True)
         loop.metrics.close()
+        loop.energy.close()
         trainer.close()
         self.lock.release()
         return OK if outcome.stop_request is None else EXIT_CODES[outcome.stop_request]

@@ -517,6 +517,7 @@ def test_what_a_rank_left_behind_is_killed(start):
 
 def test_killing_the_supervisor_ends_the_ranks(start):
     job = start("sleeps")
+    assert len(survivors(job.mark)) > 2  # the supervisor and two ranks at the least
     job.send(signal.SIGKILL)
     job.process.wait()
     until(lambda: not survivors(job.mark), "end of the ranks")

@@ -6,12 +6,31 @@ import numpy as np
 import pytest
 
 from harness.marks import cases
-from harness.trainings import SMALL, TOLERANCE, alone, blamed, difference, losses, recipe_keys, small, state_bits
+from harness.trainings import (
+    SMALL,
+    TOLERANCE,
+    Quiet,
+    abort,
+    alone,
+    blamed,
+    difference,
+    losses,
+    recipe_keys,
+    recipe_of,
+    small,
+    state_bits,
+)
+from hpcdist.checkpoint.lock import RunLock
+from hpcdist.comm.placement import locate
+from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import solo
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import OK, ConfigurationError
+from hpcdist.training import run_directory
+from hpcdist.training.run.job import TrainingJob
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
+from hpcdist.training.run.stop_requests import StopRequests
 
 STEPS = 50
 
@@ -197,11 +216,9 @@ SPLIT = {
 }
 
 
-@pytest.mark.parametrize("name", SPLIT)
-def test_rank_the_end_of_a_training_frees_every_communicator(comm, folder, monkeypatch, name):
-    keys, sizes = SPLIT[name]
-    if comm.size not in sizes:
-        pytest.skip(f"{name} is for {sizes} ranks")
+@pytest.fixture
+def alive(comm, monkeypatch):
+    """Communicators that were made from ``comm`` and are not freed, by identity."""
     alive, split, free = {}, type(comm)._split, type(comm).free
 
     def counted_split(self, *arguments):
@@ -217,11 +234,40 @@ def test_rank_the_end_of_a_training_frees_every_communicator(comm, folder, monke
     comm.nodes()  # those of the world remain
     monkeypatch.setattr(type(comm), "_split", counted_split)
     monkeypatch.setattr(type(comm), "free", counted_free)
+    return alive
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_rank_the_end_of_a_training_frees_every_communicator(comm, folder, alive, name):
+    keys, sizes = SPLIT[name]
+    if comm.size not in sizes:
+        pytest.skip(f"{name} is for {sizes} ranks")
     trainer = _trainer(comm, folder, recipe_keys(keys))
     assert alive
     if trainer.exchange.lock_step:
         losses(trainer, 1)
     trainer.close()
+    assert not [each.name for each in alive.values()]
+
+
+def test_rank_the_end_of_a_job_frees_every_communicator(comm, folder, alive, monkeypatch):
+    asynchronous = "strategy=parameter_server consistency=asp algorithm=native" if comm.size > 1 else ""
+    keys = recipe_keys(f"run.steps=1 energy.sources=declared energy.cpu_tdp_w=100 {asynchronous}")
+    recipe, lock = recipe_of({**SMALL, **KEYS, "data.path": folder / "text.txt", **keys}), RunLock({})
+    session, seen, finish = Quiet(comm, locate(comm, None), "test", abort), set(), TrainingJob.finish
+
+    def looked(job, loop, *result):
+        seen.update(each.name.rpartition("/")[2].rstrip(".0123456789") for each in alive.values())
+        return finish(job, loop, *result)
+
+    monkeypatch.setattr(TrainingJob, "finish", looked)
+    session.spans = Spans(folder / f"rank-{comm.rank}.spans", comm.rank, comm.size)
+    run = run_directory.prepare_run_directory(comm, recipe, folder / "run", "never", lock)
+    assert TrainingJob(recipe, run, StopRequests(), lock, as_json=True).train(session, recipe, None) == OK
+    session.spans.close()
+    assert seen >= {"energy of a node"} | ({"energy"} if comm.rank == 0 else set()) | (
+        {"rows"} if asynchronous else set()
+    )
     assert not [each.name for each in alive.values()]
 
 

@@ -30,8 +30,8 @@ def refused(error, message, given, loss=functional.cross_entropy, **options):
 
 
 def run(model, x):
-    """A step of one micro-batch, without an update."""
-    Passes(model).step([(x, np.zeros(len(x), np.int64))], 1.0, Draw(0, 1, 0))
+    """Return the summed loss of a step of one micro-batch, without an update."""
+    return Passes(model).step([(x, np.zeros(len(x), np.int64))], 1.0, Draw(0, 1, 0))
 
 
 def failing(error, message, given, loss=functional.cross_entropy, samples=4):
@@ -106,8 +106,10 @@ def test_norms_with_running_statistics(norm):
 
 def test_norms_over_a_batch_without_them():
     first, second = linears(5, 4, 3)
-    model = wrap(nn.Sequential(first, nn.BatchNorm1d(4, track_running_stats=False), second), functional.cross_entropy)
-    run(model, np.random.default_rng(0).standard_normal((4, 5)).astype(np.float32))
+    module = nn.Sequential(first, nn.BatchNorm1d(4, track_running_stats=False), second)
+    x = np.random.default_rng(0).standard_normal((4, 5)).astype(np.float32)
+    expected = functional.cross_entropy(module(torch.tensor(x)), torch.zeros(4, dtype=torch.int64), reduction="sum")
+    assert run(wrap(module, functional.cross_entropy), x) == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_buffers_that_change():

@@ -9,6 +9,7 @@ import pytest
 from benchmarks import __main__ as studies
 from benchmarks import harness
 from benchmarks.harness import Results
+from harness import pages
 from hpcdist.errors import STORAGE
 
 
@@ -93,5 +94,9 @@ def test_every_study_is_listed_and_has_what_the_harness_asks_for(capsys):
 def test_the_ratios_of_every_committed_result_can_be_told(name):
     found = harness.Study.of(pytest.importorskip(f"benchmarks.{studies.STUDIES[name]}"))
     if found.committed:
+        file = f"benchmarks/results/{found.committed}"
+        assert (harness.ROOT / file).is_file(), f"python -m benchmarks {name} -o {file} --anonymous"
+        page = (harness.RESULTS.parent / "README.md").read_text()
+        assert pages.rows_of_file(page, found.committed), f"a row of benchmarks/README.md names {found.committed}"
         ratios = found.ratios(harness.committed(found))
         assert ratios and all(np.isfinite(np.median(samples)) for samples in ratios.values())

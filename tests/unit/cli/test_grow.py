@@ -4,8 +4,8 @@ import pytest
 
 from hpcdist.cli import main
 from hpcdist.comm.launch.exit_file import SURVIVE
-from hpcdist.errors import CONFIGURATION, OK, USAGE
-from hpcdist.training.run.start_record import STOPPED, StartRecord
+from hpcdist.errors import CONFIGURATION, OK, STORAGE, USAGE
+from hpcdist.training.run.start_record import STARTS_FILE, STOPPED, StartRecord
 from hpcdist.training.run.stop_requests import GROW_FILE, StopRequests
 
 
@@ -52,6 +52,11 @@ def test_a_run_that_nobody_trains(run, capsys):
     (run / "lock").touch()
     StartRecord(run).ended(STOPPED)
     assert grow(run, 1) == CONFIGURATION and "nothing trains" in capsys.readouterr().err
+
+
+def test_a_record_that_cannot_be_read(run, capsys):
+    (run / STARTS_FILE).write_text("[1]")
+    assert grow(run, 1) == STORAGE and "starts.json cannot be read" in capsys.readouterr().err
 
 
 def test_a_job_that_does_not_survive(run, capsys, monkeypatch):

@@ -98,6 +98,12 @@ def test_a_start_in_an_empty_directory(run, jobs):
     assert told(jobs, "begin", run.parent / "new", "--job=7") == "go"
 
 
+def test_a_stop_file_that_cannot_be_removed_is_told(run, jobs):
+    (run / "stop").mkdir()
+    code, out, err = jobs("begin", run, "--job=7")
+    assert (code, out) == (OK, "go\n") and "stop cannot be looked at or removed (Is a directory)" in err
+
+
 @pytest.mark.parametrize("ends", ["never", 1, 75])
 def test_starts_in_vain_come_to_an_end(run, jobs, ends):
     """However they end: in two ways, or killed, and whatever their jobs are called."""

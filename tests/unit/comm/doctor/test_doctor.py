@@ -120,6 +120,9 @@ def test_device_pointers_are_tried_where_there_is_a_gpu(monkeypatch):
     monkeypatch.setattr(cuda_aware, "probe_cached", lambda environment, renewed: verdict if renewed else None)
     found = mpi_library.check_device_pointers({}).found
     assert found == "device pointers are handed to MPI in send: tried between two ranks; allreduce: SIGSEGV"
+    monkeypatch.setattr(cuda_aware, "probe_cached", lambda environment, renewed: missing())
+    with pytest.raises(MissingCapabilityError):  # there is a GPU: "not tried" would hide why
+        mpi_library.check_device_pointers({})
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -82,7 +82,7 @@ def test_training_is_that_of_one_process(case, shared_text):
     if "zero.offload_directory" in keys:
         keys["zero.offload_directory"] = shared_text.parent
     expected, tolerance = alone(keys, STEPS), TOLERANCE[str(keys["precision.mode"])]
-    assert expected.losses[-1] < expected.losses[0] - 0.015, "the model learns"
+    assert expected.losses[0] - expected.losses[-1] > 100 * tolerance * expected.losses[0], "so that a wrong step shows"
 
     def body(comm):
         together = trainer_of(comm, keys)

@@ -220,6 +220,18 @@ def test_a_long_reading_is_told(data, capsys, monkeypatch):
     assert capsys.readouterr().err.count("are read once, so that a resume knows them; data.digest = 'probes'") == 1
 
 
+def test_a_digest_that_cannot_be_kept_is_told_where_reading_is_long(data, cache, capsys, monkeypatch):
+    monkeypatch.setattr(module, "SETTLED_NS", -(10**12))
+    cache.parents[1].write_text("")  # a file: no directory can be made there
+    opened(data)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(module, "ANNOUNCED_ROUNDS", 5)
+    monkeypatch.setattr(module, "_memory_cache", {})
+    run_threads(2, lambda comm: opened(data, comm))
+    said = "its digest cannot be kept (Not a directory; set XDG_CACHE_HOME to a directory)"
+    assert capsys.readouterr().err.count(said) == 1
+
+
 def test_a_look_makes_no_digest(data, blocks, monkeypatch):
     monkeypatch.setattr(module, "SETTLED_NS", -(10**12))
     source = open_source(DataConfig(path=str(data), context=16), ModelConfig(), solo(), kept_only=True)

@@ -17,15 +17,16 @@ FOLDER = Path(hpcdist.__file__).parent
 def test_every_key_has_one_short_meaning():
     table = regular.toml(FOLDER / "training" / "recipe" / "keys.toml")
     meanings = {f"{section}.{name}": text for section, names in table.items() for name, text in names.items()}
-    assert list(meanings) == list(recipes.defaults()), "in the order of the dataclasses"
+    known = list(recipes.defaults())
+    lacking, extra = set(known) - set(meanings), set(meanings) - set(known)
+    assert not lacking | extra, f"keys.toml has a line for each key: {lacking} lack, {extra} are none"
+    assert list(meanings) == known, "keys.toml is in the order of the fields of the dataclasses"
     assert [key for key, text in meanings.items() if not text.endswith(".") or len(text) > 110 or "|" in text] == []
 
 
 def test_the_page_is_the_one_that_the_code_gives():
     page = (FOLDER / "docs" / "recipe.md").read_text()
     assert page == reference.page(), "python -m hpcdist.training.recipe.reference > hpcdist/docs/recipe.md"
-    assert page.count("\n") <= 310
-    assert len(page.encode()) <= 28 << 10
     assert [key for key in recipes.defaults() if f"\n| {key.partition('.')[2]} |" not in page] == []
 
 
