@@ -1,12 +1,14 @@
 """Backend hpcdist of torch.distributed beside gloo: collectives by size, and steps of DDP and FSDP2.
 
     python -m benchmarks wrapped.process_groups --output process-groups.h5 --anonymous
+    python -m benchmarks wrapped.process_groups --where cuda --operations all_reduce --steps ddp --output on-a-gpu.h5
 
 Both backends are groups of the same processes, on tensors of float32 in host memory, one thread a rank. A size is that
 of the whole: the buffer of an allreduce, the output of an all-gather, the input of a reduce-scatter or an all-to-all.
 Steps are those of the GPT of `wrapped.torch`, from the same values on the same batches; their losses are compared, to
 1e-6, in every round. A third step of DDP keeps each rank's gradients and sends nothing: no backend makes a shorter one.
-"x gloo" below 1 is faster. Needs the extra `torch`.
+"x gloo" below 1 is faster. With `--where cuda` tensors are on GPUs, and a call lasts until the
+GPU has done it; `--base nccl` takes the place of gloo. Needs the extra `torch`; exit code 69 without a GPU.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from benchmarks.harness import Results
 from benchmarks.wrapped.torch import OPTIMIZER, SIZES, built, divided
 from hpcdist.bench.step import contenders
 from hpcdist.comm.start import Session
+from hpcdist.errors import MissingCapabilityError
 from hpcdist.reporting.table import aligned
 from hpcdist.reporting.units import format_bytes
 
@@ -31,20 +34,29 @@ OPERATIONS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 STEPS: Final = ("ddp", "fsdp2")
 BYTES: Final = [8, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
 LEAST: Final = {"all_reduce": 8}  # of other operations 1 MiB and more are measured
-OPTIONS: Final = {**SIZES, "rounds": 20, "bytes": BYTES, "operations": OPERATIONS, "steps": STEPS}
-BACKENDS: Final = ("hpcdist", "gloo")
+BASES: Final = {"gloo": "hpcdist;gloo", "nccl": "hpcdist;nccl"}  # contenders
 UNSENT: Final = "nothing sent"
+WHERE: Final = {"cpu": "", "cuda": ""}
+OPTIONS: Final = {
+    **SIZES,
+    "rounds": 20,
+    "bytes": BYTES,
+    "operations": OPERATIONS,
+    "steps": STEPS,
+    "where": WHERE,
+    "base": BASES,
+}
 AGREE: Final = 1e-6
 MOVED: Final = 8 << 20  # bytes of the repetitions that are timed together
 
 
-def collective(name: str, nbytes: int, group: Any, ranks: int) -> Callable[[], None]:
+def collective(name: str, nbytes: int, group: Any, ranks: int, where: str) -> Callable[[], None]:
     """Return one call of the operation ``name`` on ``group``."""
     import torch
     import torch.distributed as dist
 
-    whole = torch.ones(max(nbytes // 4 // ranks * ranks, 2))
-    part = torch.ones(max(whole.numel() // ranks, 1))
+    whole = torch.ones(max(nbytes // 4 // ranks * ranks, 2), device=where)
+    part = torch.ones(max(whole.numel() // ranks, 1), device=where)
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
         "all_gather": lambda: dist.all_gather_single(whole, part, group=group),
@@ -52,7 +64,14 @@ def collective(name: str, nbytes: int, group: Any, ranks: int) -> Callable[[], N
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
     }
     other = torch.empty_like(whole)
-    return calls[name]
+    if where == "cpu":
+        return calls[name]
+
+    def call() -> None:
+        calls[name]()
+        torch.cuda.synchronize()
+
+    return call
 
 
 def keep_gradients(_: Any, bucket: Any) -> Any:
@@ -64,12 +83,14 @@ def keep_gradients(_: Any, bucket: Any) -> Any:
     return future
 
 
-def step_of(name: str, twin: Any, group: Any, ranks: int, sends: bool) -> Callable[[Any], float]:
+def step_of(
+    name: str, twin: Any, group: Any, ranks: int, where: str = "cpu", sends: bool = True
+) -> Callable[[Any], float]:
     """Return the step of ``twin`` under DDP or FSDP2 over ``group``; it returns the mean loss. Collective."""
     import torch
     import torch.distributed as dist
 
-    module = divided(name, twin, group)
+    module = divided(name, twin.to(where), group, where)
     if not sends:
         module.register_comm_hook(None, keep_gradients)
     optimizer = torch.optim.AdamW(module.parameters(), lr=OPTIMIZER["learning_rate"], fused=True)
@@ -96,16 +117,18 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     comm = session.comm
     if comm.size == 1:
         sys.exit("one rank has nothing to send; choose --ranks 2")
+    if chosen.where == "cuda" and not torch.cuda.is_available():
+        raise MissingCapabilityError("this PyTorch sees no GPU; install one that is built for CUDA")
     torch.set_num_threads(1)
     dist.init_process_group(hpcdist.torch.NAME)
-    groups = {"hpcdist": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
+    groups = {"hpcdist": dist.group.WORLD, chosen.base: dist.new_group(backend=chosen.base)}
     cases, calls = [], {}
     for name in chosen.operations:
         for nbytes in (size for size in chosen.bytes if size >= LEAST.get(name, 1 << 20)):
             cases.append(f"{name} {format_bytes(nbytes)}")
             repeat = int(np.clip(MOVED // nbytes, 1, 200))
             for backend, group in groups.items():
-                call = collective(name, nbytes, group, comm.size)
+                call = collective(name, nbytes, group, comm.size, chosen.where)
                 calls[backend, cases[-1]] = harness.repeated(call, repeat, comm)
     shape, model, store = built(chosen)
     rng, losses = np.random.default_rng(1), dict[tuple[str, str], float]()
@@ -113,11 +136,11 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
     def begin() -> None:
         for name in chosen.steps:
-            both = [losses.get((backend, name), 0.0) for backend in BACKENDS]
+            both = [losses.get((backend, name), 0.0) for backend in groups]
             if abs(both[0] - both[1]) > AGREE * abs(both[1]):
                 sys.exit(f"the losses of {name} differ: {both}")
         tokens = rng.integers(0, chosen.vocabulary, (comm.size, chosen.batch, chosen.context + 1))
-        own = torch.from_numpy(tokens[comm.rank])
+        own = torch.from_numpy(tokens[comm.rank]).to(chosen.where)
         batch[:] = [own[:, :-1], own[:, 1:]]
 
     def timed_step(key: tuple[str, str], step: Callable[[Any], float]) -> Callable[[], float]:
@@ -125,8 +148,10 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
     for name in chosen.steps:
         cases.append(f"step of {name}")
-        for backend, group in (groups | ({UNSENT: dist.group.WORLD} if name == "ddp" else {})).items():
-            step = step_of(name, contenders.torch_twin(shape, model, store), group, comm.size, backend != UNSENT)
+        unsent = {UNSENT: dist.group.WORLD} if name == "ddp" and chosen.where == "cpu" else {}
+        for backend, group in (groups | unsent).items():
+            twin = contenders.torch_twin(shape, model, store)
+            step = step_of(name, twin, group, comm.size, chosen.where, backend != UNSENT)
             calls[backend, cases[-1]] = timed_step((backend, name), step)
     named = {f"{backend} {case}": call for (backend, case), call in calls.items()}
     times = harness.alternate(named, chosen.rounds, begin=begin)
@@ -134,27 +159,34 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     begin()
     dist.destroy_process_group()
     about = {"contenders": ";".join(named), "cases": ";".join(cases), "ranks": comm.size}
-    about["torch"] = str(torch.__version__)
+    about |= {"torch": str(torch.__version__), "backends": BASES[chosen.base]}
+    about["where"] = torch.cuda.get_device_name() if chosen.where == "cuda" else "cpu"
     return Results({"time_s": slowest}, {"time_s": "contenders, rounds"}, about)
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return the times over hpcdist over those over gloo, round by round."""
+    """Return the times over hpcdist over those over the other backend, round by round."""
     rows = dict(zip(results.names(), results.arrays["time_s"], strict=True))
-    both = {case: rows[f"hpcdist {case}"] / rows[f"gloo {case}"] for case in results.names("cases")}
+    ours, base = _backends(results)
+    both = {case: rows[f"{ours} {case}"] / rows[f"{base} {case}"] for case in results.names("cases")}
     for case in results.names("cases"):
         if f"{UNSENT} {case}" in rows:
-            both[f"{case}, {UNSENT}"] = rows[f"{UNSENT} {case}"] / rows[f"gloo {case}"]
+            both[f"{case}, {UNSENT}"] = rows[f"{UNSENT} {case}"] / rows[f"{base} {case}"]
     return both
+
+
+def _backends(results: Results) -> list[str]:
+    return str(results.attributes.get("backends", BASES["gloo"])).split(";")
 
 
 def lines(results: Results) -> Sequence[str]:
     rows = dict(zip(results.names(), results.arrays["time_s"], strict=True))
-    table = [("", "hpcdist", "gloo", "x gloo", "interval")]
+    backends = _backends(results)
+    table = [("", *backends, f"x {backends[1]}", "interval")]
     for case, ratio in ratios(results).items():
         median, low, high = harness.interval(ratio)
         name = case.removesuffix(f", {UNSENT}")
-        pair = ("hpcdist" if case == name else UNSENT, "gloo")
+        pair = (backends[0] if case == name else UNSENT, backends[1])
         both = [f"{1e6 * np.median(rows[f'{backend} {name}']):,.0f} us" for backend in pair]
         table.append((case, *both, f"{median:.3f}", f"{low:.3f} to {high:.3f}"))
     return aligned(table)

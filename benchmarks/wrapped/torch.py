@@ -45,14 +45,14 @@ Batch = tuple[np.ndarray, np.ndarray]
 Step = Callable[[Batch], float]  # makes a step on a batch of all ranks, and returns its mean loss
 
 
-def divided(name: str, module: Any, group: Any) -> Any:
+def divided(name: str, module: Any, group: Any, where: str = "cpu") -> Any:
     """Return ``module`` under DDP or FSDP2 over ``group``. Collective."""
     if name == "ddp":
         return contenders.load_torch().nn.parallel.DistributedDataParallel(module, process_group=group)
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = DeviceMesh.from_group(group, where)
     for stage in module:
         fully_shard(stage, mesh=mesh)
     fully_shard(module, mesh=mesh)

@@ -1,11 +1,13 @@
 """Tensors as the buffers that hpcdist sends: 1-D, contiguous, of a dtype that numpy and MPI know.
 
 A contiguous tensor is seen where it lies; any other is copied, and `Buffer.finish` copies the result back. Truths
-and 8-bit floats travel as bytes, complex numbers as pairs of floats.
+and 8-bit floats travel as bytes, complex numbers as pairs of floats. A tensor in GPU memory is seen, and its result
+copied back, on the stream that is then current: that of the operation (`streams`).
 """
 
 import ctypes
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import BFLOAT16
 from hpcdist.arrays.gpu import device
 from hpcdist.errors import BufferHandoverError
+from hpcdist.torch import streams
 
 _FLOAT8: Final = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _BYTES: Final = {torch.bool, *(getattr(torch, name) for name in _FLOAT8 if hasattr(torch, name))}
@@ -36,6 +39,7 @@ class Buffer:
     """
 
     __slots__ = ("_copy", "_tensor", "array")
+    array: Array
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -48,11 +52,26 @@ class Buffer:
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             plain = tensor.detach().resolve_conj().resolve_neg()
             tensor = self._copy = plain.clone(memory_format=torch.contiguous_format)
-        self.array: Array = array_of(tensor)
+        if tensor.is_cpu:
+            self.array = array_of(tensor)
+
+    def __getattr__(self, name: str) -> Array:
+        # Of a tensor in GPU memory the array is made by who runs the operation, on the stream where it runs.
+        if name != "array":
+            raise AttributeError(name)
+        self.array = array_of(self._tensor if self._copy is None else self._copy)
+        return self.array
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensor."""
+        return self._tensor.device
 
     def finish(self) -> None:
         """Copy a result back into the tensor, where it was not written there."""
         if self._copy is not None:
+            if self._tensor.is_cuda:
+                streams.record_use(self._tensor)
             self._tensor.detach().copy_(self._copy)
 
 
@@ -65,6 +84,7 @@ def array_of(memory: torch.Tensor) -> Array:
     if dtype is None:
         raise BufferHandoverError(f"a tensor of {memory.dtype} cannot travel; view it as torch.uint8")
     if memory.is_cuda:
+        streams.record_use(memory)
         found: Array = device.cupy().from_dlpack(memory.detach().reshape(-1).view(torch.uint8)).view(dtype)
         return found
     # Not by `memory.numpy()`: PyTorch then never lets the storage be resized, which FSDP does to free parameters.
@@ -73,6 +93,8 @@ def array_of(memory: torch.Tensor) -> Array:
     return np.ndarray(memory.nbytes // dtype.itemsize, dtype, block)  # type: ignore[arg-type]
 
 
-def is_bytes(tensor: torch.Tensor) -> bool:
-    """Whether the elements of ``tensor`` travel as bytes that no sum can be made of."""
-    return tensor.dtype in _BYTES
+def devices_of(arguments: Iterable[Iterable[Any]]) -> set[torch.device]:
+    """Return the devices of the buffers among ``arguments``, each of them a buffer, a list of buffers, or another."""
+    values = (value for each in arguments for value in each)
+    parts = (part for value in values for part in (value if isinstance(value, list) else (value,)))
+    return {part.device for part in parts if isinstance(part, Buffer)}

@@ -16,15 +16,17 @@ import torch
 import torch.distributed as dist
 
 from hpcdist import collectives
+from hpcdist.arrays.gpu import device as gpu
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives.dispatch import parse_algorithm
 from hpcdist.comm.communicator import ANY, Communicator
 from hpcdist.comm.events import call_site
 from hpcdist.errors import UsageError
-from hpcdist.torch import calls
-from hpcdist.torch.buffers import Buffer
+from hpcdist.torch import calls, streams
+from hpcdist.torch.buffers import Buffer, devices_of
 from hpcdist.torch.messages import Mailbox
 from hpcdist.torch.reductions import reduction_of
+from hpcdist.torch.streams import Streams
 from hpcdist.torch.work import BatchWork, CollectiveWork, OperationQueue, Work
 
 NAME: Final = "hpcdist"
@@ -62,19 +64,30 @@ class Group(_ProcessGroup):
         self._mailbox = Mailbox(comm.dup("messages"), has_thread)
         self._group_name, self._group_description = comm.name, ""
         self._batch: list[Work] | None = None  # of a coalescing manager
+        self._streams: Streams | None = None  # of the GPU of this group, from its first tensor there on
         self._ended = False
 
     def submit(self, run: Callable[[], object], result: Sequence[torch.Tensor]) -> Work:
         """Let ``run``, a collective over `comm`, be run in the order of this group; ``result`` is what it writes."""
-        return self._queue.start(CollectiveWork(self._queue, run, result, call_site(sys._getframe(1), OUTSIDE)))
+        on_gpu = self._streams_for({tensor.device for tensor in result})
+        return self._queue.start(CollectiveWork(self._queue, run, result, call_site(sys._getframe(1), OUTSIDE), on_gpu))
 
-    def _run(self, run: Callable[[], object], result: Sequence[torch.Tensor], opts: Any) -> Work:
-        """Return the handle of the operation ``run``, which has ended unless ``opts`` want it asynchronous."""
+    def _run(
+        self, run: Callable[[], object], result: Sequence[torch.Tensor], opts: Any, on_gpu: Streams | None = None
+    ) -> Work:
+        """Return the handle of the operation ``run``, which has ended unless ``opts`` want it asynchronous.
+
+        ``on_gpu`` are the streams of tensors in GPU memory: then it has ended for what comes on the current stream.
+        """
         self._check_lives()
-        work = CollectiveWork(self._queue, run, result, call_site(sys._getframe(1), OUTSIDE))
-        if result and result[0].is_cuda:  # the streams of a GPU belong to the thread that computes
-            return self._entered(self._queue.run(work))
-        return self._entered(self._queue.start(work) if _is_asynchronous(opts) else self._queue.run(work))
+        work = CollectiveWork(self._queue, run, result, call_site(sys._getframe(1), OUTSIDE), on_gpu)
+        if _is_asynchronous(opts):
+            self._queue.start(work)
+        else:
+            self._queue.run(work)
+            if on_gpu is not None:
+                work.hold_back()
+        return self._entered(work)
 
     def _run_each(
         self, call: Callable[..., None], arguments: Sequence[Any], result: Sequence[torch.Tensor], opts: Any
@@ -85,7 +98,36 @@ class Group(_ProcessGroup):
             for each in arguments:
                 call(self.comm, *each)
 
-        return self._run(run, result, opts)
+        return self._run(run, result, opts, self._streams_for(devices_of(arguments)) if streams.HAS_GPU else None)
+
+    def _streams_for(self, devices: set[torch.device]) -> Streams | None:
+        """Return the streams of tensors on ``devices``, None of tensors in host memory (local).
+
+        The first GPU is that of the group. Raises UsageError for several devices, or another GPU.
+        """
+        if len(devices) > 1:
+            raise UsageError(
+                f"the tensors of one operation are on {' and '.join(sorted(map(str, devices)))}; bring them to one"
+            )
+        device = next(iter(devices), None)
+        if device is None or device.type == "cpu":
+            return None
+        if self._streams is None:
+            self._streams = Streams(device)
+        if device != self._streams.device:
+            raise UsageError(
+                f"a tensor is on {device}, and the group {self._group_name} communicates from {self._streams.device}; "
+                "give each process one GPU: torch.device('cuda', LOCAL_RANK)"
+            )
+        return self._streams
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Let ``device``, that of `init_process_group`, be the GPU of this group (local)."""
+        self._streams_for({device})
+        self.bound_device_id = device
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Do nothing for a group that this rank is not in: it is made by its members alone."""
 
     def _check_lives(self) -> None:
         if self._ended:
@@ -213,8 +255,14 @@ class Group(_ProcessGroup):
         return buffers
 
     def barrier(self, opts: Any = None, *_: Any) -> Work:
-        """Return when all ranks have called. Collective."""
-        return self._run(self.comm.barrier, [], opts)
+        """Return when all ranks have called, and a GPU has done what was enqueued before. Collective."""
+
+        def run() -> None:
+            if self._streams is not None:
+                gpu.produced()
+            self.comm.barrier()
+
+        return self._run(run, [], opts, self._streams)
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
         """Return when all ranks have called. Collective.
@@ -229,25 +277,27 @@ class Group(_ProcessGroup):
 
     def send(self, tensors: Any, peer: int, tag: int) -> Work:
         """Begin to send one tensor to ``peer`` (local)."""
-        self._check_message(tensors, peer)
-        return self._entered(self._mailbox.send(tensors[0], peer, tag))
+        on_gpu = self._check_message(tensors, peer)
+        return self._entered(self._mailbox.send(tensors[0], peer, tag, on_gpu))
 
     def recv(self, tensors: Any, peer: int, tag: int) -> Work:
         """Begin to receive one tensor from ``peer`` (local)."""
-        self._check_message(tensors, peer)
-        return self._entered(self._mailbox.receive(tensors[0], peer, tag))
+        on_gpu = self._check_message(tensors, peer)
+        return self._entered(self._mailbox.receive(tensors[0], peer, tag, on_gpu))
 
     def recv_anysource(self, tensors: Any, tag: int) -> Work:
         """Begin to receive one tensor from any rank (local)."""
-        self._check_message(tensors, 0)
-        return self._entered(self._mailbox.receive(tensors[0], ANY, tag))
+        on_gpu = self._check_message(tensors, 0)
+        return self._entered(self._mailbox.receive(tensors[0], ANY, tag, on_gpu))
 
-    def _check_message(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
+    def _check_message(self, tensors: Sequence[torch.Tensor], peer: int) -> Streams | None:
+        """Return the streams of the tensor, if it is in GPU memory."""
         self._check_lives()
         if len(tensors) != 1:
             raise UsageError(f"a message is one tensor, got {len(tensors)}")
         if not 0 <= peer < self.comm.size:
             raise UsageError(f"rank {peer} is none of this group: they are 0 to {self.comm.size - 1}")
+        return self._streams_for({tensors[0].device}) if tensors[0].is_cuda else None
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._batch = []

@@ -21,7 +21,7 @@ from hpcdist.comm.launch.environment import ENERGY
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.mpi.world import World, record, start_world
 from hpcdist.energy import phases
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.reporting.units import format_joules
 
 _ports: Final = set[str]()  # that were chosen here
@@ -33,7 +33,7 @@ def start() -> World:
 
     Raises ConfigurationError where RANK and WORLD_SIZE are there and are not those of MPI.
     """
-    on_gpu = torch.cuda.is_available() and device.count() > 0
+    on_gpu = _has_gpu()
     world = start_world("gpu" if on_gpu else "cpu")
     wanted = {"RANK": world.rank, "WORLD_SIZE": world.size}
     given = {name: os.environ[name] for name in wanted if name in os.environ}
@@ -50,6 +50,14 @@ def start() -> World:
     if on_gpu:
         torch.cuda.set_device(device.index())
     return world
+
+
+def _has_gpu() -> bool:
+    """Whether PyTorch and cupy see a GPU; without cupy, programs with tensors in host memory work (`streams`)."""
+    try:
+        return torch.cuda.is_available() and device.count() > 0
+    except MissingCapabilityError:
+        return False
 
 
 def _set_address(world: World) -> None:

@@ -7,20 +7,24 @@ thousand times a second, where MPI allows a second thread; whoever waits for a m
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Final, TypeAlias
 
 import torch
 
+from hpcdist.collectives import segments
 from hpcdist.comm.communicator import ANY, Communicator, Request
 from hpcdist.errors import DeadlineError
 from hpcdist.torch.buffers import Buffer
+from hpcdist.torch.streams import Streams
 from hpcdist.torch.work import Work
 
 LOOK_S: Final = 0.001  # between two looks of the thread
 IDLE_LOOKS: Final = 50  # without a message under way, until the thread sleeps
 END_S: Final = 1.0
+ON_HOST: Final = nullcontext()
 _given_up: Final = list["MessageWork"]()  # MPI may still read or write their tensors, as long as the process lives
 
 
@@ -47,10 +51,23 @@ class MessageWork(Work):
     """A message under way."""
 
     def __init__(
-        self, mailbox: "Mailbox", request: Pending, tensor: torch.Tensor, finish: Callable[[], None], peer: int
+        self,
+        mailbox: "Mailbox",
+        begin: Callable[[], Pending],
+        tensor: torch.Tensor,
+        finish: Callable[[], None],
+        peer: int,
+        streams: Streams | None,
     ) -> None:
-        super().__init__([tensor])
-        self._mailbox, self._request, self._finish, self._peer = mailbox, request, finish, peer
+        super().__init__([tensor], streams)
+        self._mailbox, self._finish, self._peer = mailbox, finish, peer
+        self._asked = None if streams is None else streams.mark()
+        with self._in_order():
+            self._request = begin()
+
+    def _in_order(self) -> AbstractContextManager[None]:
+        """Let what is done for a tensor in GPU memory come behind what was on the stream of the program (local)."""
+        return ON_HOST if self.streams is None else self.streams.communicating(self._asked)
 
     def look(self) -> bool:
         """Whether the message has ended. Called by the mailbox, under its lock."""
@@ -58,9 +75,11 @@ class MessageWork(Work):
             return True
         error = None
         try:
-            if not self._request.test():
-                return False
-            self._finish()
+            with self._in_order():
+                if not self._request.test():
+                    return False
+                self._finish()
+                self.behind = None if self.streams is None else self.streams.mark()
         except BaseException as raised:  # noqa: BLE001 (raised again where the message is waited for)
             error = raised
         self.end(error)
@@ -70,7 +89,7 @@ class MessageWork(Work):
         """Whether the message has been sent or received."""
         if not self.done:
             self._mailbox.look(self)
-        return self.done
+        return super().is_completed()
 
     def source_rank(self) -> int:
         """Return the rank that sent the message."""
@@ -102,19 +121,23 @@ class Mailbox:
         self._thread: threading.Thread | None = None
         self._is_awake = False
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> MessageWork:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, streams: Streams | None) -> MessageWork:
         """Begin to send ``tensor`` to ``peer`` (local)."""
         buffer = Buffer(tensor)
-        return self._post(MessageWork(self, self.comm.isend(buffer.array, peer, tag), tensor, lambda: None, peer))
 
-    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> MessageWork:
+        def begin() -> Pending:
+            return self.comm.isend(buffer.array, peer, tag)
+
+        return self._post(MessageWork(self, begin, tensor, lambda: None, peer, streams))
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int, streams: Streams | None) -> MessageWork:
         """Begin to receive ``tensor`` from ``peer``, which may be ANY (local)."""
         buffer = Buffer(tensor)
-        if peer == ANY:
-            request: Pending = _AnySource(self.comm, buffer, tag)
-        else:
-            request = self.comm.irecv(buffer.array, peer, tag)
-        return self._post(MessageWork(self, request, tensor, buffer.finish, peer))
+
+        def begin() -> Pending:
+            return _AnySource(self.comm, buffer, tag) if peer == ANY else self.comm.irecv(buffer.array, peer, tag)
+
+        return self._post(MessageWork(self, begin, tensor, buffer.finish, peer, streams))
 
     def _post(self, message: MessageWork) -> MessageWork:
         with self._lock:
@@ -151,6 +174,7 @@ class Mailbox:
                 for message in ended:
                     message.settle()
                 ended.clear()
+        segments.release()  # a block of pinned memory is free only behind the copy that reads it
 
     def finish(self) -> None:
         """Let messages under way end, for a second at most: nobody has waited for them (local)."""

@@ -6,32 +6,50 @@ thread has to be woken. All ranks start the operations of a group in the same or
 well; queues of several groups go on side by side.
 
 A thread beside the one that computes needs MPI_THREAD_MULTIPLE. Without it an operation runs when it is waited for.
+
+An operation on tensors in GPU memory is done for the host when it is enqueued; `wait` then lets the current stream wait
+for it (`streams`). What NCCL still computes is an open event of the recorder, so that the deadline holds for it too.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import cuda
 
+from hpcdist.collectives import segments
+from hpcdist.collectives.gpu import nccl
 from hpcdist.comm.events import CallSite, EventSink
 from hpcdist.errors import DeadlineError
+from hpcdist.torch.streams import Streams
 
 NO_TIMEOUT: Final = timedelta(0)
 _guard: Final = threading.Lock()  # of the states of all handles; held for moments
 END_S: Final = 1.0  # a thread that waits for another rank when the process ends is not waited for any longer
+LOOK_S: Final = 0.001  # between two looks at what NCCL computes
 
 
 class Work(dist.Work):
-    """A `torch.distributed.Work` of an operation that writes the tensors ``result``."""
+    """A `torch.distributed.Work` of an operation that writes the tensors ``result``.
 
-    def __init__(self, result: Sequence[torch.Tensor]) -> None:
+    ``done`` says that nothing is left to do for the host. ``streams`` are those of tensors in GPU memory, None for
+    others, and ``behind`` is then the place behind the operation, once it is done.
+    """
+
+    streams: Streams | None = None
+    behind: cuda.Event | None = None
+
+    def __init__(self, result: Sequence[torch.Tensor], streams: Streams | None = None) -> None:
         super().__init__()
         self.done = False
+        if streams is not None:
+            self.streams = streams
         self._result = result
         self._error: BaseException | None = None
         self._future: Any = None
@@ -58,25 +76,33 @@ class Work(dist.Work):
             future, self._unsettled = self._unsettled, None
         if future is None:
             return
-        if self._error is None:
-            future.set_result(list(self._result))
-        else:
+        if self._error is not None:
             future.set_exception(self._error)
+            return
+        with nullcontext() if self.streams is None else self.streams.communicating(self.behind):
+            future.set_result(list(self._result))
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Return true when the result is there; raise what made the operation fail.
+        """Return true when the result is there for what comes on the current stream; raise what made it fail.
 
-        Raises DeadlineError after a ``timeout`` in which it has not ended.
+        Raises DeadlineError after a ``timeout`` in which it has not ended, or not been enqueued on the GPU.
         """
         if not self.done:
             self._complete(timeout)
         if self._error is not None:
             raise self._error
+        if self.streams is not None:
+            self.hold_back()
         return True
+
+    def hold_back(self) -> None:
+        """Let what comes on the current stream wait for the operation, which is enqueued (local)."""
+        if self.streams is not None and self.behind is not None:
+            self.streams.hold_back(self.behind)
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, with a result or with an error."""
-        return self.done
+        return self.done and (self.behind is None or self.behind.query())
 
     def is_success(self) -> bool:
         """Whether the operation has ended with a result."""
@@ -99,7 +125,8 @@ class Work(dist.Work):
         with _guard:
             if self._future is not None:
                 return self._future
-            future = self._future = self._unsettled = torch.futures.Future()
+            future = torch.futures.Future() if self.streams is None else self.streams.future()
+            self._future = self._unsettled = future
             done = self.done
         if done:
             self.settle()
@@ -109,7 +136,10 @@ class Work(dist.Work):
 
 
 class CollectiveWork(Work):
-    """A collective operation ``run`` of a queue; ``site`` is the line of the program that asked for it."""
+    """A collective operation ``run`` of a queue; ``site`` is the line of the program that asked for it.
+
+    With ``streams`` it comes behind what is on the current stream when this object is made.
+    """
 
     def __init__(
         self,
@@ -117,9 +147,12 @@ class CollectiveWork(Work):
         run: Callable[[], object],
         result: Sequence[torch.Tensor],
         site: CallSite | None = None,
+        streams: Streams | None = None,
     ) -> None:
-        super().__init__(result)
+        super().__init__(result, streams)
         self._queue = queue
+        if streams is not None:
+            self._asked = streams.mark()
         self.site = site
         self._run: Callable[[], object] | None = run
 
@@ -128,11 +161,23 @@ class CollectiveWork(Work):
         assert self._run is not None
         error = None
         try:
-            self._run()
+            if self.streams is None:
+                self._run()
+            else:
+                self._enqueue(self._run, self.streams)
         except BaseException as raised:  # noqa: BLE001 (raised again where the result is wanted)
             error = raised
         self._run = None
         self.end(error)
+
+    def _enqueue(self, run: Callable[[], object], streams: Streams) -> None:
+        queue = self._queue
+        # With a thread that looks for its end, nobody waits on the host for what NCCL computes.
+        with streams.communicating(self._asked, queue.behind), nccl.enqueuing(queue.has_thread) as calls:
+            run()
+            self.behind = queue.behind = streams.mark()
+        if calls:
+            queue.watch(self.behind)
 
     def _complete(self, timeout: timedelta) -> None:
         self._queue.complete(self, timeout)
@@ -146,7 +191,8 @@ class BatchWork(Work):
     """Several operations, waited for together; the first that failed is what `wait` raises."""
 
     def __init__(self, works: Sequence[Work]) -> None:
-        super().__init__([tensor for work in works for tensor in work.result()])
+        on_gpu = (work.streams for work in works if work.streams is not None)
+        super().__init__([tensor for work in works for tensor in work.result()], next(on_gpu, None))
         self._works = works
 
     def is_completed(self) -> bool:
@@ -159,6 +205,9 @@ class BatchWork(Work):
         for work in self._works:
             if not work.done:
                 work._complete(timeout)
+            work.hold_back()
+        if self.streams is not None:
+            self.behind = self.streams.mark()
         self.end(next((work.exception() for work in self._works if work.exception() is not None), None))
         self.settle()
 
@@ -180,6 +229,8 @@ class OperationQueue:
         self._waiting: deque[CollectiveWork] = deque()
         self._calls: SimpleQueue[bool] = SimpleQueue()  # true: something waits; false: the end
         self._thread: threading.Thread | None = None
+        self.behind: cuda.Event | None = None  # the place behind the last operation on a GPU, on whichever stream
+        self._computing: deque[tuple[cuda.Event, int]] = deque()  # places behind what NCCL computes, and open events
 
     def run(self, work: CollectiveWork) -> CollectiveWork:
         """Run ``work`` now, after all that was put in before (local, as far as the operation is)."""
@@ -196,11 +247,23 @@ class OperationQueue:
             return self.run(work)
         self._waiting.append(work)
         if self.has_thread:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=f"collectives of {self.name}", daemon=True)
-                self._thread.start()
-            self._calls.put(True)
+            self._wake()
         return work
+
+    def watch(self, behind: cuda.Event) -> None:
+        """Keep an event of the recorder open until the GPU has passed ``behind``: a rank that is missed has a name."""
+        token = self._events().begin(self.name, "nccl", "uint8", 0, 0, -1, 0)
+        self._computing.append((behind, token))
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            with _guard:
+                if self._thread is None:
+                    name = f"collectives of {self.name}"
+                    self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+                    self._thread.start()
+        self._calls.put(True)
 
     def complete(self, work: CollectiveWork, timeout: timedelta) -> None:
         """Return when ``work`` has been run, by this thread if no other runs it. Raises DeadlineError."""
@@ -229,19 +292,33 @@ class OperationQueue:
         work.settle()
 
     def _serve(self) -> None:
-        while self._calls.get():
+        while self._next_call():
             with self._turn:
                 self._runner = threading.get_ident()
                 if self._waiting:
                     self._perform(self._waiting.popleft())
                 self._runner = None
+        segments.release()  # a block of pinned memory is free only behind the copy that reads it
+
+    def _next_call(self) -> bool:
+        while True:
+            while self._computing and self._computing[0][0].query():
+                self._events().end(self._computing.popleft()[1])
+            try:
+                return self._calls.get(timeout=LOOK_S if self._computing else None)
+            except Empty:
+                continue
 
     def close(self) -> None:
         """Run what was put in, and end the thread."""
         if self._waiting:
             self.complete(self._waiting[-1], NO_TIMEOUT)
+        if self.behind is not None:
+            self.behind.synchronize()  # and all before it, each of which waits for the one before
         if self._thread is not None:
             self._calls.put(False)
             if self._thread is not threading.current_thread():
                 self._thread.join(END_S)
             self._thread = None
+        while self._computing:
+            self._events().end(self._computing.popleft()[1])

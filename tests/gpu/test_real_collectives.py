@@ -1,14 +1,10 @@
 """The ways of a buffer on a real GPU: threads that share it, and jobs of processes, against numpy."""
 
-import os
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from harness import jobs
-from harness.jobs import figures
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device, staging
@@ -16,7 +12,6 @@ from hpcdist.collectives.gpu import nccl, peer_memory
 from hpcdist.collectives.gpu import staging as gpu_staging
 from hpcdist.collectives.reduction import native_allreduce
 from hpcdist.comm.handover import OPERATIONS
-from hpcdist.comm.launch import mpirun
 from hpcdist.comm.mpi import cuda_aware
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
@@ -98,39 +93,28 @@ def test_nccl_on_one_rank(cupy):
     channel.destroy()
 
 
-def job(ranks, *words, **variables):
-    """Run `gpu_job.py` as a job and return what rank 0 printed."""
-    try:
-        launcher = mpirun.find()
-    except MissingCapabilityError as error:
-        pytest.skip(str(error))
-    environment = os.environ | mpirun.settings(launcher) | variables
-    line = mpirun.command(launcher, ranks, [sys.executable, str(PROGRAM), *words], variables)
-    return figures(jobs.run(line, env=environment))
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("algorithm", ["native", "ring", "rabenseifner", "node_shared", "hierarchical", "all_to_all"])
-def test_processes_that_share_a_gpu(algorithm, ranks):
-    found = job(ranks, algorithm)
+def test_processes_that_share_a_gpu(job, algorithm, ranks):
+    found = job(PROGRAM, ranks, algorithm)
     assert found["right"] and found["ranks"] == ranks
     if algorithm == "node_shared":
         assert found["shared"] == ""  # by handles of the driver, not through the host
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_processes_over_nccl(cupy, ranks):
+def test_processes_over_nccl(cupy, job, ranks):
     try:
         version = int(device.nccl().get_version())
     except MissingCapabilityError as error:
         pytest.skip(str(error))
     if cupy.cuda.runtime.getDeviceCount() < ranks and version < nccl.SEVERAL_RANKS_A_GPU:
-        assert "takes one rank a GPU" in str(job(ranks, "refusal")["nccl"])
+        assert "takes one rank a GPU" in str(job(PROGRAM, ranks, "refusal")["nccl"])
         pytest.skip(f"NCCL {version} refuses ranks that share a GPU, and so do we")
-    assert job(ranks, "nccl", **{nccl.SEVERAL_RANKS_VARIABLE: "1"})["right"]
+    assert job(PROGRAM, ranks, "nccl", **{nccl.SEVERAL_RANKS_VARIABLE: "1"})["right"]
 
 
-def test_what_the_probe_allows_works(monkeypatch, tmp_path):
+def test_what_the_probe_allows_works(job, monkeypatch, tmp_path):
     """Whatever MPI this is: the probe ends, and device pointers are then used in what it allows."""
     monkeypatch.delenv(cuda_aware.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -139,7 +123,7 @@ def test_what_the_probe_allows_works(monkeypatch, tmp_path):
     again = cuda_aware.probe_cached()
     assert again.operations == verdict.operations and again.reason.startswith(f"{verdict.reason}; found on ")
     assert verdict.operations <= set(OPERATIONS) and verdict.reason
-    found = job(2, "native")
+    found = job(PROGRAM, 2, "native")
     assert found["right"] and set(found["pointers"]) == verdict.operations, found["reason"]
 
 

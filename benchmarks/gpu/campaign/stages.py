@@ -119,10 +119,11 @@ def headline(command: Command, result: Path, results: Results | None) -> str:
 
 
 FAST: Final = "kernels maths sparse double"
-SLOW: Final = "training collectives job energy"
+SLOW: Final = "training collectives job torch energy"
 GPT: Final = {"124M": "--layers 12 --hidden 768 --heads 12", "350M": "--layers 24 --hidden 1024 --heads 16"}
 TINY: Final = "--layers 1 --hidden 32 --heads 2 --context 16 --samples 2 --vocabulary 17 --steps 2"
 TINY_KEYS: Final = "model.layers=1 model.hidden=16 model.heads=2 data.context=8"
+OF_TORCH: Final = "--ranks 2 --operations all_reduce --steps ddp"  # gloo has no other one on tensors of a GPU
 GROUPS: Final = {  # of strategies: an error ends one job of them
     "data": "allreduce zero1 zero2 zero3 node_shared ring",
     "others": "servers gossip local_sgd int8 topk powersgd",
@@ -221,6 +222,12 @@ STAGES: Final[dict[str, Stage]] = {
         180,
         (
             study("on-2", "gpu.collectives", "--ranks 2 --bytes 64M 1M 64K", "--ranks 2 --bytes 4096 --repetitions 2"),
+            study(
+                "torch-on-2",
+                "wrapped.process_groups",
+                f"{OF_TORCH} --where cuda --rounds 8 --hidden 768 --heads 12 --context 512 --bytes 65536 67108864",
+                f"{OF_TORCH} --rounds 2 --layers 1 --hidden 32 --heads 2 --context 16 --batch 2 --bytes 8",
+            ),
             study("on-4", "gpu.collectives", "--ranks 4 --bytes 64M 1M 64K"),
         ),
     ),

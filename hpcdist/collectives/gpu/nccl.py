@@ -3,7 +3,7 @@
 NCCL's communicator is made at the first call on a communicator of hpcdist: rank 0 draws an id, which is broadcast by
 MPI. A call is made on the current stream, so it comes behind the kernels that produced the buffer and before those
 launched later; the host then waits for the event behind it, so that the watchdog names a call that a rank has
-skipped.
+skipped. `enqueuing` leaves that to the caller.
 
 NCCL computes each element at one place and sends its bits on: all ranks end with the same bits. Shares need not be of
 one size, which NCCL's own reduce-scatter requires: each half is a group of p reductions, or broadcasts, one a share.
@@ -13,9 +13,11 @@ group of sends and receives; the rank of a share sums it in float32 and rounds o
 """
 
 import os
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from hpcdist.arrays.backend import Array, is_device
@@ -33,6 +35,15 @@ SEVERAL_RANKS_VARIABLE: Final = "NCCL_MULTI_RANK_GPU_ENABLE"
 _OPS: Final = {"sum": "NCCL_SUM", "max": "NCCL_MAX", "min": "NCCL_MIN"}
 _DTYPES: Final = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 
+
+class _Local(threading.local):
+    """Communicators of the calls of this thread that are enqueued, None where each is waited for."""
+
+    def __init__(self) -> None:
+        self.enqueued: list[str] | None = None
+
+
+_here: Final = _Local()
 _communicators: weakref.WeakKeyDictionary[Communicator, Any] = weakref.WeakKeyDictionary()
 
 
@@ -52,7 +63,7 @@ def nccl_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
     channel, module, kind, stream = _prepared(comm, buffer)
     address = _address(buffer)
     channel.allReduce(address, address, buffer.size, kind, getattr(module, _OPS[op]), stream)
-    device.produced()
+    _finish(comm)
 
 
 def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
@@ -70,7 +81,7 @@ def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], o
             address = _address(buffer[part.slice])
             channel.reduce(address, address, part.size, kind, getattr(module, _OPS[op]), root, stream)
     module.groupEnd()
-    device.produced()
+    _finish(comm)
 
 
 def _exchange_and_reduce(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str) -> None:
@@ -91,7 +102,7 @@ def _exchange_and_reduce(comm: Communicator, buffer: Array, ranges: Sequence[Ran
             channel.recv(_address(row), row.nbytes, kind, peer, stream)
     module.groupEnd()
     reduce_rows(rows, buffer[own.slice], op)  # behind the group, on the same stream
-    device.produced()
+    _finish(comm)
 
 
 def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> None:
@@ -107,7 +118,7 @@ def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> No
             piece = buffer[part.slice]
             channel.broadcast(_address(piece), _address(piece), piece.nbytes, kind, root, stream)
     module.groupEnd()
-    device.produced()
+    _finish(comm)
 
 
 def _prepared(comm: Communicator, buffer: Array) -> tuple[Any, Any, int, int]:
@@ -122,6 +133,28 @@ def _prepared(comm: Communicator, buffer: Array) -> tuple[Any, Any, int, int]:
         raise BufferHandoverError(f"NCCL reduces no {name}; choose one of {', '.join(_DTYPES)}, or another algorithm")
     channel, module = communicator(comm), device.nccl()
     return channel, module, int(getattr(module, f"NCCL_{name.upper()}")), int(device.current_stream().ptr)
+
+
+@contextmanager
+def enqueuing(allowed: bool = True) -> Iterator[list[str]]:
+    """Let calls of this thread return when they are enqueued, and name their communicators in the list (local).
+
+    Not ``allowed``: each is waited for, and the list stays empty.
+    """
+    before, calls = _here.enqueued, list[str]()
+    _here.enqueued = calls if allowed else None
+    try:
+        yield calls
+    finally:
+        _here.enqueued = before
+
+
+def _finish(comm: Communicator) -> None:
+    """Wait for what is on the current stream, unless the caller of this thread's calls does."""
+    if _here.enqueued is None:
+        device.produced()
+    else:
+        _here.enqueued.append(comm.name)
 
 
 def _address(buffer: Any) -> int:

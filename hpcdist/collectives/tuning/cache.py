@@ -26,7 +26,6 @@ FORMAT: Final = 1
 TABLES: Final = "allreduce"  # the kind that chooses by size; others are for one size
 LARGEST_SIZE: Final = "max_bytes"
 PACKAGES: Final = ("hpcdist", "mpi4py", "numpy")
-SETTINGS: Final = (*user_cache.MPI_SETTINGS, "HPCDIST_CUDA_AWARE")
 
 
 @dataclass(frozen=True)
@@ -81,13 +80,13 @@ def key(
 ) -> dict[str, Any]:
     """Return the key of a selection, with the versions of packages under "software". Collective over ``everyone``."""
     hosts = sorted(set(everyone.allgather_object(_host())))
-    fitting = {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)}
+    settings = user_cache.mpi_settings(os.environ, "HPCDIST_CUDA_AWARE")
     return {
         "ranks": everyone.size,
         "ranks_per_node": list(ranks_per_node),
         "hosts": hosts,
         "mpi_library": library,
-        "settings": everyone.broadcast_object(dict(sorted(fitting.items()))),
+        "settings": everyone.broadcast_object(settings),
         "kind": kind,
         "dtype": dtype,
         "buffer": buffer,

@@ -46,7 +46,7 @@ CACHE_FORMAT: Final = 1
 CACHE_KIND: Final = "device_pointers"
 CACHE_PACKAGES: Final = ("hpcdist", "mpi4py", "numpy")
 # Also variables of the loader: the same MPI library may run above a UCX with CUDA or one without.
-CACHE_SETTINGS: Final = (*user_cache.MPI_SETTINGS, "MPICH_GPU", "I_MPI_OFFLOAD", "MV2_", "PSM2_", "PSM3_", "LD_")
+CACHE_SETTINGS: Final = ("MPICH_GPU", "I_MPI_OFFLOAD", "MV2_", "PSM2_", "PSM3_", "LD_")
 
 
 def cache_key(library: str, launcher: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
@@ -70,7 +70,7 @@ def cache_key(library: str, launcher: str, environment: Mapping[str, str] = os.e
         "gpus": gpus,
         "driver": driver,
         "cupy": str(module.__version__),
-        "settings": {name: value for name, value in sorted(environment.items()) if name.startswith(CACHE_SETTINGS)},
+        "settings": user_cache.mpi_settings(environment, *CACHE_SETTINGS),
         "software": {name: package_version(name, "not installed") for name in CACHE_PACKAGES},
     }
 

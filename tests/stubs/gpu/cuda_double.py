@@ -28,6 +28,7 @@ class Local(threading.local):
 
     def __init__(self) -> None:
         self.null: Stream | None = None
+        self.entered: list[Stream] = []
         self.opened: set[int] = set()
         OPENED.append(self.opened)
 
@@ -44,6 +45,14 @@ class Stream:
         self._lock = threading.RLock()
         self._given = self._done = 0
         self._behind: dict[Stream, int] = {}  # how much of other streams comes before what is given to this one next
+        STREAMS[self.ptr] = self
+
+    def __enter__(self) -> "Stream":
+        LOCAL.entered.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert LOCAL.entered.pop() is self
 
     def _give(self, work: Callable[[], None] | None = None) -> int:
         """Put ``work`` off (None: a kernel, which has run) and return its number."""
@@ -117,6 +126,7 @@ class Event:
         return stream._done >= number
 
 
+STREAMS: "weakref.WeakValueDictionary[int, Stream]" = weakref.WeakValueDictionary()  # by their pointers
 OPENED: list[set[int]] = []  # of all processes
 LOCAL = Local()
 WRITTEN: dict[int, tuple[Stream, int]] = {}  # address of an allocation -> the last kernel that wrote to it
@@ -125,6 +135,8 @@ READING: list[tuple[int, int]] = []  # pinned memory that copies to the device h
 
 
 def current_stream() -> Stream:
+    if LOCAL.entered:
+        return LOCAL.entered[-1]
     if LOCAL.null is None:
         LOCAL.null = Stream(null=True)
     return LOCAL.null

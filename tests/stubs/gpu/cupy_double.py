@@ -490,6 +490,11 @@ def concatenate(arrays: Any, axis: int = 0) -> ndarray:
     return _computed(np.concatenate([array._host for array in arrays], axis))
 
 
+def from_dlpack(array: Any) -> ndarray:
+    """Show memory of another library, which orders its stream before the current one."""
+    return _device(np.from_dlpack(array))
+
+
 def cumsum(array: Any, axis: int | None = None, dtype: Any = None) -> ndarray:
     return _computed(np.cumsum(_operand(array), axis, dtype))
 
@@ -576,6 +581,7 @@ __all__ = [
     "cuda",
     "cumsum",
     "empty",
+    "from_dlpack",
     "inf",
     "matmul",
     "may_share_memory",

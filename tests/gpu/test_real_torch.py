@@ -1,0 +1,49 @@
+"""The backend of torch.distributed on a real GPU, which its ranks share: order of streams, DDP, overlap."""
+
+from pathlib import Path
+
+import pytest
+
+from hpcdist.arrays.gpu import device
+from hpcdist.collectives.gpu import nccl
+from hpcdist.errors import MissingCapabilityError
+
+torch = pytest.importorskip("torch")
+PROGRAM = Path(__file__).with_name("torch_job.py")
+ALGORITHMS = ["native", "ring", "node_shared", "nccl"]
+
+
+@pytest.fixture
+def told(job, cupy):
+    """``told(case, algorithm)``: what the two ranks of a job say."""
+    if not torch.cuda.is_available():
+        pytest.skip(f"PyTorch {torch.__version__} sees no GPU")
+
+    def run(case, algorithm):
+        if algorithm == "nccl":
+            try:
+                version = int(device.nccl().get_version())
+            except MissingCapabilityError as error:
+                pytest.skip(str(error))
+            if cupy.cuda.runtime.getDeviceCount() < 2 and version < nccl.SEVERAL_RANKS_A_GPU:
+                pytest.skip(f"NCCL {version} refuses ranks that share a GPU, and so do we")
+        return job(PROGRAM, 2, case, algorithm, **{nccl.SEVERAL_RANKS_VARIABLE: "1"})["ranks"]
+
+    return run
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_operations_lie_between_kernels_of_a_side_stream(told, algorithm):
+    for right in told("operations", algorithm):
+        assert all(right.values()), right
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_ddp_is_one_process(told, algorithm):
+    assert all(rank["apart"] < 1e-5 for rank in told("ddp", algorithm))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_host_goes_on_while_the_gpu_works(told, algorithm):
+    for rank in told("overlap", algorithm):
+        assert rank["right"] and rank["called_s"] < 0.2 * rank["whole_s"], rank
