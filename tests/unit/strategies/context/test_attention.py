@@ -119,7 +119,8 @@ def test_attention_is_that_of_whole_samples(method, ranks, context, heads, share
     assert window or visitors == [ranks - 1] * ranks
     sent = 6 * shared * sum(tokens(own) * count for own, count in zip(placed, visitors, strict=True))
     if method == "all_to_all":
-        sent = 4 * context * (heads + max(shared, ranks)) * (ranks - 1) // ranks
+        # Output and gradient, and a product of their rows for each head; queries, keys, values, and their gradients.
+        sent = (4 * context * (heads + max(shared, ranks)) + context * heads / size) * (ranks - 1) / ranks
     assert sum(bytes_sent for bytes_sent, _ in together) == sent * token
     sizes = {"samples": batch, "tokens": context, "heads": heads, "shared": shared, "size": size, "itemsize": 8}
     sizes["window"] = window
