@@ -335,8 +335,8 @@ class Counts:
 def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
     """Return the most numbers a sample where stages between the first and the last keep a copy of their output only.
 
-    Memory that one stage gives back serves the next, where it is no more than `MAX_WASTE` times too large: as the arena
-    does. A backward takes what the forward of its stage has given back.
+    Memory that one stage gives back serves the next, where it is no more than `MAX_WASTE` times too large, or grows to
+    no more than that: as the arena does. A backward takes what the forward of its stage has given back.
     """
     free: list[int] = []
     total = 0
@@ -348,9 +348,10 @@ def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
             place = bisect_left(free, size)
             if place < len(free) and free[place] <= MAX_WASTE * size:
                 taken.append(free.pop(place))
-            else:
-                total += size
-                taken.append(size)
+                continue
+            grown = free.pop(place - 1) if place and size <= MAX_WASTE * free[place - 1] else 0
+            total += size - grown
+            taken.append(size)
         return taken
 
     first, *between, last = ([array.size for array in unit.kept] for unit in units)

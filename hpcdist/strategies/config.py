@@ -86,7 +86,7 @@ def resolve_context_method(method: str, ranks: int, heads: int, shared: int, *, 
     """Return ``method``, or for "auto" the one that sends less: heads in all, and shared ones of keys and values.
 
     Without a ``ring``, as in 16 bits on a GPU, heads are exchanged. In keys of a sample, a layer sends 6 (c - 1) / c on
-    a ring, and 4 (1 + heads / shared) (c - 1) / c^2 by exchange.
+    a ring, and about 4 (1 + heads / shared) (c - 1) / c^2 by exchange.
     """
     if method != "auto" or not ring:
         return method if ring else "all_to_all"

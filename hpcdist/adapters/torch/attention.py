@@ -143,6 +143,8 @@ def _function() -> Any:
             ctx: Any, query: Any, key: Any, value: Any, is_causal: bool, window: int, cut: SampleCut, recorded: bool
         ) -> Any:
             saved, rows = cut.take(), _rows(query)
+            if rows.data_ptr() == query.data_ptr():  # attention writes over what it is given
+                rows = rows.clone()
             kv = torch.cat([_rows(key), _rows(value)], dim=2)
             size = query.shape[3]
             y = cut.attention.forward(array_of(rows), size, saved, kv=array_of(kv), causal=is_causal, window=window)

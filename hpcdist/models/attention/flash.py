@@ -74,7 +74,6 @@ def fused_backward(
     heads: Heads,
     inputs: tuple[Array, Array | None],
     dy: Array,
-    y: Array,
     gradients: tuple[Array, Array | None],
     sums: Array,
     dots: Array,
@@ -83,10 +82,9 @@ def fused_backward(
     dropped: Mask | None,
     documents: Documents | None = None,
 ) -> None:
-    """Write the ``gradients`` of the inputs for contiguous dy. ``dots`` (pairs, context) is scratch."""
+    """Write the ``gradients`` of the inputs for contiguous dy, with the products of its rows and those of y."""
     (qkv, kv), (dq, dkv) = inputs, gradients
-    types, numbers = _fused_types(heads, y), _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
-    kernels.row_dots(dy, y, heads.queries, dots)
+    types, numbers = _fused_types(heads, dy), _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
     arrays, blocks = (qkv, _fused_keys(qkv, kv), dy, sums, dots), -(-heads.context // FUSED_ROWS)
     FUSED_KERNELS.launch(
         "attention_queries", (heads.batch * heads.queries, blocks), FUSED_THREADS, *arrays, dq, *numbers, **types
@@ -149,18 +147,21 @@ class LocalAttention:
         part: tuple[int, int] | None = None,
         causal: bool = True,
         window: int = 0,
+        y: Array | None = None,
     ) -> Array:
         """Return (batch, context, width) for contiguous qkv (batch, context, 3 width): query, key, value.
 
         With ``kv`` (batch, context, 2 kv width), qkv is the queries alone, and query head h of H looks at key and value
         head h // (H / KV) of KV (Ainslie et al., arXiv:2305.13245). Rows see their past and themselves, all rows
         unless ``causal``; with a ``window`` no more than so many, of which they are the last. ``part`` is the number of
-        the first of the query heads and how many the layer has, where these are not all. Raises UsageError on shapes
-        that do not fit.
+        the first of the query heads and how many the layer has, where these are not all. The result is written to
+        ``y`` where that is given, and is not kept: the backward then gets ``dots``. Raises UsageError on shapes that
+        do not fit.
         """
         assert causal or not window, "the rules refuse a window of rows that see all others"
         heads = heads_of(qkv, kv, head_size)
-        y = saved.empty("attention.y", (heads.batch, heads.context, heads.queries * head_size), qkv.dtype)
+        if y is None:
+            y = saved.empty("attention.y", (heads.batch, heads.context, heads.queries * head_size), qkv.dtype)
         fused = has_fused_kernel(qkv)
         # Of each row its maximum and its sum of exponentials; the fused kernels keep one number made of both.
         shape = 1 if fused else 2, heads.batch * heads.queries, heads.context
@@ -179,17 +180,21 @@ class LocalAttention:
         keep_for_backward(saved, qkv=qkv, kv=kv, head_size=head_size, dropped=dropped, causal=causal, window=window)
         return y
 
-    def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
+    def backward(
+        self, dy: Array, saved: Saved, *, keep: bool = False, dots: Array | None = None
+    ) -> Array | tuple[Array, Array]:
         """Return dqkv in the shape of qkv for contiguous dy (batch, context, width): scratch, or memory to ``keep``.
 
-        Where the forward was given kv, return (dq, dkv).
+        Where the forward was given kv, return (dq, dkv). ``dots`` (pairs of a sample and a head, context) are the
+        products of the rows of dy with those of the result, in the type of the sums, if that was not kept.
         """
-        heads, (qkv, kv, y, sums), (dq, dkv, dots), (causal, window), dropped = begin_backward(saved, keep=keep)
+        if dots is None:
+            dots = dots_of(dy, saved["attention.y"], saved["attention.head_size"], saved)
+        heads, (qkv, kv, sums), (dq, dkv), (causal, window), dropped = begin_backward(saved, keep=keep)
         if has_fused_kernel(qkv):
             into = dq, dkv
-            fused_backward(heads, (qkv, kv), dy, y, into, sums[0], dots, causal, window, dropped, saved.documents)
+            fused_backward(heads, (qkv, kv), dy, into, sums[0], dots, causal, window, dropped, saved.documents)
             return dq if dkv is None else (dq, dkv)
-        kernels.row_dots(dy, y, heads.queries, dots)
         own = one_piece(heads.context)
         backward = TiledBackward(heads, saved, own, (qkv, dy, dq), sums, dots, window)
         keys, gradients = KeyRows(heads, own, qkv, kv), KeyGradients(heads, dq, dkv)
@@ -204,28 +209,33 @@ class LocalAttention:
 def keep_for_backward(
     saved: Saved, *, qkv: Array, kv: Array | None, head_size: int, dropped: Mask | None, causal: bool, window: int
 ) -> None:
-    """Keep what the forward of an attention was called with; its output and sums are kept already."""
+    """Keep what the forward of an attention was called with; its sums are kept already."""
     seen = causal, window
     for name, value in {"qkv": qkv, "kv": kv, "head_size": head_size, "dropped": dropped, "seen": seen}.items():
         saved.keep(f"attention.{name}", value)
 
 
+def dots_of(dy: Array, y: Array, head_size: int, saved: Saved) -> Array:
+    """Return the products of the rows of dy and y (batch, tokens, width), (pairs, tokens): scratch."""
+    (batch, tokens, width), dtype = y.shape, accumulation_dtype(y.dtype)
+    dots = saved.scratch("attention.dots", (batch * width // head_size, tokens), dtype)
+    kernels.row_dots(dy, y, width // head_size, dots)
+    return dots
+
+
 def begin_backward(
     saved: Saved, *, keep: bool
-) -> tuple[
-    Heads, tuple[Array, Array | None, Array, Array], tuple[Array, Array | None, Array], tuple[bool, int], Mask | None
-]:
+) -> tuple[Heads, tuple[Array, Array | None, Array], tuple[Array, Array | None], tuple[bool, int], Mask | None]:
     """Return what the forward kept, and memory for the gradients: scratch, or memory to ``keep``.
 
-    That is (heads, (qkv, kv, y, sums), (dqkv or dq, dkv, products of rows of dy and y), (causal, window), dropped).
+    That is (heads, (qkv, kv, sums), (dqkv or dq, dkv), (causal, window), dropped).
     """
-    qkv, kv, y, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "y", "sums"))
+    qkv, kv, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "sums"))
     take = saved.empty if keep else saved.scratch
     dq = take("attention.dqkv", qkv.shape, qkv.dtype)
     dkv = None if kv is None else take("attention.dkv", kv.shape, kv.dtype)
-    dots = saved.scratch("attention.dots", sums.shape[1:], sums.dtype)
     heads = heads_of(qkv, kv, saved["attention.head_size"])
-    return heads, (qkv, kv, y, sums), (dq, dkv, dots), saved["attention.seen"], saved["attention.dropped"]
+    return heads, (qkv, kv, sums), (dq, dkv), saved["attention.seen"], saved["attention.dropped"]
 
 
 def mask_of_heads(

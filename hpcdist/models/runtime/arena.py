@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, bisect_right, insort
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -13,8 +13,11 @@ from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
 from hpcdist.models.documents import Documents
 from hpcdist.models.stage import Draw
 
-# A free block serves requests down to 1 / MAX_WASTE of its size: uneven last batches need no memory of their own.
+# A free block serves requests down to 1 / MAX_WASTE of its size: uneven last batches need no memory of their own. It
+# grows to requests of up to MAX_WASTE times its size, and then still serves those that it was made for: sizes that vary
+# from step to step do not leave a block each. Blocks only grow, so a step that is repeated comes to an end of it.
 MAX_WASTE = 2
+NOTHING: Final = np.empty(0, np.uint8)
 
 
 class Arena:
@@ -38,15 +41,25 @@ class Arena:
         return self._live[key]
 
     def take(self, nbytes: int) -> int:
-        """Return the index of a block of at least ``nbytes``: the smallest free one that fits, or a new one."""
+        """Return the index of a block of at least ``nbytes``.
+
+        It is the smallest free one that fits, else the largest smaller one, which grows, or a new one.
+        """
         place = bisect_left(self._free, (nbytes, -1))
         if place < len(self._free) and self._free[place][0] <= max(MAX_WASTE * nbytes, ALIGN_BYTES):
             index = self._free.pop(place)[1]
             self._uses[index] = 1
             return index
-        index = len(self._blocks)
-        self._blocks.append(self._allocate(nbytes))
-        self._uses.append(1)
+        if place and nbytes <= MAX_WASTE * self._free[place - 1][0]:
+            index = self._free.pop(place - 1)[1]
+            self._starts.remove((_address(self._blocks[index]), index))
+        else:
+            index = len(self._blocks)
+            self._blocks.append(NOTHING)
+            self._uses.append(0)
+        self._blocks[index] = NOTHING  # a block goes before a larger one comes: both at once would be a peak of memory
+        self._blocks[index] = self._allocate(nbytes)
+        self._uses[index] = 1
         insort(self._starts, (_address(self._blocks[index]), index))
         return index
 

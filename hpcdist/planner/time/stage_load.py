@@ -30,7 +30,7 @@ from hpcdist.planner.model.description import AttentionShape, ModelDescription, 
 from hpcdist.planner.model.stage_split import UnitGroup, chunks, recomputed, stages
 from hpcdist.planner.time.compute import cached, local_experts, local_parameters, timed_fields, unit_seconds
 from hpcdist.planner.time.network import MessageCost, collective, span
-from hpcdist.strategies.context.costs import counts_bytes, ring_exposed_s, ring_passes, sent_bytes
+from hpcdist.strategies.context.costs import counts_bytes, exchanged_bytes, ring_exposed_s, ring_passes
 
 FORWARD: Final = 0
 BACKWARD: Final = 1
@@ -271,10 +271,9 @@ def _context(
     if layout.implementation == "hpcdist":
         share, method = context_share(unit, layout, layout.microbatch)
         if method == "all_to_all":
-            there, back = (share.ranks / (share.ranks - 1) * sent for sent in sent_bytes(share, method))
-            for _ in range(2):  # before attention and behind it
-                yield AxisCollective(FORWARD, "context", "all_to_all", there / 2)
-                yield AxisCollective(BACKWARD, "context", "all_to_all", back / 2)
+            for when, exchanges in zip((FORWARD, BACKWARD), exchanged_bytes(share), strict=True):
+                for sent in exchanges:
+                    yield AxisCollective(when, "context", "all_to_all", share.ranks / (share.ranks - 1) * sent)
             return
         passes = ring_passes(share)
         passed = whole * passes / (share.ranks - 1)

@@ -4,6 +4,10 @@ Before attention every rank sends each other one the heads that are that one's, 
 samples for its heads; afterwards the way back. Heads of keys and values that several ranks need go to all of them, and
 their gradients are summed on the way back. With q and k bytes of the queries and of the keys of a sample, a rank sends
 ``(2 q + 2 k) (c - 1) / c^2`` in each layer forward, and as much backward.
+
+Of the output a rank keeps all heads of its own tokens, which the linear behind attention keeps too, and not its heads
+of whole samples: those the backward needs for the products of its rows with those of the gradient alone. They are made
+where the tokens are, and sent: ``q / s (c - 1) / c^2`` more bytes backward for heads of s numbers.
 """
 
 from collections.abc import Sequence
@@ -13,7 +17,7 @@ from typing import TypeAlias, Unpack, cast
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.models.attention.flash import LocalAttention
+from hpcdist.models.attention.flash import LocalAttention, dots_of
 from hpcdist.models.attention.tiles import Heads, heads_of
 from hpcdist.models.stage import AttentionOptions, Saved
 from hpcdist.strategies.context.axis import ContextAxis
@@ -55,19 +59,23 @@ class AllToAllAttention:
         options["part"] = first + axis.rank * each, of_heads
         if kv is not None:
             options["kv"] = wholes[1]
-        whole = self._inner.forward(wholes[0], head_size, saved, **options)
-        saved.keep("context.given", (qkv, kv, head_size))  # their shapes
-        y = saved.empty("context.y", (heads.batch, heads.context, heads.queries * head_size), qkv.dtype)
+        # The heads of whole samples lie in the memory of what they are exchanged for, until they are sent.
+        shapes = (heads.batch, axis.context, each * head_size), (heads.batch, heads.context, heads.queries * head_size)
+        memory = saved.empty("context.y", (max(map(prod, shapes)),), qkv.dtype)
+        whole, y = (memory[: prod(shape)].reshape(shape) for shape in shapes)
+        self._inner.forward(wholes[0], head_size, saved, y=whole, **options)
+        saved.keep("context.given", (qkv, kv, head_size, y))  # shapes of the first
         self._exchange_back([whole], [[(part, False) for part in _split(y, axis.size)]], saved)
         return y
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
         """Return dqkv, or (dq, dkv), of the own tokens; see `LocalAttention.backward`."""
-        axis, (qkv, kv, head_size) = self._axis, saved["context.given"]
+        axis, (qkv, kv, head_size, y) = self._axis, saved["context.given"]
         heads = heads_of(qkv, kv, head_size)
+        dots = self._exchange_dots(dots_of(dy, y, head_size, saved), heads, saved)
         parts = [[part] for part in _split(dy, axis.size)]
         (whole,) = self._exchange(parts, [dy.shape[2] // axis.size], saved)
-        found = self._inner.backward(whole, saved)
+        found = self._inner.backward(whole, saved, dots=dots)
         gradients = list(found) if isinstance(found, tuple) else [found]
         shapes = [given.shape for given in (qkv, kv) if given is not None]
         if keep:
@@ -78,6 +86,15 @@ class AllToAllAttention:
         arrives = gradients[0].reshape(-1) if kv is None else None
         self._exchange_back(gradients, self._targets(heads, dq, dkv), saved, arrives)
         return dq if dkv is None else (dq, dkv)
+
+    def _exchange_dots(self, own: Array, heads: Heads, saved: Saved) -> Array:
+        """Return `dots_of` whole samples for the heads here, by the ``own`` ones of all heads: scratch too."""
+        axis, each = self._axis, heads.queries // self._axis.size
+        by_token = own.reshape(heads.batch, heads.queries, heads.context).swapaxes(1, 2)
+        (whole,) = self._exchange([[part] for part in _split(by_token, axis.size)], [each], saved)
+        dots = saved.scratch("attention.dots", (heads.batch * each, axis.context), own.dtype)
+        dots.reshape(heads.batch, each, axis.context)[...] = whole.swapaxes(1, 2)
+        return dots
 
     def _columns(self, heads: Heads, grouped: bool) -> tuple[int, ...]:
         """Return the columns of what a rank has of whole samples: query, key, value, or queries and kv."""

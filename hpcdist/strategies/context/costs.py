@@ -12,6 +12,7 @@ from hpcdist.strategies.config import PIECE_TOKENS
 from hpcdist.strategies.context.operations import MEMORY
 from hpcdist.strategies.context.passes import paths, pieces, tokens
 
+SUM_BYTES: Final = 4  # of a sum of 16-bit floats
 PART_BYTES: Final = 1 << 20  # larger blocks travel in parts of their heads: less memory for what is on its way
 
 
@@ -50,16 +51,26 @@ def head_parts(share: AttentionShare) -> int:
 
 def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
     """Return the bytes that a rank sends forward and backward, the mean over the ranks."""
+    if method == "all_to_all":
+        forward, back = exchanged_bytes(share)
+        return sum(forward), sum(back)
     each_token = share.samples * share.size * share.itemsize / share.ranks
     token = each_token * share.tokens * (share.ranks - 1)
-    if method == "ring":
-        if share.window:
-            placed = pieces(share.tokens, share.ranks)
-            passed = zip(placed, paths(placed, share.window), strict=True)
-            token = each_token * sum(tokens(own) * (len(path) - 1) for own, path in passed)
-        return 2 * share.shared * token, 4 * share.shared * token
-    each = 2 * (share.heads + max(share.shared, share.ranks)) / share.ranks * token
-    return each, each
+    if share.window:
+        placed = pieces(share.tokens, share.ranks)
+        passed = zip(placed, paths(placed, share.window), strict=True)
+        token = each_token * sum(tokens(own) * (len(path) - 1) for own, path in passed)
+    return 2 * share.shared * token, 4 * share.shared * token
+
+
+def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the bytes that a rank sends in each exchange of heads forward and backward, the mean over the ranks."""
+    token = share.samples * share.tokens * (share.ranks - 1) / share.ranks**2  # numbers, of one a token
+    number = token * share.size * share.itemsize
+    output = share.heads * number
+    inputs = output + 2 * max(share.shared, share.ranks) * number
+    dots = token * share.heads * max(share.itemsize, SUM_BYTES)
+    return (inputs, output), (dots, output, inputs)
 
 
 def ring_passes(share: AttentionShare) -> int:
@@ -94,11 +105,9 @@ def counts_bytes(ranks: int, samples: int, experts: int) -> int:
 
 def kept_elements(share: AttentionShare, method: str) -> int:
     """Return the elements that a layer keeps for its backward beyond those of local attention on as many tokens."""
-    if method == "ring":
-        return 0
-    own = share.samples * share.most_tokens
-    again = 2 * share.samples * share.tokens * share.size if share.shared < share.ranks else 0  # keys of others
-    return own * share.heads * share.size + again  # the output, once by heads and once by tokens
+    # Keys of others, where several ranks get the same.
+    takes_keys = method == "all_to_all" and share.shared < share.ranks
+    return 2 * share.samples * share.tokens * share.size if takes_keys else 0
 
 
 def scratch_elements(share: AttentionShare, method: str) -> Mapping[str, int]:

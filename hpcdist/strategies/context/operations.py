@@ -100,15 +100,19 @@ def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) 
     return tuple(steps)
 
 
-def head_exchanges(placed: tuple[Pieces, ...], rank: int) -> tuple[HeadExchange, ...]:
-    """Return the exchanges of one attention, forward or back: own tokens for heads of all, and the way back."""
+def head_exchanges(placed: tuple[Pieces, ...], rank: int, *, back: bool) -> tuple[HeadExchange, ...]:
+    """Return the exchanges of one attention, forward or ``back``: own tokens for heads of all, and the way back.
+
+    Back, products of rows of the output and its gradient come before the gradient.
+    """
     own, of_ranks = (tokens(placed[rank]),) * len(placed), tuple(map(tokens, placed))
-    return HeadExchange(own, of_ranks), HeadExchange(of_ranks, own)
+    there, again = HeadExchange(own, of_ranks), HeadExchange(of_ranks, own)
+    return (there, there, again) if back else (there, again)
 
 
 Messages: TypeAlias = tuple[RingOperation, ...] | tuple[HeadExchange, ...]
 # By method: of one attention with a window (0: without) on a rank, forward or back.
 MESSAGES: Final[dict[str, Callable[[tuple[Pieces, ...], int, int, bool], Messages]]] = {
     "ring": lambda placed, window, rank, back: ring_operations(paths(placed, window), rank, back=back),
-    "all_to_all": lambda placed, window, rank, back: head_exchanges(placed, rank),
+    "all_to_all": lambda placed, window, rank, back: head_exchanges(placed, rank, back=back),
 }

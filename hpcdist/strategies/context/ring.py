@@ -12,13 +12,13 @@ from typing import Unpack
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.dtypes import accumulation_dtype
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.models.attention import kernels
 from hpcdist.models.attention.flash import (
     KeyGradients,
     KeyRows,
     TiledBackward,
     TiledForward,
     begin_backward,
+    dots_of,
     has_fused_kernel,
     keep_for_backward,
     mask_of_heads,
@@ -74,8 +74,8 @@ class RingAttention:
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
         """Return dqkv, or (dq, dkv), of the own tokens; see `LocalAttention.backward`."""
         axis, documents = self._axis, saved.documents
-        heads, (qkv, kv, y, sums), (dq, dkv, dots), (causal, window), dropped = begin_backward(saved, keep=keep)
-        kernels.row_dots(dy, y, heads.queries, dots)
+        dots = dots_of(dy, saved["attention.y"], saved["attention.head_size"], saved)
+        heads, (qkv, kv, sums), (dq, dkv), (causal, window), dropped = begin_backward(saved, keep=keep)
         backward = TiledBackward(heads, saved, axis.own, (qkv, dy, dq), sums, dots, window, axis.most_tokens)
         keys, gradients = KeyRows(heads, axis.own, qkv, kv), KeyGradients(heads, dq, dkv)
         for travelling in self._parts(heads, saved, qkv, kv, window):

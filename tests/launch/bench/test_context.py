@@ -15,5 +15,5 @@ def test_a_context_that_one_rank_cannot_hold_trains_on_four(mpi):
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {line.split("  ")[0]: line.split() for line in done.stdout.splitlines()}
     assert rows["one rank"][2] == "512" and rows["ring"][1] == "2,048"
-    assert float(rows["ring"][3]) <= 1.1
+    assert max(float(rows[method][3]) for method in ("ring", "all_to_all")) <= 1.1
     assert done.stdout.strip().endswith("one rank: MemoryError, ring: a step, all_to_all: a step")

@@ -16,7 +16,7 @@ CASES = {  # (data, pipeline, tensor, context) -> keys
     (2, 1, 1, 2): ["strategy=zero1"],
     (1, 1, 2, 2): ["sequence_parallel=true"],
     (1, 2, 1, 2): ["microbatches=3 tied=true"],
-    (1, 1, 1, 4): ["kv_heads=1 window=9"],
+    (1, 1, 1, 4): ["kv_heads=1 window=9", "kv_heads=2 context_method=all_to_all"],
 }
 
 

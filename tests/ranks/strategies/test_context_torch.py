@@ -102,6 +102,32 @@ def test_attention_of_wrapped_modules_is_that_of_whole_samples(window, axis, rng
     assert np.linalg.norm(own[:-1] - gradient) <= 1e-13 * np.linalg.norm(gradient)
 
 
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+def test_queries_stay_what_they_were(method, comm, rng, monkeypatch):
+    """In a module that uses them once more. Heads are exchanged in their memory where pieces are even."""
+    if comm.size != 2:
+        pytest.skip("for 2 ranks")
+    monkeypatch.setitem(globals(), "CONTEXT", 16)
+
+    def twice(attention):
+        def forward(q, k, v, scale, **seen):
+            q = q.transpose(1, 2).contiguous().transpose(1, 2)  # as a linear of its own gives them
+            return attention(q, k, v, **seen) * q
+
+        return forward
+
+    seed, tokens = int(rng.integers(1 << 31)), rng.integers(0, VOCABULARY, (3, CONTEXT + 1))
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    pytorch = {"attention": twice(functional.scaled_dot_product_attention), "is_causal": True}
+    total, gradient = step(wrapped(language_model(seed, **pytorch), x), x, y)
+    axis = ContextAxis(comm, CONTEXT, method)
+    model = cut_context(wrapped(language_model(seed, attention=twice(context_attention)), x), axis)
+    own = np.append(*step(model, axis.cut(x), axis.cut(y))[::-1])
+    comm.allreduce(own)
+    assert own[-1] == pytest.approx(total, rel=1e-13)
+    assert np.linalg.norm(own[:-1] - gradient) <= 1e-13 * np.linalg.norm(gradient)
+
+
 def test_modules_that_would_not_see_other_ranks_are_refused(axis, rng):
     def masked(q, k, v, **_):
         return context_attention(q, k, v, dropout_p=0.1, enable_gqa=True)

@@ -32,6 +32,70 @@ def test_later_steps_take_no_new_memory():
     assert first >= 6 * 16 * (7 * 4 + 15 * 8)
 
 
+@pytest.mark.parametrize("recomputing", [False, True])
+def test_sizes_that_vary_do_not_leave_blocks_behind(recomputing, rng):
+    """Such as rows of experts: what the arena has is in proportion to what was in use at once, whatever came when."""
+    for rows_of_step in (lambda step: int(rng.integers(200, 2000)), lambda step: 200 + 9 * step):
+        ledger, peak = Ledger(), 0
+        arena = Arena(ledger)
+        for step in range(200):
+            in_use = 0
+            for layer in range(6):
+                saved, rows = arena.saved(layer), rows_of_step(step)
+                sizes = [64 * 1000, 64 * 1000, *(64 * width * rows for width in (2, 8, 8, 2))]
+                for name, size in enumerate(sizes):
+                    saved.empty(str(name), (size,), np.uint8)
+                peak = max(peak, in_use + sum(sizes))
+                in_use += 0 if recomputing else sum(sizes)
+                if recomputing:
+                    saved.release()
+            for layer in range(6):
+                arena.saved(layer).release()
+        assert peak <= ledger.current["activations"] <= ledger.peak["activations"] <= 1.6 * peak
+
+
+def test_any_order_of_sizes_comes_to_an_end_of_new_memory(rng):
+    """Arrays alive are apart and known by their memory; a sequence that is repeated allocates nothing in the end."""
+    for _ in range(20):
+        ledger, order, alive = Ledger(), [], []
+        arena = Arena(ledger)
+        for name in range(60):
+            order.append((name, int(2 ** rng.uniform(3, 13))))
+            alive.append(name)
+            while alive and rng.random() < 0.45:
+                order.append((alive.pop(int(rng.integers(len(alive)))), None))
+        after, used, most = [], 0, 0
+        for _ in range(25):
+            held = {}
+            for name, size in [*order, *((name, None) for name in alive)]:
+                if size is None:
+                    index, array, size = held.pop(name)
+                    assert (array == name).all() and arena.find(array) == index
+                    arena.give(index)
+                    used -= size
+                else:
+                    index = arena.take(size)
+                    held[name] = index, arena.view(index, (size,), np.uint8), size
+                    held[name][1][...] = name
+                    used += size
+                    most = max(most, used)
+            after.append(ledger.current["activations"])
+        assert after[-5:] == after[-1:] * 5
+        assert after[-1] <= 3 * most + 128 * len(order)
+
+
+def test_what_a_block_was_goes_before_it_grows():
+    ledger = Ledger()
+    arena = Arena(ledger)
+    for size in (1000, 1900, 3000, 2900):
+        arena.saved(0).empty("x", (size,), np.float64)
+        arena.saved(0).release()
+    assert ledger.peak["activations"] == ledger.current["activations"] < 8 * 3100
+    arena.saved(0).empty("x", (3001 * 2,), np.float64)
+    arena.saved(0).release()
+    assert ledger.current["activations"] >= 8 * 3 * 3000, "beyond twice its size a block stays as it is"
+
+
 def test_arrays_alive_at_once_do_not_overlap():
     arena = Arena()
     for _ in range(2):

@@ -14,7 +14,7 @@ from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Draw
 from hpcdist.strategies.context.axis import ContextAxis
-from hpcdist.strategies.context.costs import AttentionShare, sent_bytes
+from hpcdist.strategies.context.costs import AttentionShare, kept_elements, scratch_elements, sent_bytes
 from hpcdist.strategies.context.model import METHODS
 from hpcdist.strategies.context.passes import pairs, paths, pieces, tokens, visits
 from hpcdist.strategies.context.ring import RingAttention
@@ -119,13 +119,45 @@ def test_attention_is_that_of_whole_samples(method, ranks, context, heads, share
     assert window or visitors == [ranks - 1] * ranks
     sent = 6 * shared * sum(tokens(own) * count for own, count in zip(placed, visitors, strict=True))
     if method == "all_to_all":
-        sent = 4 * context * (heads + max(shared, ranks)) * (ranks - 1) // ranks
+        # Output and gradient, and a product of their rows for each head; queries, keys, values, and their gradients.
+        sent = (4 * context * (heads + max(shared, ranks)) + context * heads / size) * (ranks - 1) / ranks
     assert sum(bytes_sent for bytes_sent, _ in together) == sent * token
     sizes = {"samples": batch, "tokens": context, "heads": heads, "shared": shared, "size": size, "itemsize": 8}
     sizes["window"] = window
     planned = sum(sent_bytes(AttentionShare(ranks=ranks, **sizes), method))
     assert planned * ranks == pytest.approx(sent * token, rel=1e-12)
     assert sum(own for _, own in together) == context
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("ranks", "heads", "shared"), [(2, 4, 0), (3, 6, 3), (4, 8, 2), (4, 4, 0)])
+def test_a_rank_keeps_what_was_planned(method, ranks, heads, shared, rng):
+    """Beyond what attention of as many tokens keeps alone: of the output no second copy; and scratch."""
+    size, batch, own, width = 4, 2, 8 * int(rng.integers(2, 9)), 4 * heads
+    qkv = rng.standard_normal((batch, ranks * own, width if shared else 3 * width))
+    kv = rng.standard_normal((batch, ranks * own, 2 * shared * size)) if shared else None
+    sizes = {"samples": batch, "tokens": ranks * own, "heads": heads, "shared": shared or heads, "size": size}
+    share = AttentionShare(ranks=ranks, itemsize=8, **sizes)
+
+    def kept(operation, cut):
+        arena = Arena()
+        saved = arena.saved(3)
+        qkv_, kv_ = (None if x is None else cut(x) for x in (qkv, kv))
+        y = operation.forward(qkv_, size, saved, kv=kv_)
+        nbytes = sum(block.nbytes for block, uses in zip(arena._blocks, arena._uses, strict=True) if uses)
+        operation.backward(y.copy(), saved)
+        return nbytes, {name: block.nbytes for name, block in arena._scratch.items() if name.startswith("context.")}
+
+    def body(comm):
+        axis = ContextAxis(comm, ranks * own, method)
+        return kept(METHODS[method](axis), axis.cut)
+
+    assert not kept_elements(share, method) or shared in range(1, ranks), "keys that several ranks get"
+    alone, _ = kept(LocalAttention(), lambda x: np.ascontiguousarray(x[:, :own]))
+    for nbytes, scratch in run_threads(ranks, body):
+        assert nbytes == pytest.approx(alone + 8 * kept_elements(share, method), abs=256), "but for its alignment"
+        planned = {name: 8 * elements for name, elements in scratch_elements(share, method).items()}
+        assert scratch == pytest.approx(planned, abs=64)
 
 
 @cases(

@@ -31,9 +31,9 @@ def rings(ranks, back, window=0):
     return [list(ring_operations(visited(ranks, window), rank, back=back)) for rank in range(ranks)]
 
 
-def heads(context, ranks):
+def heads(context, ranks, back=False):
     placed = pieces(context, ranks)
-    return [list(head_exchanges(placed, rank)) for rank in range(ranks)]
+    return [list(head_exchanges(placed, rank, back=back)) for rank in range(ranks)]
 
 
 def refused(lists, back, match="rank", window=0):
@@ -137,10 +137,12 @@ def test_one_attention_takes_no_message_of_another():
 
 def test_exchanges_of_heads_are_proven():
     for context, ranks in ((8, 2), (37, 3), (13, 4)):
-        prove_messages(heads(context, ranks), range(ranks), visited(ranks), back=False)
-    lists = heads(37, 3)
-    del lists[1][1]
-    refused(lists, True, "rank 11 makes 1 exchanges")
+        for back in (False, True):
+            prove_messages(heads(context, ranks, back), range(ranks), visited(ranks), back=back)
+    for back in (False, True):
+        lists = heads(24, 3, back)
+        del lists[1][1]
+        refused(lists, back, f"rank 11 makes {1 + back} exchanges")
     lists = heads(37, 3)
     lists[2].reverse()
     refused(lists, False, "tokens to rank")
