@@ -17,6 +17,7 @@ from hpcdist.strategies.expert.costs import COPIES, node_traffic, published_byte
 SHARED: Final = "node memory"
 HIERARCHICAL: Final = "hierarchical"
 PAIRS: Final = "pairs"
+EVEN: Final = "loads of experts are taken to be even: a rank that gets more rows keeps them, and the others wait for it"
 
 
 class RowRoute(NamedTuple):
@@ -44,18 +45,24 @@ def row_route(layout: ParallelLayout, cluster: Cluster) -> RowRoute:
 
 def row_turn(turn: str, nbytes: float, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
     """Return the cost of a ``turn``, one of `COPIES`, of a rank with ``nbytes``, its own part included (local)."""
-    reach = span(layout, "expert", cluster)
-    route = row_route(layout, cluster)
+    reach, route = span(layout, "expert", cluster), row_route(layout, cluster)
     if layout.implementation != "hpcdist":
         return collective("all_to_all", nbytes, reach, cluster)
+    if route.way == SHARED:
+        cost = MessageCost(reach.latency_s, 0.0, SHARED)
+    elif route.way == PAIRS:
+        cost = collective("all_to_all", nbytes, reach, cluster)
+    else:
+        cost = _between_nodes(nbytes, route, layout, cluster)
     moves = cluster.device.memory_bytes_per_s * cluster.device.memory_share
     copied_s = 2 * COPIES[turn][route.way != SHARED] * nbytes / moves
-    if route.way == SHARED:
-        return MessageCost(reach.latency_s + copied_s, 0.0, SHARED)
-    if route.way == PAIRS:
-        cost = collective("all_to_all", nbytes, reach, cluster)
-        return cost._replace(seconds=cost.seconds + copied_s)
-    traffic, far = node_traffic(nbytes, route.nodes, route.each), reach.tiers[-1]
+    return cost._replace(seconds=cost.seconds + copied_s, flags=(*cost.flags, EVEN))
+
+
+def _between_nodes(nbytes: float, route: RowRoute, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
+    """Return the cost of an all-to-all by way of ranks that stand for their nodes."""
+    reach, traffic = span(layout, "expert", cluster), node_traffic(nbytes, route.nodes, route.each)
+    far = reach.tiers[-1]
     # Where fewer ranks of a node send than it has, each has more of the node's link, up to what one alone gets.
     senders = min(1.0, (route.nodes - 1) / route.each)
     between_s = traffic.messages * far.latency_s + traffic.most * max(far.single, far.crowded * senders)
@@ -63,7 +70,7 @@ def row_turn(turn: str, nbytes: float, layout: ParallelLayout, cluster: Cluster)
     # An all-to-all of so many bytes, its own part included, sends what stays within the node.
     inside = traffic.inside * route.each / max(1, route.each - 1)
     inside_s = collective("all_to_all", inside, near, cluster).seconds
-    return MessageCost(between_s + inside_s + copied_s, traffic.between + traffic.inside, HIERARCHICAL, reach.flags)
+    return MessageCost(between_s + inside_s, traffic.between + traffic.inside, HIERARCHICAL, reach.flags)
 
 
 def row_buffers(nbytes: float, route: RowRoute) -> float:

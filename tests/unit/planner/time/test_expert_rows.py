@@ -129,6 +129,7 @@ def test_rows_that_are_read_in_place_take_their_copies():
     layout, n = replace(subject.layout, algorithm="auto"), 4 * 64 * 2 * 64 * 4
     found = timing(subject.description, layout, CLUSTER, 8)
     assert found.bytes["expert"] == 0 and found.algorithms["expert"] == "node memory"
+    assert any("loads of experts are taken to be even" in flag for flag in found.flags)
     assert found.terms["expert"] == pytest.approx(4 * (5 * NEAR.latency_s + 5 * 2 * n / MOVES))
     ring = timing(subject.description, replace(layout, algorithm="ring"), CLUSTER, 8)
     assert ring.bytes["expert"] == 4 * (4 * n + 8 * 4) / 2
