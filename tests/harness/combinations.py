@@ -1,11 +1,30 @@
-"""Runs that are stopped and go on: every exchange, schedule and precision of which the bits can be compared."""
+"""Runs that are stopped and go on, of every exchange, schedule and precision, and products of all axes of ranks."""
 
-from collections.abc import Iterable, Iterator
-from itertools import product
-from typing import Any
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from harness.trainings import recipe_keys, recipe_of
+import numpy as np
+
+from harness.trainings import (
+    LAYOUT_KEYS,
+    TOLERANCE,
+    State,
+    difference,
+    losses,
+    recipe_keys,
+    recipe_of,
+    state,
+    trainer_of,
+)
+from harness.trainings import SMALL as SMALL_TRAINING
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError
+from hpcdist.training.recipe.requirements import grid_of_recipe
 
 HALF = 3  # steps before the kill, and behind it
 SMALL = recipe_keys(
@@ -143,3 +162,110 @@ PRODUCTS: dict[str, tuple[int, dict[str, object]]] = {
         PIPELINE_PRODUCT | recipe_keys("schedule=zb-h1 strategy=parameter_server parameter_server.placement=colocated"),
     ),
 }
+
+
+# Products of data, pipeline, tensor, context and expert ranks with ZeRO, all of mixtures: cells of a covering design.
+CELL_STEPS = 20 if os.environ.get("HPCDIST_TEST_LAYOUTS") == "all" else 4
+CELL: dict[str, Any] = {**SMALL_TRAINING, "run.steps": 20} | recipe_keys(
+    "layers=3 hidden=12 experts=4 expert_hidden=8 z_loss=0.01 global_batch=12 dropout=0.1 optimizer.clip_norm=0.5 "
+    "data.context=22"
+)
+ROUTERS = (
+    "balance_loss=0.1",
+    "router=sigmoid balance_loss=0 balance_rate=0.01 shared_experts=1",
+    "capacity_factor=0.75 experts_per_token=1",
+    "experts_per_token=1 balance_loss=0 balance_rate=1e-9",
+    "experts_per_token=2 balance_loss=0 balance_rate=1e-9",
+)
+FORCED = {ROUTERS[3]: [3], ROUTERS[4]: [2, 3]}  # experts that all tokens go to: of one rank, which lends one of two
+CELL_PARAMETERS = {
+    "expert": ("expert=1", "expert=2", "expert=4"),
+    "pipeline": ("pipeline=1", "pipeline=2", "pipeline=2 schedule=gpipe", "pipeline=2 schedule=zb-h1"),
+    "tensor": ("tensor=1", "tensor=2", "tensor=2 sequence_parallel=true"),
+    "context": (
+        "parallel.context=1",
+        "parallel.context=2",
+        "parallel.context=2 context_method=all_to_all",
+        "parallel.context=3",
+        "parallel.context=4",
+    ),
+    "data": ("packed=false", "packed=true document_end=32"),
+    "strategy": (
+        "strategy=allreduce",
+        "strategy=zero1",
+        "strategy=zero2 keep_gradients=true",
+        "strategy=zero3 keep_gradients=true",
+    ),
+    "microbatches": ("microbatches=1", "microbatches=2", "microbatches=3"),
+    "recompute": ("recompute=false", "recompute=true"),
+    "router": ROUTERS,
+    "optimizer": ("optimizer.name=adamw", "optimizer.name=lamb", "optimizer.name=sgd learning_rate=0.1"),
+    "algorithm": ("algorithm=ring", "algorithm=node_shared", "algorithm=hierarchical ranks_per_node=2"),
+    "mode": ("precision.mode=float64", "precision.mode=float32"),
+}
+
+
+class Cell(NamedTuple):
+    """A product: a number of ranks, and a value of each of `CELL_PARAMETERS`."""
+
+    ranks: int
+    values: tuple[str, ...]
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Its keys of a recipe."""
+        return CELL | recipe_keys(" ".join(self.values))
+
+    @property
+    def is_legal(self) -> bool:
+        """Whether a recipe may have it."""
+        try:
+            grid_of_recipe(recipe_of(self.keys), self.ranks)
+        except ConfigurationError:
+            return False
+        return True
+
+    def trained(self, comm: Communicator, path: Path, *, alone: bool = False) -> tuple[list[float], State]:
+        """Return losses and state of `CELL_STEPS` steps, ``alone`` without any layout. Collective."""
+        keys = self.keys | {"data.path": path}
+        if alone:
+            keys = {key: value for key, value in keys.items() if not key.startswith(LAYOUT_KEYS)}
+        elif each := keys.get("communication.ranks_per_node"):
+            comm.declared_node = comm.rank // each  # type: ignore[attr-defined]  # as at the start of a job
+        trainer = trainer_of(comm, keys)
+        for router in FORCED.keys() & {*self.values}:
+            trainer.model.operations.experts.state.bias[:, FORCED[router]] = 100  # type: ignore[union-attr]
+        result = losses(trainer, CELL_STEPS), state(trainer)
+        trainer.close()
+        return result
+
+    def alone(self, path: Path) -> tuple[list[float], State]:
+        """Return what one process has (local)."""
+        return self.trained(solo(), path, alone=True)
+
+    def check(self, own: tuple[list[float], State], expected: tuple[list[float], State]) -> None:
+        """Hold what a rank has against what one process has (local)."""
+        tolerance, name = TOLERANCE[self.values[-1].partition("=")[2]], " ".join(self.values)
+        np.testing.assert_allclose(own[0], expected[0], rtol=tolerance, err_msg=name)
+        assert difference(own[1], expected[1]) <= 10 * tolerance, name
+
+
+@cache
+def covering(sizes: Sequence[int], count: int) -> list[Cell]:
+    """Return ``count`` cells or more on so many ranks, with every pair of values that go together.
+
+    They are drawn the same every time: those with most new pairs first, until there are enough.
+    """
+    rng = np.random.default_rng(28)
+    parameters = [tuple(map(str, sizes)), *CELL_PARAMETERS.values()]
+    drawn = {tuple(values[rng.integers(len(values))] for values in parameters) for _ in range(4000)}
+    legal = [cell for cell in (Cell(int(row[0]), row[1:]) for row in sorted(drawn)) if cell.is_legal]
+    pairs = [set(combinations(enumerate((cell.ranks, *cell.values)), 2)) for cell in legal]
+    missing, chosen = set().union(*pairs), list[int]()
+    while missing or len(chosen) < count:
+        left = [number for number in range(len(legal)) if number not in chosen]
+        # Of equal ones those where experts are shared out, and samples cut.
+        axes = [sum("=1" not in legal[number].values[place] for place in (0, 3)) for number in range(len(legal))]
+        chosen.append(max(left, key=lambda number: (len(missing & pairs[number]), axes[number])))
+        missing -= pairs[chosen[-1]]
+    return [legal[number] for number in chosen]

@@ -24,6 +24,7 @@ from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.comm.threads.group import RankDeath
 from hpcdist.errors import ConfigurationError, NonFiniteError
+from hpcdist.models.experts import router
 from hpcdist.models.model import Model
 from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.schedule.executor import StepResult
@@ -240,6 +241,17 @@ def alone(keys: Mapping[str, object], steps: int) -> Reference:
         trainer = trainer_of(solo(), plain)
         _references[name] = Reference(losses(trainer, steps), state(trainer), mean_validation_loss(trainer))
     return _references[name]
+
+
+def choose_in_turn(monkeypatch: pytest.MonkeyPatch, experts: int) -> None:
+    """Let routers choose one of so many ``experts`` after the other: loads are even, as plans take them."""
+    choose = router.choose
+
+    def in_turn(logits: Any, bias: Any, config: Any, chosen: Any, gates: Any) -> None:
+        choose(logits, bias, config, chosen, gates)
+        chosen[...] = np.arange(chosen.size, dtype=chosen.dtype).reshape(chosen.shape) % experts
+
+    monkeypatch.setattr(router, "choose", in_turn)
 
 
 def difference(mine: Trainer | State, theirs: State) -> float:

@@ -24,6 +24,11 @@ from hpcdist.errors import CommunicationError, MissingCapabilityError
 _TURNS: Final = 0  # word of the counter
 
 
+def room(nbytes: int) -> int:
+    """Return the bytes of a part for ``nbytes``: a quarter more, as loads that rise shall not take new memory often."""
+    return align_up(nbytes + nbytes // 4, ALIGN_BYTES)
+
+
 class PublishedMemory:
     """Parts of each rank of ``comm``, by name, which it writes and all read. Collective over ``comm``, on one node.
 
@@ -48,8 +53,7 @@ class PublishedMemory:
         short = {name: size for name, size in sizes.items() if size > self._sizes.get(name, 0)}
         if not short:
             return
-        # A quarter more: loads that rise step by step do not take new memory each time.
-        self._sizes |= {name: align_up(size + size // 4, ALIGN_BYTES) for name, size in short.items()}
+        self._sizes |= {name: room(size) for name, size in short.items()}
         *starts, total = accumulate(self._sizes.values(), initial=0)
         self._starts = dict(zip(self._sizes, starts, strict=True))
         if self._parts is not None:

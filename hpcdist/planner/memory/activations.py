@@ -189,6 +189,14 @@ def _received(unit: ModelUnit, expert: int) -> tuple[KeptArray, ...]:
     return tuple(rows[:1]) if expert > 1 else ()
 
 
+def row_bytes(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> float:
+    """Return the bytes of the rows that go to the experts of a layer, of a micro-batch: the most of those present."""
+    if layout.expert == 1:
+        return 0.0
+    rows = [array.size for place in present for array in _received(description.units[place], layout.expert)]
+    return float(itemsize(layout) * layout.microbatch * -(-max(rows, default=0) // layout.context))
+
+
 def recomputed_one_by_one(description: ModelDescription, layout: ParallelLayout) -> float:
     """Return the bytes of a sample where our blocks are computed again one by one, without a pipeline (local)."""
     size = itemsize(layout)

@@ -1,10 +1,10 @@
 """Memory of the fullest device of a layout: states, activations, messages, scratch, and what is reserved.
 
 "messages" are buffers on their way: activations between the ranks of a pipeline
-(`hpcdist.strategies.pipeline.memory`), and what a collective or a server of our own exchanges takes beside the
-gradients (`hpcdist.planner.memory.model_states.exchanged`). "scratch" are units that are whole for a moment, and
-temporary arrays of kernels. Batches, workspaces of a BLAS and fragmentation belong to the device's
-``reserved_bytes``.
+(`hpcdist.strategies.pipeline.memory`), what a collective or a server of our own exchanges takes beside the gradients
+(`hpcdist.planner.memory.model_states.exchanged`), and rows on their way to experts of other ranks
+(`hpcdist.planner.time.expert_rows.row_buffers`). "scratch" are units that are whole for a moment, and temporary arrays
+of kernels. Batches, workspaces of a BLAS and fragmentation belong to the device's ``reserved_bytes``.
 
 A search asks for the memory of many layouts that differ in little. What lasts for a step depends on the strategy, not
 on the micro-batches; what comes and goes with a micro-batch depends on these, not on the strategy: both are cached.
@@ -26,10 +26,18 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import MemoryEstimate
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.memory.activations import UnitActivations, itemsize, of_units, recomputed_one_by_one, scratch_of
+from hpcdist.planner.memory.activations import (
+    UnitActivations,
+    itemsize,
+    of_units,
+    recomputed_one_by_one,
+    row_bytes,
+    scratch_of,
+)
 from hpcdist.planner.memory.model_states import exchanged, server_bytes, stage_of, states, unsharded, whole_units
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import SplitKey, UnitGroup, chunks_of_split, stages_of_split
+from hpcdist.planner.time.expert_rows import SHARED, RowRoute, row_buffers, row_route
 from hpcdist.strategies.pipeline.memory import IN_MESSAGES, LiveMicroBatches, Moment, moments
 from hpcdist.strategies.schedule.generate.passes import expand, interleaved_group
 from hpcdist.strategies.schedule.generate.registry import FILE, SCHEDULES, check_schedule
@@ -219,7 +227,7 @@ def memory(
     """
     many, cut = layout.microbatches(global_batch), SplitKey.of(layout)
     lasting = _lasting(description, cut, _lasting_of(layout))
-    passing = _passing(description, _passing_of(layout), many)
+    passing = _passing(description, _passing_of(layout), many, row_route(layout, cluster))
     adds = _accumulates(layout, many)
     # Sums find the fullest part, in which all terms are those of one moment; only its terms are then put together.
     totals = [lasts.total + passes.total + adds * passes.added for lasts, passes in zip(lasting, passing, strict=True)]
@@ -234,14 +242,16 @@ def memory(
     return MemoryEstimate(terms=terms, limit_bytes=cluster.device.memory_bytes, rule=states(layout).rule, stage=fullest)
 
 
-def by_rank(description: ModelDescription, layout: ParallelLayout, global_batch: int) -> tuple[dict[str, float], ...]:
+def by_rank(
+    description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
+) -> tuple[dict[str, float], ...]:
     """Return the terms of each pipeline rank, without what is reserved (local). Raises what `memory` does."""
-    many, cut = layout.microbatches(global_batch), SplitKey.of(layout)
+    many, cut, route = layout.microbatches(global_batch), SplitKey.of(layout), row_route(layout, cluster)
     terms = []
     for rank in range(layout.pipeline):
         part = part_of(description, cut, rank)
         alive = _moments(cut, part, layout.schedule, many, _repeats(description, layout))
-        passes = _passes(description, layout, part, alive, _scratch(description, layout, part.present))
+        passes = _passes(description, layout, part, alive, route)
         terms.append(_terms(_lasts(description, layout, part), passes, adds=_accumulates(layout, many)))
     return tuple(terms)
 
@@ -282,23 +292,38 @@ def _lasts(description: ModelDescription, layout: ParallelLayout, part: Pipeline
         gradients += experts * sharded_experts.gradient
         optimizer += experts * sharded_experts.optimizer
     longest = part.longest + part.longest_experts / layout.expert
-    messages = exchanged(layout, numbers, longest) if is_ours else 0.0
+    messages = _exchanged(layout, part) if is_ours else 0.0
     scratch = whole_units(layout, longest)
     return StepMemory(
         parameters, gradients, optimizer, messages, scratch, parameters + gradients + optimizer + messages + scratch
     )
 
 
+def _exchanged(layout: ParallelLayout, part: PipelinePart) -> float:
+    """Return the bytes of buffers of our collectives for the parameters of a part.
+
+    Where experts are shared out, those of a layer lie behind its dense tensors, and go over other replicas: buckets end
+    there.
+    """
+    tensor, longest_experts = layout.tensor, part.longest_experts / layout.expert
+    if layout.expert == 1:
+        numbers = part.whole + (part.cut + part.experts) / tensor
+        return exchanged(layout, numbers, part.longest + longest_experts)
+    alike = layout.but(data=layout.data * layout.context // layout.expert, context=1)
+    dense = exchanged(layout, part.longest / tensor, part.longest)
+    return max(dense, exchanged(alike, longest_experts / tensor, longest_experts))
+
+
 @lru_cache(maxsize=1 << 15)
-def _passing(description: ModelDescription, fields: tuple[Any, ...], microbatches: int) -> tuple[MicrobatchMemory, ...]:
+def _passing(
+    description: ModelDescription, fields: tuple[Any, ...], microbatches: int, route: RowRoute
+) -> tuple[MicrobatchMemory, ...]:
     layout = ParallelLayout(**dict(zip(_PASSING, fields, strict=True)))
     cut = SplitKey.of(layout)
     alive = _alive(description, cut, layout.schedule, microbatches, _repeats(description, layout))
-    of_parts = parts(description, cut)
-    scratch = {present: _scratch(description, layout, present) for present in {part.present for part in of_parts}}
     return tuple(
-        _passes(description, layout, part, moments, scratch[part.present])
-        for part, moments in zip(of_parts, alive, strict=True)
+        _passes(description, layout, part, moments, route)
+        for part, moments in zip(parts(description, cut), alive, strict=True)
     )
 
 
@@ -316,15 +341,19 @@ def _passes(
     layout: ParallelLayout,
     part: PipelinePart,
     alive: Sequence[Alive],
-    scratch: tuple[float, float],
+    route: RowRoute,
 ) -> MicrobatchMemory:
     """Return the bytes of micro-batches in a part whose units are ``alive`` at these moments."""
+    rows = row_buffers(row_bytes(description, layout, part.present), route)
+    if route.way == SHARED:  # then rows are kept as on one rank
+        layout = layout.but(expert=1)
+    scratch = _scratch(description, layout, part.present)
     samples, units = layout.microbatch, of_units(description, layout)
     if layout.pipeline == 1 and _repeats(description, layout):
         activations = samples * recomputed_one_by_one(description, layout)
     else:
         activations = samples * max([_bytes_of(moment, units) for moment in alive], default=0.0)
-    messages = samples * _on_their_way(description, layout, part, units) if part.borders else 0.0
+    messages = rows + (samples * _on_their_way(description, layout, part, units) if part.borders else 0.0)
     return MicrobatchMemory(activations, messages, *scratch, activations + messages + scratch[0])
 
 

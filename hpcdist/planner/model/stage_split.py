@@ -282,8 +282,10 @@ def _operations(unit: ModelUnit, *, first: bool, recompute: bool) -> float:
     """Return what `hpcdist.strategies.pipeline.costs` counts for one sample: forward and back, and forward again."""
     linear, scores = matrix_flops(unit), 0.0
     if unit.attention is not None:
-        looked = unit.attention.context**2
-        if unit.attention.pairs != looked:
+        looked: float = unit.attention.context**2
+        if unit.attention.within:
+            looked = unit.attention.pairs
+        elif unit.attention.pairs != looked:
             looked = attention_scores(unit.attention.context, unit.attention.window)
         scores = 4.0 * unit.attention.heads * unit.attention.size * looked
     additions = unit.counted.kept[0].size if unit.counted and unit.counted.kept and unit.name == "embedding" else 0

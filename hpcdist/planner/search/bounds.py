@@ -36,6 +36,7 @@ from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import recomputes_ahead, step_flops
 from hpcdist.planner.plan import peak_of, peak_share
 from hpcdist.planner.time.compute import cached
+from hpcdist.planner.time.expert_rows import row_route
 from hpcdist.planner.time.network import span
 from hpcdist.planner.time.pipeline import SPLIT, PlannedSeconds, closed_form
 from hpcdist.planner.time.stage_load import CollectiveWait, StageLoad, collective_wait, load_key, loads
@@ -145,7 +146,8 @@ def family_totals(
 def _alone(description: ModelDescription, alone: ParallelLayout, cluster: Cluster) -> tuple[StageLoad, CollectiveWait]:
     """Return the load of all units on one rank, and what it waits for: the same where other axes lie otherwise."""
     spans = (span(alone, axis, cluster) for axis in AXES)
-    key, known = (*load_key(description, alone), alone.tensor_overlap, *spans), cached(cluster, "alone")
+    route = row_route(alone, cluster)
+    key, known = (*load_key(description, alone), alone.tensor_overlap, route, *spans), cached(cluster, "alone")
     if key not in known:
         ((load, _),) = loads(description, alone, cluster)
         known[key] = load, collective_wait(load, alone, cluster)

@@ -140,7 +140,7 @@ def group(size: int, stride: int, total: int, levels: tuple[LinkLevel, ...], cha
     below = box_below = 1
     for outer, level in enumerate(levels):
         box = level.devices or max(total, box_below)
-        inside = size if total <= box else _inside(size, stride, box, below)
+        inside = size if total <= box else members_inside(size, stride, box, below)
         if total > box > stride and (box % stride or inside < min(size, box // stride)):
             flags.append(f"groups of {size} devices, {stride} apart, do not fill boxes of {box} evenly")
         if inside > below:
@@ -165,7 +165,7 @@ def _span(size: int, stride: int, tiers: tuple[LinkTier, ...], channels: bool, f
     return GroupSpan(size, stride, tiers, channels, flags)
 
 
-def _inside(size: int, stride: int, box: int, below: int) -> int:
+def members_inside(size: int, stride: int, box: int, below: int = 1) -> int:
     """Return how many neighbours of a group share a box of ``box`` devices, ``below`` of them the box below it."""
     # Boxes nest: a multiple of those in the box below, and one that cuts the group into equal parts.
     room = max(1, box // stride)

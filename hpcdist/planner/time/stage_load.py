@@ -15,7 +15,7 @@ of the weights at the beginning of the region are computed, and the second gathe
 scatters the sums of their gradients back (arXiv:2407.21783, section 3.3.2); in hpcdist they travel round a ring beside
 the tiles of attention, and once more in the backward with their gradients, or heads are exchanged for tokens, as
 `hpcdist.strategies.context` chooses, and routers tell each other how often they chose which expert. The expert axis
-sends each token to its experts and back, and so its gradient. What is recomputed
+sends each token to its experts and back, and so its gradient (`hpcdist.planner.time.expert_rows`). What is recomputed
 (`hpcdist.planner.model.stage_split`) sends again what its forward sent.
 """
 
@@ -29,8 +29,10 @@ from hpcdist.planner.memory.activations import context_share
 from hpcdist.planner.model.description import AttentionShape, ModelDescription, ModelUnit
 from hpcdist.planner.model.stage_split import UnitGroup, chunks, recomputed, stages
 from hpcdist.planner.time.compute import cached, local_experts, local_parameters, timed_fields, unit_seconds
+from hpcdist.planner.time.expert_rows import row_turn
 from hpcdist.planner.time.network import MessageCost, collective, span
 from hpcdist.strategies.context.costs import counts_bytes, exchanged_bytes, ring_exposed_s, ring_passes
+from hpcdist.strategies.expert import costs as expert_costs
 
 FORWARD: Final = 0
 BACKWARD: Final = 1
@@ -43,6 +45,7 @@ LOSS_SUMS: Final = 3  # the maximum, the sum of exponentials, the logit of the r
 class AxisCollective(NamedTuple):
     """A collective of a micro-batch: when, over which axis, what, and on how many bytes.
 
+    Of the expert axis it is a turn of `hpcdist.planner.time.expert_rows`.
     So many ``passes`` round a ring run beside ``tiles_s`` of attention; None: nothing is computed beside.
     """
 
@@ -147,7 +150,10 @@ def collective_wait(
         when, axis, operation, size, tiles_s, passes = call
         cost = known.get((axis, operation, size))
         if cost is None:
-            cost = collective(operation, size, span(layout, axis, cluster), cluster)
+            if axis == "expert":
+                cost = row_turn(operation, size, layout, cluster)
+            else:
+                cost = collective(operation, size, span(layout, axis, cluster), cluster)
             known[axis, operation, size] = cost
         nbytes[axis] = nbytes.get(axis, 0.0) + often * cost.nbytes
         if axis not in algorithms or often * size > most[axis]:
@@ -254,8 +260,11 @@ def _calls(
         # Ours route all tokens on each tensor rank, the published ones those of its own rows.
         by_rows = layout.sequence_parallel and layout.implementation == "megatron"
         tokens = first.rows * first.experts * first.share / (layout.tensor if by_rows else 1)
-        for when in (FORWARD, FORWARD, BACKWARD, BACKWARD):
-            yield AxisCollective(when, "expert", "all_to_all", tokens * first.inner * each)
+        if layout.implementation == "hpcdist":
+            yield AxisCollective(FORWARD, "expert", "counts", expert_costs.counts_bytes(first.experts))
+        turns = (FORWARD, "rows"), (FORWARD, "results"), (BACKWARD, "gradients"), (BACKWARD, "results")
+        for when, turn in turns:
+            yield AxisCollective(when, "expert", turn, tokens * first.inner * each)
 
 
 def _context(

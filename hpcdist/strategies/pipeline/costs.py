@@ -6,7 +6,8 @@ tokens a sample:
 
     dense(i, o)        forward 2 i o, gradient of the input 2 i o, of the weight 2 i o a token
     gpt block          24 h^2 s + 4 h A forward, 48 h^2 s + 10 h A backward; A = sum over blocks of queries of
-                       (queries x keys that are computed), s (s + 64) / 2 for long samples, s^2 up to 64 tokens
+                       (queries x keys that are computed), s (s + 64) / 2 for long samples, s^2 up to 64 tokens; of
+                       packed samples the pairs within documents that are looked at, in the mean
     gpt head           2 h v s forward, twice that backward
     gpt embedding      no product: h s additions forward, 2 h s back into the tables
 
@@ -31,7 +32,7 @@ norms, activations and heads, and of convolutions, are in `hpcdist.models.counts
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Final
 
@@ -47,7 +48,7 @@ from hpcdist.models.attention.tiles import QUERY_BLOCK
 from hpcdist.models.classifiers import Convolution, Dense
 from hpcdist.models.classifiers import PoolingHead as PooledHead
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.counts import KeptArray, Scratch, UnitCounts
+from hpcdist.models.counts import DocumentPairs, KeptArray, Scratch, UnitCounts
 from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.runtime.split_backward import release_first_pass, split_operations, weight_gradients
@@ -268,12 +269,19 @@ class SampleCounts:
         return (0 if self.joint else self.unit.linear - self.joint_linear) + 2 * self.additions
 
 
-def unit_costs(model: Model, samples: int, split: TensorSplit = TensorSplit()) -> tuple[UnitCost, ...]:
-    """Return the costs of all units of the whole ``model`` for a micro-batch of ``samples`` (local)."""
+def unit_costs(
+    model: Model, samples: int, split: TensorSplit = TensorSplit(), documents: DocumentPairs | None = None
+) -> tuple[UnitCost, ...]:
+    """Return the costs of all units of the whole ``model`` for a micro-batch of ``samples`` (local).
+
+    Attention stays within ``documents``, where samples are packed.
+    """
     costs: list[UnitCost] = []
     itemsize, last = model.dtype.itemsize, len(model.stages) - 1
     for unit, stage in enumerate(model.stages):
         forms = _FORMS.get(type(stage), _matrices)(model, stage)
+        if documents is not None and isinstance(stage, TransformerBlock):
+            forms = replace(forms, products=round(4 * stage.config.hidden * documents.seen))
         whole = forms.unit
         before = 0 if unit == 0 else costs[-1].output_bytes
         # What is behind the last unit are logits: no message, and their memory is counted with the unit.

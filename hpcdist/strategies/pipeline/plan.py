@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Final
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.models.counts import DocumentPairs
 from hpcdist.models.model import Model
 from hpcdist.reporting.units import format_bytes
 from hpcdist.strategies.config import ParallelConfig
@@ -94,17 +95,19 @@ def plan(
     *,
     seconds: Sequence[PassSeconds] | None = None,
     earlier_units: Sequence[int] = (),
+    documents: DocumentPairs | None = None,
 ) -> PartitionPlan:
     """Return the partition of the units of ``model`` over the pipeline, for micro-batches of ``samples``.
 
     ``seconds`` are those of each unit, where the cut is by measurement. ``earlier_units`` are those of the cut of an
-    earlier start, as `PartitionPlan.stage_units`. Raises ConfigurationError where there are fewer units than
-    chunks, and where the limits of memory cannot be kept, with the table.
+    earlier start, as `PartitionPlan.stage_units`. ``documents`` are the pairs of packed samples. Raises
+    ConfigurationError where there are fewer units than chunks, and where the limits of memory cannot be kept, with the
+    table.
     """
     ranks, count = parallel.pipeline, len(model.stages)
     check_units(count, ranks, schedule.chunks)
     split = TensorSplit(ranks=parallel.tensor, by_tokens=parallel.sequence_parallel)
-    costs = unit_costs(model, samples, split)
+    costs = unit_costs(model, samples, split, documents)
     empty = schedule.place([range(unit, unit + 1) for unit in range(ranks * schedule.chunks)])
     live = [_moments(schedule, empty, rank, recompute=parallel.recompute) for rank in range(ranks)]
     memory = StageMemory(costs, states, live, _copies(model, empty, states.itemsize + states.widened, split))

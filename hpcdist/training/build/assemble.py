@@ -19,6 +19,7 @@ from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.models import factory as models_factory
 from hpcdist.models.config import FOREIGN, TRANSFORMERS
+from hpcdist.models.counts import DocumentPairs
 from hpcdist.models.model import Model
 from hpcdist.models.runtime.split_backward import with_recomputation
 from hpcdist.optim import rates
@@ -128,19 +129,19 @@ def assemble(
     happen in a run that has a ``directory``, where they leave their marks.
     """
     origin = CheckpointSource.together(session.comm, resume_from) if isinstance(resume_from, Path) else resume_from
-    comm, parallel = session.comm, recipe.parallel
+    comm, parallel, precision = session.comm, recipe.parallel, recipe.precision
     imports = recipe.model.kind == "import" and comm.rank == 0
     factory_seal = models_factory.seal(recipe.model.factory) if imports else ""  # before the file is executed
     grid, roles = grid_and_roles(recipe, comm.size)
     source, whole = _source_and_model(comm, recipe, script_model)
-    ledger = Ledger()
-    schedule = pipeline.read_schedule(parallel, comm)
+    ledger, schedule = Ledger(), pipeline.read_schedule(parallel, comm)
     axes, computes = _axes(comm, grid, roles)
-    context, selection, plan = _rank_context(session, recipe, grid, axes, whole, ledger, origin, schedule, computes)
+    context, selection, plan = _rank_context(
+        session, recipe, grid, axes, source.documents, whole, ledger, origin, schedule, computes
+    )
     collectives.account(ledger)  # frees the buffers of the measurement
     compression = build_selection.resolve_compression(context, recipe, origin)
     exchange = build_exchange(context, recipe, compression.name)
-    precision = recipe.precision
     growth = precision.growth_interval, precision.hysteresis, precision.minimum_scale
     loss_scale = mixed_precision.build_loss_scale(precision.mode, precision.loss_scale, *growth)
     in_order, router, noise, faults, ranges = _build_observers(recipe, context, exchange, loss_scale, directory)
@@ -307,6 +308,7 @@ def _rank_context(
     recipe: Recipe,
     grid: ProcessGrid,
     axes: GridCommunicators,
+    documents: DocumentPairs | None,
     whole: Model,
     ledger: Ledger,
     origin: StateSource | None,
@@ -327,7 +329,9 @@ def _rank_context(
     if experts.size > 1:
         exchange = algorithm_for(experts, selection.algorithm, settled=settled, on=recipe.run.device)
         model = share_out(model, ExpertAxis(experts, exchange, model.watch or NanFinder()))
-    plan = pipeline.plan_partition(comm, recipe, grid, whole, model, schedule, origin) if computes else None
+    plan = None
+    if computes:
+        plan = pipeline.plan_partition(comm, recipe, grid, whole, model, schedule, origin, documents)
     context = RankContext(
         world=comm,
         data=axes.replicas,

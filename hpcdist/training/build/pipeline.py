@@ -1,8 +1,9 @@
 """Pipeline of a recipe: its schedule, and the partition of the model into stages.
 
 The order of the passes comes from a named schedule or a file. A partition by parameters or operations follows from
-the recipe. A measured one is kept in checkpoints, and by a start that goes on from one, as long as it has as many
-chunks: sums over the ranks of a pipeline would round differently. Also asked by `hpcdist schedule`, without MPI.
+the recipe and, where samples are packed, from the documents of its data. A measured one is kept in checkpoints, and by
+a start that goes on from one, as long as it has as many chunks: sums over the ranks of a pipeline would round
+differently. Also asked by `hpcdist schedule`, without MPI.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from hpcdist.checkpoint.restoring.restore import on_first_rank
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.models.counts import DocumentPairs
 from hpcdist.models.model import Model
 from hpcdist.optim.optimizer import OPTIMIZERS
 from hpcdist.reporting import regular
@@ -95,11 +97,13 @@ def plan_partition(
     own: Model,
     schedule: ScheduleText | None,
     origin: StateSource | None,
+    documents: DocumentPairs | None,
 ) -> PartitionPlan | None:
     """Return the partition of the ``whole`` model, the same on all ranks; None where it is one part.
 
-    Collective over ``comm``, the world, where it is measured: this rank has ``own`` of the model. ``schedule`` is that
-    of a file. Raises ConfigurationError, on all ranks.
+    Collective over ``comm``, the world, where it is measured, in samples of one document: this rank has ``own`` of the
+    model. ``schedule`` is that of a file, ``documents`` the pairs of packed samples. Raises ConfigurationError, on all
+    ranks.
     """
     parallel = recipe.parallel
     order = schedule or generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
@@ -115,7 +119,9 @@ def plan_partition(
         measured = pipeline_measured.measure(own, samples, recipe.run.device)
         seconds = pipeline_measured.agree(comm, measured, speed)
     kinds = model_state_bytes(recipe, grid.replicas, splits=order.splits)
-    return plan(whole, parallel, order, kinds, samples, seconds=seconds, earlier_units=earlier_units)
+    return plan(
+        whole, parallel, order, kinds, samples, seconds=seconds, earlier_units=earlier_units, documents=documents
+    )
 
 
 def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
@@ -129,7 +135,8 @@ def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
     whole = models.build(recipe.model, recipe.precision.computes, **source.inputs)
     degrees = {axis: getattr(parallel, axis) for axis in ("pipeline", "tensor", "context")}
     grid = ProcessGrid(data=max(1, parallel.data), **degrees)
-    partition = plan_partition(comm, recipe, grid, whole, whole, read_schedule(parallel, comm), None)
+    schedule = read_schedule(parallel, comm)
+    partition = plan_partition(comm, recipe, grid, whole, whole, schedule, None, source.documents)
     if partition is None:
         raise UsageError(
             f"parallel.pipeline = {parallel.pipeline}: there is one stage, and nothing is cut; choose a recipe with a "

@@ -39,6 +39,11 @@ _PLANNED_ALGORITHMS: Final = {
     "hierarchical": "hierarchical",
     "node_shared": "hierarchical",
 }
+# Algorithms by which rows of experts go another way than the planned one -> the way that is planned.
+_PLANNED_ROWS: Final = {
+    "native": "as with 'auto', through memory of a node that has all of their ranks",
+    "node_shared": "in messages, also within a node",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +204,8 @@ def _algorithm(recipe: "Recipe", notes: list[str]) -> str:
     algorithm = recipe.communication.algorithm
     if algorithm not in _PLANNED_ALGORITHMS and algorithm not in ("auto", "native"):
         notes.append(f"communication.algorithm = {algorithm!r} is planned as the fastest of those that the planner has")
+    if recipe.parallel.expert > 1 and algorithm in _PLANNED_ROWS:
+        notes.append(f"communication.algorithm = {algorithm!r}: rows of experts are planned {_PLANNED_ROWS[algorithm]}")
     return _PLANNED_ALGORITHMS.get(algorithm, "auto")
 
 

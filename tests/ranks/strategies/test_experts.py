@@ -1,14 +1,18 @@
-"""Mixtures of experts over MPI: every layout is the run of one process; bytes of the all-to-alls; bad values blamed."""
+"""Mixtures of experts over MPI: every layout is the run of one process; bytes of the all-to-alls; bad values blamed.
+
+HPCDIST_TEST_LAYOUTS=all makes 20 steps in each of the products of all axes.
+"""
 
 import numpy as np
 import pytest
 
+from harness.combinations import covering
 from harness.trainings import SMALL, TOLERANCE, alone, blamed, difference, losses, recipe_keys, small
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.strategies.expert import shared
 from hpcdist.training.run.loop import mean_validation_loss
 
-STEPS = 20
+STEPS, CELLS = 20, 64
 KEYS = {**SMALL, "run.steps": STEPS} | recipe_keys(
     "layers=2 hidden=16 experts=4 expert_hidden=24 balance_loss=0.05 balance_rate=0.01 z_loss=0.001 algorithm=ring"
 )
@@ -47,12 +51,31 @@ def keys_of(comm, name):
 )
 def test_rank_mixtures_equal_one_process(comm, folder, name, mode):
     keys = {**KEYS, **keys_of(comm, name), "precision.mode": mode}
+    if each := keys.get("communication.ranks_per_node"):
+        comm.declared_node = comm.rank // each  # as at the start of a job
     single, together = alone({**keys, "data.path": folder / "text.txt"}, STEPS), small(comm, folder, keys)
     assert single.losses[-1] < single.losses[0] - 0.1, "the model learns"
     np.testing.assert_allclose(losses(together, STEPS), single.losses, rtol=TOLERANCE[mode])
     assert difference(together, single.state) <= 10 * TOLERANCE[mode]
     np.testing.assert_allclose(mean_validation_loss(together), single.validation, rtol=TOLERANCE[mode])
     together.close()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("number", range(CELLS))
+def test_rank_products_of_all_axes_equal_one_process(comm, folder, monkeypatch, number):
+    """On 4 ranks, the first of which take products of 2 and 3; all tokens to one expert, or to those of one rank."""
+    monkeypatch.setattr(shared, "WORTH_ROWS", 0)  # experts are lent wherever it evens out loads
+    if comm.size != 4:
+        pytest.skip("for 4 ranks")
+    cells = comm.broadcast_object(covering((2, 3, 4), CELLS) if comm.rank == 0 else None)
+    assert len(cells) == CELLS, "all of them are run"
+    cell, path = cells[number], folder / "text.txt"
+    expected = comm.broadcast_object(cell.alone(path) if comm.rank == 0 else None)
+    part = comm.split(0 if comm.rank < cell.ranks else None, comm.rank, "product")
+    if part is not None:
+        cell.check(cell.trained(part, path), expected)
+        part.free()
 
 
 def test_rank_bytes_of_shared_out_experts_are_those_of_the_closed_form(comm, folder, monkeypatch):

@@ -4,15 +4,28 @@ import numpy as np
 import pytest
 
 from harness.models.documents import spans
-from harness.trainings import TOLERANCE, alone, check_training, difference, losses, recipe_keys, refused, trainer_of
+from harness.trainings import (
+    TOLERANCE,
+    alone,
+    check_training,
+    difference,
+    losses,
+    recipe_keys,
+    recipe_of,
+    refused,
+    trainer_of,
+)
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.models.attention import kernels
 from hpcdist.models.counts import counts
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import IGNORED
+from hpcdist.planner.model.stage_split import stages
+from hpcdist.training.build.pipeline import plan_without_mpi
 from hpcdist.training.observe.figures import utilisation_figures
 from hpcdist.training.run.saving import CheckpointSaver
+from hpcdist.training.use_cases.recipe_plan import plan_of_recipe
 
 STEPS = 20
 KEYS = recipe_keys(
@@ -129,6 +142,23 @@ def test_operations_are_those_that_attention_computes(changed, text, monkeypatch
     attention = 3 * 4 * config.hidden * sum(looked) / (samples * config.heads)
     linear = whole.flops - 3 * sum(unit.attention for unit in whole.units)
     assert told == pytest.approx(linear + attention, rel=1e-6) and told < whole.flops
+
+
+def test_stages_are_cut_by_the_pairs_within_documents(tmp_path):
+    """Of a long context of short documents the head weighs more blocks than of whole ones, in runs and in plans."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"".join(b"%063d\n" % number for number in range(200)))
+    keys = recipe_keys("layers=8 hidden=16 heads=4 vocabulary=2000 data.context=640 global_batch=2 pipeline=2 steps=1")
+    keys |= {"data.path": path}
+    cut = {}
+    for name, packed in (("whole", ""), ("packed", "document_end=10 data.packed=true")):
+        own = keys | recipe_keys(packed)
+        recipe, subject = recipe_of(own), plan_of_recipe(recipe_of(own), name)
+        cut[name] = plan_without_mpi(recipe).stage_units
+        assert run_threads(2, lambda comm, own=own: trainer_of(comm, own).plan.stage_units) == [cut[name]] * 2
+        assert cut[name] == tuple(sum(of.times for of in rank) for rank in stages(subject.description, subject.layout))
+    assert sum(cut["whole"]) == sum(cut["packed"]) == 10
+    assert cut["packed"][0] > cut["whole"][0]
 
 
 def test_a_run_goes_on_where_it_was_on_other_ranks(text, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from harness.made_plans import cluster_of
 from harness.marks import cases
-from harness.trainings import losses, recipe_keys, trainer_of
+from harness.trainings import choose_in_turn, losses, recipe_keys, trainer_of
 from hpcdist import models
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
@@ -35,7 +35,7 @@ RUN = {f"model.{key}": value for key, value in MODEL.items()} | recipe_keys(
     "data.context=32 steps=2 global_batch=8 optimizer.name=adamw algorithm=ring"
 )
 OURS = ParallelLayout(precision="float32", algorithm="ring")
-MIXTURE = "experts=4 expert_hidden=128 shared_experts=1 balance_loss=1.0"  # even loads, as a plan takes them
+MIXTURE = "experts=4 expert_hidden=128 shared_experts=1"
 PAIR, PIPELINE = {"data": 2, "microbatch": 4}, {"pipeline": 2, "microbatch": 2}
 
 # (ranks, keys of the recipe, fields of the layout): 4 samples on each of two replicas, or what is said.
@@ -94,7 +94,8 @@ RUNS = {
 @pytest.mark.matrix_except(
     "one rank", "recomputation", "zero2", "zero3", "server", "four ranks", "1f1b", "tensor", "context by a ring"
 )
-def test_our_runs_hold_what_was_planned(name):
+def test_our_runs_hold_what_was_planned(name, monkeypatch):
+    choose_in_turn(monkeypatch, 4)
     ranks, keys, fields = RUNS[name]
     if "pipeline" in fields and "pipeline" not in keys:
         keys += " pipeline=2 microbatches=4"
@@ -142,14 +143,15 @@ def test_each_rank_of_a_pipeline_has_what_its_table_says(schedule, tensor, recom
     )
     written = generated(parallel.order, 3, 6, each)
     made = plan(models.build(config, context=24), parallel, written, StateBytes(per_parameter=16, itemsize=4), 2)
-    for rank, (row, terms) in enumerate(zip(made.rows, by_rank(found, layout, 12), strict=True)):
+    for rank, (row, terms) in enumerate(zip(made.rows, by_rank(found, layout, BARE, 12), strict=True)):
         states = terms["parameters"] + terms["gradients"] + terms["optimizer"]
         assert states == pytest.approx(row.bytes["states"], rel=1e-3), rank  # padding
         assert terms["activations"] == row.bytes["activations"], rank
         # A border between two chunks of one rank has no message, which the table counts all the same.
         assert terms["messages"] == row.bytes["messages"], rank
         assert terms["scratch"] == row.bytes["scratch"], rank
-    assert memory(found, layout, BARE, 12).bytes == max(sum(terms.values()) for terms in by_rank(found, layout, 12))
+    fullest = max(sum(terms.values()) for terms in by_rank(found, layout, BARE, 12))
+    assert memory(found, layout, BARE, 12).bytes == fullest
 
 
 def test_messages_are_as_large_as_what_crosses_the_border():
@@ -160,9 +162,8 @@ def test_messages_are_as_large_as_what_crosses_the_border():
     made = plan(
         models.build(config, features=32, classes=1000), parallel, written, StateBytes(per_parameter=16, itemsize=4), 3
     )
-    for row, terms in zip(
-        made.rows, by_rank(found, ParallelLayout(pipeline=2, microbatch=3, precision="float32"), 12), strict=True
-    ):
+    layout = ParallelLayout(pipeline=2, microbatch=3, precision="float32")
+    for row, terms in zip(made.rows, by_rank(found, layout, BARE, 12), strict=True):
         assert terms["messages"] == row.bytes["messages"] == 2 * 3 * 64 * 4
 
 
@@ -224,6 +225,17 @@ def test_experts_lie_on_several_ranks():
     assert one["parameters"] - eight["parameters"] == pytest.approx(2 * experts * 7 / 8)
     # Their optimizer is cut over 64 ranks in both: 64 copies of all of them, or 8 of an eighth.
     assert one["optimizer"] == pytest.approx(eight["optimizer"])
+
+
+def test_buckets_have_gradients_of_experts_and_end_where_these_are_shared_out():
+    """A ring has a share of the bucket beside it: of all gradients, or of the experts of a layer, on their replicas."""
+    mixture = ModelConfig(**MODEL, experts=4, expert_hidden=128)
+    found, layout = of_config(mixture, context=32), replace(OURS, data=4, microbatch=2)
+    assert memory(found, layout, BARE, 8).terms["messages"] == found.parameters * 4 / 4 < 4 << 20
+    block = found.units[1].expert_parameters
+    assert memory(found, replace(layout, expert=2), BARE, 8).terms["messages"] == block / 2 * 4 / 2
+    dense = max(unit.parameters - unit.expert_parameters for unit in found.units if unit.expert_parameters)
+    assert memory(found, replace(layout, expert=4), BARE, 8).terms["messages"] == dense * 4 / 4
 
 
 def test_a_server_may_need_most():
@@ -290,7 +302,7 @@ def test_buckets_of_16_bits_are_summed_in_float32():
 def test_what_is_reserved_counts():
     cluster = toml_file.read("h100-hgx")
     description, layout = describe(named("gpt2"), "gpt2"), ParallelLayout()
-    used = sum(by_rank(description, layout, 1)[0].values())
+    used = sum(by_rank(description, layout, cluster, 1)[0].values())
 
     def fits(memory_bytes, reserved):
         device = replace(cluster.device, memory_bytes=memory_bytes, reserved_bytes=reserved)

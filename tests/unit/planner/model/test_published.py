@@ -112,6 +112,6 @@ def test_memory_looks_at_all_fields_that_decide(rng):
     cluster = toml_file.read("a100-selene")
     for model, layout, batch in walk(rng, cluster, 400):
         needed = sum(memory(MODELS[model], layout, cluster, batch).terms.values()) - cluster.device.reserved_bytes
-        fullest = max(sum(terms.values()) for terms in by_rank(MODELS[model], layout, batch))
+        fullest = max(sum(terms.values()) for terms in by_rank(MODELS[model], layout, cluster, batch))
         if layout.servers == 0:  # a server may need more
             assert needed == pytest.approx(fullest, rel=1e-12), layout

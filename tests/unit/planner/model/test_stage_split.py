@@ -8,6 +8,7 @@ from harness.marks import cases
 from hpcdist import models
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
+from hpcdist.models.counts import DocumentPairs
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model import stage_split
 from hpcdist.planner.model.description import TransformerShape
@@ -65,17 +66,22 @@ def test_folded_chunks_go_forth_and_back():
     assert [chunk.rank for chunk in found] == [0, 1, 2, 3, 3, 2, 1, 0]
 
 
+@pytest.mark.parametrize("documents", [None, DocumentPairs(every=1000.0, seen=530.5)])
 @pytest.mark.parametrize(("layers", "vocabulary"), [(8, 64), (8, 4000), (13, 1000), (5, 20000)])
 @pytest.mark.parametrize(("schedule", "ranks", "each"), [("1f1b", 2, 1), ("gpipe", 3, 1), ("interleaved", 2, 2)])
-def test_ours_is_the_cut_of_a_run(layers, vocabulary, schedule, ranks, each):
+def test_ours_is_the_cut_of_a_run(layers, vocabulary, schedule, ranks, each, documents):
     config = ModelConfig(layers=layers, hidden=64, heads=4, vocabulary=vocabulary)
     parallel = ParallelConfig(pipeline=ranks, microbatches=6, schedule=schedule, chunks=each)
     written = generated(parallel.order, ranks, 6, each)
     model = models.build(config, context=96)
-    made = plan(model, parallel, written, StateBytes(per_parameter=16, itemsize=4), 2).placement
-    found = chunks(of_config(config, context=96), ParallelLayout(pipeline=ranks, schedule=schedule, chunks=each))
+    states = StateBytes(per_parameter=16, itemsize=4)
+    made = plan(model, parallel, written, states, 2, documents=documents).placement
+    layout = ParallelLayout(pipeline=ranks, schedule=schedule, chunks=each)
+    found = chunks(of_config(config, context=96, documents=documents), layout)
     assert tuple(chunk.rank for chunk in found) == made.ranks
-    flops = [cost.forward_flop + cost.input_flop + cost.weight_flop for cost in unit_costs(model, 2)]
+    flops = [
+        cost.forward_flop + cost.input_flop + cost.weight_flop for cost in unit_costs(model, 2, documents=documents)
+    ]
     sizes = [sum(share.times for share in chunk.shares) for chunk in found]
     ours = [range(sum(sizes[:number]), sum(sizes[: number + 1])) for number in range(len(sizes))]
     slowest = [

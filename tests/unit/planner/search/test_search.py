@@ -291,7 +291,7 @@ def test_memory_grows_with_the_micro_batch_and_activations_are_those_of_any_stra
         if many > 1 and is_even and (layout.schedule != "interleaved" or many % layout.pipeline == 0):
             needed = memory(MODEL, layout, cluster(40e9), BATCH)  # with buckets as they are by default
             sizes.setdefault(replace(layout, microbatch=1), {})[layout.microbatch] = needed.bytes
-        kept = tuple(terms["activations"] for terms in by_rank(MODEL, layout, BATCH))
+        kept = tuple(terms["activations"] for terms in by_rank(MODEL, layout, cluster(40e9), BATCH))
         alive.setdefault(replace(layout, strategy="allreduce"), set()).add(kept)
     assert any(len(one) > 2 for one in sizes.values())
     for one in sizes.values():
@@ -519,5 +519,5 @@ def test_memory_of_a_drawn_layout_is_that_of_its_fullest_rank(implementation, rn
     draw = random.Random(int(rng.integers(1 << 62)))
     for model, layout, on, batch in drawn_layouts(implementation, draw, 100):
         needed = memory(model, layout, on, batch)
-        fullest = max(sum(terms.values()) for terms in by_rank(model, layout, batch))
+        fullest = max(sum(terms.values()) for terms in by_rank(model, layout, on, batch))
         assert needed.bytes == pytest.approx(fullest + on.device.reserved_bytes, rel=1e-12), layout

@@ -200,7 +200,7 @@ def test_passes_round_a_ring_hide_behind_the_tiles_of_attention(context, recompu
 
 def test_the_expert_axis_sends_tokens_to_their_experts_and_back():
     routed = describe(replace(SHAPE, experts=4, experts_per_token=2), "routed")
-    found = timing(routed, replace(LAYOUT, data=4, expert=4), CLUSTER, 8)
+    found = timing(routed, replace(LAYOUT, data=4, expert=4, implementation="megatron"), CLUSTER, 8)
     assert found.bytes["expert"] == pytest.approx(8 * 4 * 2 * BSH * 3 / 4), "two experts a token, three of four away"
 
 
@@ -453,11 +453,11 @@ def test_what_is_known_of_one_layout_is_not_told_of_another():
 def test_rows_of_experts_travel_out_and_back_forward_and_backward():
     """Of loads that are even: what `tests/ranks/strategies/test_experts.py` counts in a run."""
     mixture = ModelConfig(layers=6, hidden=64, heads=4, experts=4, experts_per_token=2, expert_hidden=128)
-    model, layout = of_config(mixture, context=32), replace(LAYOUT, data=4, expert=2)
-    rows = 2 * 32 * layout.microbatch
-    assert timing(model, layout, CLUSTER, 8).bytes["expert"] == 6 * 4 * rows * 64 * 4 / 2
+    model, layout = of_config(mixture, context=32), replace(LAYOUT, data=4, expert=2, algorithm="ring")
+    rows, counts = 2 * 32 * layout.microbatch, 8 * 4
+    assert timing(model, layout, CLUSTER, 8).bytes["expert"] == 6 * (4 * rows * 64 * 4 + counts) / 2
     whole = timing(model, replace(layout, tensor=2, sequence_parallel=True), CLUSTER, 8).bytes["expert"]
-    assert whole == 6 * 4 * rows * 64 * 4 / 2, "each tensor rank routes all tokens"
+    assert whole == 6 * (4 * rows * 64 * 4 + counts) / 2, "each tensor rank routes all tokens"
 
 
 @pytest.mark.full
@@ -470,14 +470,15 @@ def test_rows_and_counts_of_a_run_on_context_ranks_are_those_of_the_plan():
         trainer = trainer_of(comm, keys)
         rows, counts = [], []
         travel, axis = trainer.model.operations.experts.travel.axis, trainer.context.context
-        exchange, gather = travel.exchange, axis.all_gather
+        exchange, gather, count = travel.exchange, axis.all_gather, travel.counts
         travel.exchange = lambda *args: (rows.append(args[0].nbytes), exchange(*args))
+        travel.counts = lambda sent: rows.append(sent.nbytes) or count(sent)
         axis.all_gather = lambda own: counts.append((found := gather(own)).nbytes) or found
         losses(trainer, 1)
         return sum(rows), sum(counts)
 
     found = np.array(run_threads(4, body))
-    layout = replace(LAYOUT, data=2, context=2, recompute="full")
+    layout = replace(LAYOUT, data=2, context=2, recompute="full", algorithm="ring")
     mixed, dense = (
         timing(of_config(ModelConfig(layers=2, hidden=16, heads=2, **keys), context=24), layout, CLUSTER, 8).bytes
         for keys, layout in (({"experts": 4, "expert_hidden": 8}, replace(layout, expert=4)), ({}, layout))
