@@ -61,6 +61,11 @@ def namespace(array: Any) -> ModuleType:
     return device.cupy() if is_device(array) else np
 
 
+def address(array: Any) -> int:
+    """Return the address of the first element of ``array``, on either side."""
+    return int(array.data.ptr if is_device(array) else array.ctypes.data)
+
+
 def synchronise(array: Any) -> None:
     """Wait until the kernels that write ``array`` are done; nothing to do for host memory."""
     if is_device(array):

@@ -225,3 +225,65 @@ def test_every_name_is_one_of_cupy(gpu):
             ours, theirs = getattr(ours, part), getattr(theirs, part)
         names = set(dir(ours)) - {"nccl"}  # cupy hides it where the library is not installed
         assert [n for n in sorted(names) if not n.startswith("_") and not hasattr(theirs, n)] == [], group
+
+
+NOT_CAPTURED = {
+    "a wait": lambda a: device.synchronise(),
+    "an event": lambda a: device.record(),
+    "an event of before": lambda a: EVENTS[0].done,
+    "float": lambda a: float(a[0, 1]),
+    "get": lambda a: a.get(),
+    "a copy from the host": lambda a: backend.place(HOST, "gpu"),
+    "set": lambda a: a.set(HOST),
+    "a size that the device knows": lambda a: a[a > 3],
+    "pinned memory": lambda a: device.cupy().cuda.alloc_pinned_memory(64),
+    "a second capture": lambda a: device.current_stream().begin_capture(),
+}
+EVENTS = []
+
+
+@pytest.mark.parametrize("name", NOT_CAPTURED)
+def test_what_cuda_does_not_capture_is_refused(gpu, name):
+    array, recorder = on_device(gpu), device.GraphRecorder()
+    EVENTS[:] = [device.record()]
+    with pytest.raises(cuda_double.CUDARuntimeError, match="cudaErrorStreamCaptureUnsupported|cudaErrorIllegalState"):
+        recorder.capture(lambda: NOT_CAPTURED[name](array))
+    assert not recorder._stream.is_capturing()
+    assert (array.get() == HOST).all()
+
+
+def test_a_graph_runs_at_its_launch_and_on_its_addresses(gpu):
+    array, recorder = on_device(gpu), device.GraphRecorder()
+
+    def call():
+        array.__iadd__(1.0)
+        return (array * 2.0).sum()
+
+    graph, total = recorder.capture(call)
+    assert (array.get() == HOST).all() and np.isnan(total.get())
+    graph.launch()
+    assert (array.get() == HOST + 1).all() and total.get() == 2 * (HOST + 1).sum()
+    array[...] = 0.0
+    graph.launch()
+    assert total.get() == 2 * HOST.size
+    assert recorder.nbytes >= HOST.nbytes + total.nbytes
+
+
+def test_a_capture_takes_no_memory_that_others_are_given(gpu):
+    array, stream = on_device(gpu), device.new_stream()
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(cuda_double.CUDARuntimeError, match="memory of the common pool"):
+            array + 1.0
+        stream.end_capture()
+    with pytest.raises(RuntimeError, match="cannot capture on the default"):
+        device.current_stream().begin_capture()
+
+
+def test_a_graph_whose_memory_is_freed_is_not_launched(gpu):
+    arrays, recorder = [on_device(gpu)], device.GraphRecorder()
+    graph, _ = recorder.capture(lambda: arrays[0].fill(7.0))
+    graph.launch()
+    arrays.clear()
+    with pytest.raises(cuda_double.CUDARuntimeError, match="memory that a graph was captured with is freed"):
+        graph.launch()
