@@ -128,8 +128,10 @@ def _fused_numbers(
     # Columns of the first key and the first value: behind the queries in qkv, at the beginning of kv.
     first = width if kv is None else 0
     place = heads.context, heads.size, heads.queries, heads.shared, qkv.shape[2], _fused_keys(qkv, kv).shape[2]
-    # A flag, place, counters and factor of the mask, in the order of the kernels' parameters; without one zeros.
-    mask = (0,) * 12 + (1.0,) if dropped is None else (1, *dropped.place, *dropped.counters, dropped.scale)
+    # A flag or an address, place, counters and factor of the mask, as the kernels' parameters; without one zeros.
+    mask: tuple[int | float, ...] = (0,) * 12 + (1.0,)
+    if dropped is not None:
+        mask = (dropped.words or 1, *dropped.place, *dropped.counters, dropped.scale)
     address = 0 if documents is None else int(documents.ranges.data.ptr)  # type: ignore[attr-defined]
     seen = int(causal), min(window or heads.context, heads.context), address
     return (*place, first, first + shared, *seen, heads.scale, *mask)
