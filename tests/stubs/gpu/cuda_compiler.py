@@ -124,9 +124,11 @@ class RawKernel:
         launch = getattr(_library(self.code), f"launch_{self.name}")
         launch.restype = ctypes.c_char_p
 
+        count, places = len(args), list(arrays)  # a graph does not keep the memory of its kernels
+
         def work(*own: np.ndarray) -> None:
-            given = (ctypes.c_void_p * len(args))()
-            for number, array in (*zip(arrays, own, strict=True), *scalars.items()):
+            given = (ctypes.c_void_p * count)()
+            for number, array in (*zip(places, own, strict=True), *scalars.items()):
                 given[number] = array.ctypes.data
             with _lock:
                 wrong = launch(*sizes, given)

@@ -131,6 +131,8 @@ def _kernel(compute: Callable[..., Any], *operands: Any, out: Any = None) -> "nd
     given = [*map(_operand, operands)]
     places = [number for number, value in enumerate(given) if isinstance(value, np.ndarray)]
     arrays = [given[number] for number in places]
+    for number in places:
+        given[number] = None  # a graph does not keep the memory of its kernels
 
     def computed(arrays: Any, *more: Any) -> Any:
         values = list(given)
@@ -174,10 +176,12 @@ def _index(key: Any) -> tuple[list["ndarray"], Callable[..., Any]]:
         elif not (part is None or part is Ellipsis or isinstance(part, ndarray | int | np.integer | slice)):
             raise TypeError(f"an index of {type(part)} is copied to the device quietly")
 
+    several, rest = isinstance(key, tuple), [ndarray if isinstance(part, ndarray) else part for part in parts]
+
     def index(*own: np.ndarray) -> Any:
         arrays = iter(own)
-        plain = tuple(next(arrays) if isinstance(part, ndarray) else part for part in parts)
-        return plain if isinstance(key, tuple) else plain[0]
+        plain = tuple(next(arrays) if part is ndarray else part for part in rest)
+        return plain if several else plain[0]
 
     return [part for part in parts if isinstance(part, ndarray)], index
 
@@ -197,9 +201,10 @@ class ufunc:  # noqa: N801
         if not any(isinstance(arg, ndarray) for arg in args):
             raise TypeError(f"cupy.{self.name} needs an array of the device, got {[type(arg) for arg in args]}")
         _check_out(out)
+        count = len(args)
 
         def compute(*own: Any) -> Any:
-            return self._function(*own[: len(args)], **_given(out=(*own[len(args) :], None)[0], dtype=dtype))
+            return self._function(*own[:count], **_given(out=(*own[count:], None)[0], dtype=dtype))
 
         return _kernel(compute, *args, out=out)
 

@@ -11,6 +11,7 @@ from hpcdist.arrays.jit import jit
 from hpcdist.collectives.gpu import peer_memory
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
+from hpcdist.models.layers import cuda_kernels
 from stubs.gpu import cuda_double
 
 HOST = np.arange(6.0).reshape(2, 3)
@@ -280,9 +281,19 @@ def test_a_capture_takes_no_memory_that_others_are_given(gpu):
         device.current_stream().begin_capture()
 
 
-def test_a_graph_whose_memory_is_freed_is_not_launched(gpu):
+KERNELS = {
+    "fill": lambda a: a.fill(7.0),
+    "an operator": lambda a: a.__iadd__(a),
+    "a result": lambda a: (a + 1.0) * a,
+    "a gather": lambda a: a[backend.namespace(a).arange(2)],
+    "a compiled one": lambda a: cuda_kernels.relu(a, a),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_graph_whose_memory_is_freed_is_not_launched(gpu, name):
     arrays, recorder = [on_device(gpu)], device.GraphRecorder()
-    graph, _ = recorder.capture(lambda: arrays[0].fill(7.0))
+    graph = recorder.capture(lambda: KERNELS[name](arrays[0]))[0]
     graph.launch()
     arrays.clear()
     with pytest.raises(cuda_double.CUDARuntimeError, match="memory that a graph was captured with is freed"):
