@@ -1,4 +1,4 @@
-"""Access to cupy: device arrays, streams, events and graphs, pinned memory, NCCL, and the choice of a GPU.
+"""Access to cupy: device arrays, streams and events, pinned memory, NCCL, and the choice of a GPU.
 
 The only importer of cupy. It is imported at the first use, never at import of this module; the reason why it is
 missing is kept for `hpcdist doctor`.
@@ -7,10 +7,8 @@ missing is kept for `hpcdist doctor`.
 import functools
 import importlib
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -169,44 +167,6 @@ def record(stream: Any = None) -> Event:
 def produced() -> None:
     """Wait for the work that is on the current stream so far, and for nothing later: its results may then be read."""
     record().synchronize()
-
-
-T = TypeVar("T")
-
-
-class GraphRecorder:
-    """Captures what calls launch as CUDA graphs.
-
-    Captured on a stream of its own, since the default one cannot be, which waits for no other. Memory that a call
-    takes comes from a pool of its own, and graphs go on using it: nobody else is given it, but all graphs may share
-    it, since they are launched on one stream. Graphs that are launched elsewhere need another recorder.
-    """
-
-    def __init__(self) -> None:
-        self._stream, self._pool = new_stream(), cupy().cuda.MemoryPool()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pool: of what the captured kernels need beside the arrays that they are given."""
-        return int(self._pool.total_bytes())
-
-    def capture(self, call: Callable[[], T]) -> tuple[Any, T]:
-        """Return the graph of what ``call`` launches, and what it returns; nothing of it has run yet.
-
-        It may not wait for the GPU, nor copy from or to the host. ``launch()`` of the graph runs it on the current
-        stream: kernels read and write the addresses, and have the numbers, of now.
-        """
-        with cupy().cuda.using_allocator(self._pool.malloc), self._stream:
-            # In the relaxed mode, cupy's default: no other would let the pool take memory from the driver meanwhile.
-            # What other threads do is no part of the capture in this mode, and does not end it.
-            self._stream.begin_capture()
-            try:
-                result = call()
-            except BaseException:
-                with suppress(Exception):  # what went wrong may have ended the capture
-                    self._stream.end_capture()
-                raise
-            return self._stream.end_capture(), result
 
 
 def pinned(nbytes: int) -> Any:

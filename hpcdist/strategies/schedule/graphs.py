@@ -10,7 +10,7 @@ gradients to write or to add to, behind the same graph of its forward, and whose
 them as the capture did. What comes from outside of the unit's chunk (data, targets, messages, the step and the sample
 that masks follow from) has another address each time and is copied to a fixed place before. Shapes, and the scale of
 the loss, are numbers in the kernels: where they change, all graphs are dropped, and the next steps warm up again. A
-graph refers to all arrays that it works on. So a replay has the same kernels on the same values, and the same bits.
+graph refers to all arrays that it works on. So a replay has the same kernels on the same values.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -21,7 +21,7 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.gpu.device import GraphRecorder
+from hpcdist.arrays.gpu.graphs import GraphRecorder
 from hpcdist.arrays.memory import Ledger
 from hpcdist.models.model import BoundGradients
 from hpcdist.models.runtime.arena import Arena, ArenaSaved, BlockUse, SavedState

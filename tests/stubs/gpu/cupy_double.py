@@ -511,6 +511,8 @@ def ascontiguousarray(array: Any) -> ndarray:
 
 def matmul(left: Any, right: Any, out: Any = None) -> ndarray:
     operands = (left, right) if out is None else (left, right, out)
+    if cuda_double.current_stream().is_capturing():
+        raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
     if not all(isinstance(operand, ndarray) for operand in operands):
         raise TypeError(f"cupy.matmul takes arrays of the device, got {[type(operand) for operand in operands]}")
     if out is None:
@@ -527,9 +529,39 @@ def matmul(left: Any, right: Any, out: Any = None) -> ndarray:
 def _product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """As cuBLAS does it: 16-bit floats are summed in float32, and rounded once."""
     kind = np.result_type(left, right)
+    if max(left.ndim, right.ndim) > 2:  # cupy copies them
+        left, right = np.ascontiguousarray(left), np.ascontiguousarray(right)
     if kind.itemsize != 2:
         return np.matmul(left, right)
     return np.matmul(left.astype(np.float32), right.astype(np.float32)).astype(kind)
+
+
+class Cublas:
+    """`hpcdist.arrays.gpu.graphs.Cublas`: the products of a capture, of memory as cuBLAS is told that it lies."""
+
+    def __init__(self, stream: cuda_double.Stream) -> None:
+        self._stream = stream
+
+    def multiply(self, sizes: tuple[int, int, int], a: Any, b: Any, out: Any, count: int) -> None:
+        assert cuda_double.current_stream() is self._stream and a.array.dtype == b.array.dtype == out.array.dtype
+        m, n, k = sizes
+        about = [(of[1:], shape) for of, shape in ((a, (m, k)), (b, (k, n)), (out, (m, n)))]
+
+        def work(*own: np.ndarray) -> None:
+            left, right, target = (_lies(array, *how, count) for array, how in zip(own, about, strict=True))
+            target[...] = _product(left, right)
+
+        cuda_double.run(work, [of.array._raw for of in (a, b, out)], [2])
+
+
+def _lies(array: np.ndarray, place: tuple[int, bool, int], shape: tuple[int, int], count: int) -> np.ndarray:
+    """Return the matrices of ``shape`` that begin where ``array`` does."""
+    leading, by_columns, pitch = place
+    assert leading >= shape[0 if by_columns else 1], "cuBLAS would refuse a leading dim below the length of a line"
+    steps = (pitch, 1, leading) if by_columns else (pitch, leading, 1)
+    whole = (count, *shape) if count > 1 else shape
+    strides = [step * array.itemsize for step in steps][-len(whole) :]
+    return np.lib.stride_tricks.as_strided(array, whole, strides)
 
 
 def where(condition: Any, x: Any, y: Any) -> ndarray:
