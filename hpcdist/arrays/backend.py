@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from hpcdist.arrays.gpu import device
+from hpcdist.arrays.gpu import device, graphs
 from hpcdist.arrays.ranges import ALIGN_BYTES
 from hpcdist.errors import UsageError
 
@@ -59,6 +59,19 @@ def is_device(array: Any) -> bool:
 def namespace(array: Any) -> ModuleType:
     """Return the module (numpy or cupy) whose functions take ``array`` without a copy."""
     return device.cupy() if is_device(array) else np
+
+
+def address(array: Any) -> int:
+    """Return the address of the first element of ``array``, on either side."""
+    return int(array.data.ptr if is_device(array) else array.ctypes.data)
+
+
+def matmul(a: Array, b: Array, out: Array) -> None:
+    """Write the product of two arrays, which have 2 dims or more, to ``out``, on either side."""
+    if is_device(a):
+        graphs.matmul(a, b, out)
+    else:
+        np.matmul(a, b, out=out)
 
 
 def synchronise(array: Any) -> None:

@@ -36,11 +36,12 @@ class Ledger:
     def track(self, array: Array, category: str, owner: Array | None = None) -> Array:
         """Count ``array`` under ``category`` until it, or the ``owner`` of its memory, is collected; return it."""
         assert category in CATEGORIES, f"category {category!r} is none of {CATEGORIES}"
-        self._add(category, array.nbytes)
-        weakref.finalize(array if owner is None else owner, self._add, category, -array.nbytes).atexit = False
+        self.add(category, array.nbytes)
+        weakref.finalize(array if owner is None else owner, self.add, category, -array.nbytes).atexit = False
         return array
 
-    def _add(self, category: str, nbytes: int) -> None:
+    def add(self, category: str, nbytes: int) -> None:
+        """Count ``nbytes`` more under ``category``, of memory that is no array."""
         with self._lock:
             self._current[category] += nbytes
             self._peak[category] = max(self._peak[category], self._current[category])

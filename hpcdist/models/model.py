@@ -283,6 +283,15 @@ class BoundGradients:
         """Destinations of the gradients, by the names that the parameters have."""
         return self._views
 
+    @property
+    def written(self) -> frozenset[str]:
+        """Keys of the tensors that a backward of this step has written: `into` adds to those."""
+        return frozenset(self._written.intersection(self._keys.values()))
+
+    def wrote(self, keys: frozenset[str]) -> None:
+        """Declare tensors written, as `into` does."""
+        self._written.update(keys)
+
     def into(self, name: str) -> tuple[Array, bool]:
         """Return the view of tensor ``name`` and whether to add to it (False: this is the first write, overwrite)."""
         key = self._keys[name]

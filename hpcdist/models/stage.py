@@ -16,7 +16,7 @@ and made int64 for kernels by `as_indices`.
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, Self, TypeAlias, TypedDict, Unpack, cast
 
 import numpy as np
@@ -33,11 +33,16 @@ StreamOf: TypeAlias = Callable[[TensorSpec], np.random.Generator]
 
 @dataclass(frozen=True)
 class Draw:
-    """Key of the masks of a micro-batch: its first sample is the one at ``first_sample`` of the batch."""
+    """Key of the masks of a micro-batch: its first sample is the one at ``first_sample`` of the batch.
+
+    ``words`` (2,) int64 on a GPU has ``first_sample`` and ``step`` for kernels, which then read them there when they
+    run: those of a CUDA graph, which stays the same while both change.
+    """
 
     seed: int
     step: int
     first_sample: int
+    words: Array | None = field(default=None, compare=False, repr=False)
 
 
 class Gradients(Protocol):

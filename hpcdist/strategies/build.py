@@ -46,6 +46,7 @@ from hpcdist.strategies.schedule.generate.operation_list import (
     prefetch_gathers,
 )
 from hpcdist.strategies.schedule.generate.passes import Passes
+from hpcdist.strategies.schedule.graphs import StageGraphs
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.step import StepObserver
 from hpcdist.strategies.schedule.verify.deadlock import PeerRanks
@@ -129,11 +130,18 @@ def build_executor(
     seed: int = 0,
     spans: SpanSink = NULL_SPANS,
     observers: Sequence[StepObserver] = (),
+    cuda_graph: bool = False,
+    drops: bool = False,
 ) -> Executor:
-    """Return the executor of the rank of ``context``. Collective over the pipeline: all build alike."""
+    """Return the executor of the rank of ``context``. Collective over the pipeline: all build alike.
+
+    With ``cuda_graph`` its stages, which drop activations where one ``drops``, are launched as CUDA graphs.
+    """
     copies = TiedCopies(context, tied_tensors(context.model, context.placed), exchange)
-    parts = context, exchange, copies, Arena(context.ledger, context.on), context.optimizer.clip_norm
-    return Executor(*parts, loss_scale=loss_scale, seed=seed, spans=spans, observers=observers)
+    arena = Arena(context.ledger, context.on)
+    launches = StageGraphs(arena, drops=drops, ledger=context.ledger) if cuda_graph else None
+    parts = context, exchange, copies, arena, context.optimizer.clip_norm
+    return Executor(*parts, loss_scale=loss_scale, seed=seed, spans=spans, observers=observers, launches=launches)
 
 
 def operations(

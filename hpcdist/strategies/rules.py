@@ -16,6 +16,7 @@ from dataclasses import fields
 from typing import Any, Final
 
 from hpcdist.comm.config import CommunicationConfig
+from hpcdist.models.config import BUILT, FOREIGN
 from hpcdist.reporting import rules
 from hpcdist.reporting.rules import UNBUILT, Rule, Values, each_of, no_effect, rule
 from hpcdist.strategies.compressed import rules as compressed
@@ -125,6 +126,19 @@ def _batches() -> Iterator[Rule]:
         )
 
 
+def _cuda_graphs() -> Iterator[Rule]:
+    """Yield the rules for CUDA graphs, in which nobody waits and the host decides nothing."""
+    for axis in ("tensor", "context", "expert"):
+        yield rule(f"run.cuda_graph with parallel.{axis}>1", "its ranks send messages within a layer")
+    yield rule("run.cuda_graph with model.experts", "the host waits for the number of tokens of each")
+    yield rule("run.cuda_graph with data.packed", "documents begin elsewhere in every sample")
+    yield rule(
+        f"run.cuda_graph with model.kind={'|'.join(FOREIGN)}",
+        UNBUILT + ": what such a model launches, and where its memory is, only it knows",
+        f"set it to false, or train one of the kinds {', '.join(BUILT)}",
+    )
+
+
 RULES: Final = (
     *_without_effect(),
     *_batches(),
@@ -223,6 +237,7 @@ RULES: Final = (
         )
     ),
     rule("communication.overlap with run.device!=cpu", UNBUILT),
+    *_cuda_graphs(),
     *axis_rules.of_experts(),
     *axis_rules.of_tensor(),
     *axis_rules.of_context(),

@@ -5,6 +5,8 @@ import inspect
 import numpy as np
 import pytest
 
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.gpu import device, graphs
 from stubs.gpu import cupy_double
 
 HOST = np.arange(6.0, dtype=np.float32).reshape(2, 3)
@@ -58,6 +60,8 @@ COMPUTED = {
 
 def test_every_name_and_argument_is_one_of_cupy(cupy):
     assert [name for name in cupy_double.__all__ if not hasattr(cupy, name)] == []
+    theirs = {own: vars(getattr(cupy.cuda, own)) for own in ("Graph", "MemoryPool")}
+    assert "launch" in theirs["Graph"] and {"malloc", "total_bytes"} <= theirs["MemoryPool"].keys()
     for name in ("empty", "zeros", "ones", "asarray", "take", "where", "concatenate"):
         theirs = inspect.signature(getattr(cupy, name)).parameters
         assert set(inspect.signature(getattr(cupy_double, name)).parameters) <= {*theirs, "values", "array", "arrays"}
@@ -90,3 +94,56 @@ def test_views_share_memory(cupy):
         assert array.get().tolist() == [1, 2, 0, 0, 4, 0, 0, 0]
         assert xp.may_share_memory(part, array) and not xp.may_share_memory(part, array[6:])
         assert part.data.ptr == array.data.ptr + 8
+
+
+def test_a_graph_runs_at_its_launch_and_on_its_addresses(cupy, monkeypatch):
+    for xp, cublas in ((cupy_double.module(), cupy_double.Cublas), (cupy, graphs.Cublas)):
+        monkeypatch.setattr(device, "cupy", lambda xp=xp: xp)
+        monkeypatch.setattr(graphs, "Cublas", cublas)
+        array, right, recorder = xp.asarray(HOST), xp.ones((3, 4), np.float32), graphs.GraphRecorder()
+        product = xp.empty((2, 4), np.float32)
+
+        def call(array=array, right=right, product=product):
+            array.__iadd__(1.0)
+            graphs.matmul(array * 2.0, right, product)
+            return product.sum(dtype=np.float64)
+
+        call()  # kernels are compiled
+        graph, total = recorder.capture(call)
+        assert (array.get() == HOST + 1).all()
+        others = []
+        for launch in (2, 3):
+            graph.launch()
+            others.append(xp.zeros(1 << 10, np.float32))  # memory that is given to others meanwhile
+            assert total.get() == 8 * (HOST + launch).sum() and not others[-1].get().any()
+        assert recorder.nbytes > 0
+
+
+@pytest.mark.parametrize("wait", [device.synchronise, lambda: float(device.cupy().ones(1, np.float32)[0])])
+def test_a_wait_is_not_captured(cupy, wait, monkeypatch):
+    for xp, cublas in ((cupy_double.module(), cupy_double.Cublas), (cupy, graphs.Cublas)):
+        monkeypatch.setattr(device, "cupy", lambda xp=xp: xp)
+        monkeypatch.setattr(graphs, "Cublas", cublas)
+        array, recorder = xp.zeros(3, np.float32), graphs.GraphRecorder()
+        with pytest.raises(xp.cuda.runtime.CUDARuntimeError, match="cudaErrorStreamCapture"):
+            recorder.capture(wait)
+        graph, _ = recorder.capture(lambda array=array: array.fill(7.0))
+        graph.launch()
+        assert (array.get() == 7).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("left", "right", "turned"),
+    [((33, 40), (40, 24), False), ((33, 40), (24, 40), True), ((2, 3, 33, 40), (2, 1, 24, 40), True)],
+)
+def test_a_captured_product_has_the_bits_of_cupy(cupy, rng, left, right, turned, dtype):
+    kind = dtype_of(dtype)
+    a, b = (cupy.asarray(rng.standard_normal(shape).astype(np.float32)).astype(kind) for shape in (left, right))
+    b = b.swapaxes(-1, -2) if turned else b
+    want, out = (cupy.empty((*left[:-1], 24), kind) for _ in range(2))
+    graphs.matmul(a, b, want)
+    graph, _ = graphs.GraphRecorder().capture(lambda: graphs.matmul(a, b, out))
+    graph.launch()
+    np.testing.assert_allclose(out.get().astype(np.float64), want.get().astype(np.float64), rtol=1e-2, atol=1e-2)
+    assert out.get().tobytes() == want.get().tobytes()

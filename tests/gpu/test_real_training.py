@@ -45,6 +45,22 @@ def test_a_run_is_that_of_the_cpu(text, layout, ranks, mode, pointers, cupy):
     check_same(host, run_threads(ranks, on_device), BOUNDS[mode], NOISE)
 
 
+IN_16_BITS = {"precision.mode": "bfloat16", "precision.activations": "working"}
+
+
+@pytest.mark.parametrize("keys", [{}, {"model.dropout": 0.2}, IN_16_BITS, {**IN_16_BITS, "model.dropout": 0.2}])
+def test_a_run_with_cuda_graphs_has_the_bits_of_one_without(text, keys):
+    settings = {**text, **LAYOUTS["allreduce"][1], **keys, "run.device": "gpu", "run.steps": 8}
+
+    def on_device(comm, graphs):
+        on_gpu(comm, False)
+        return Trained(comm, {**settings, "run.cuda_graph": graphs})
+
+    plain, graphs = (run_threads(1, lambda comm, on=on: on_device(comm, on))[0] for on in ("false", "true"))
+    assert graphs.losses == plain.losses
+    assert all(graphs.state[key].tobytes() == plain.state[key].tobytes() for key in plain.state)
+
+
 @pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_a_product_is_that_of_the_cpu(text, product, pointers, cupy, monkeypatch):

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from hpcdist.arrays.gpu import device
+from hpcdist.arrays.gpu import device, graphs
 from hpcdist.collectives.gpu import peer_memory
 from hpcdist.comm.failure import failfast
 from stubs.gpu import cupy_double
@@ -17,6 +17,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The double: `run.device = "gpu"` works on this machine, and ``gpu.LOG`` has every transfer and wait."""
     made = cupy_double.module()
     monkeypatch.setattr(device, "cupy", lambda: made)
+    monkeypatch.setattr(graphs, "Cublas", cupy_double.Cublas)
     monkeypatch.setattr(
         peer_memory, "process_identity", lambda: threading.current_thread().name
     )  # each rank is a process of its own

@@ -136,9 +136,12 @@ def _files(names: str) -> str:
 
 
 def _steps() -> tuple[Command, ...]:
-    """Return the comparisons with PyTorch: the largest claim first."""
+    """Return the comparisons with PyTorch, the largest claim first, and steps with CUDA graphs and without."""
     sizes = "--context 1024 --vocabulary 50304"
-    return tuple(
+    shape = "model.layers=12 model.hidden=768 model.heads=12 data.context=512 run.global_batch={} model.dropout={}"
+    halves = "precision.mode=bfloat16 precision.activations=working"
+    tiny = f"--sides gpu graph --steps 2 --set {TINY_KEYS} run.global_batch=2"
+    compared = tuple(
         study(
             f"gpt-{name}-{dtype}",
             "gpu.eager",
@@ -152,6 +155,19 @@ def _steps() -> tuple[Command, ...]:
             ("350M", "float32", 4, 6),
         )
     )
+    graphs = tuple(
+        study(
+            f"graphs-{name}",
+            "gpu.step",
+            f"--sides gpu graph --steps 10 --set {shape.format(samples, dropout)} {halves} {more}",
+            f"{tiny} {more}",
+        )
+        for name, samples, dropout, more in (
+            ("few-samples", 2, 0, "parallel.microbatches=1"),  # the host is slower than the GPU
+            ("micro-batches", 16, 0.1, "parallel.microbatches=2"),
+        )
+    )
+    return compared + graphs
 
 
 def _strategies() -> tuple[Command, ...]:

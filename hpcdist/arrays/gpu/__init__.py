@@ -1,5 +1,6 @@
-"""GPU support: the device, pinned memory and compiled kernels.
+"""GPU support: the device, pinned memory, compiled kernels and CUDA graphs.
 
 Part of arrays (floor 0). `device` is the only importer of cupy; the rest is built on it: `staging` copies between
-host and GPU through pinned memory, `kernels` compiles CUDA C++. Begin with `device.cupy` and `staging.lease`.
+host and GPU through pinned memory, `kernels` compiles CUDA C++, `graphs` captures what is launched. Begin with
+`device.cupy` and `staging.lease`.
 """

@@ -17,7 +17,7 @@ import math
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.backend import Array, is_device, matmul
 from hpcdist.arrays.dtypes import accumulation_dtype
 from hpcdist.arrays.gpu.kernels import KernelSource
 from hpcdist.errors import UsageError
@@ -126,8 +126,10 @@ def _fused_numbers(
     # Columns of the first key and the first value: behind the queries in qkv, at the beginning of kv.
     first = width if kv is None else 0
     place = heads.context, heads.size, heads.queries, heads.shared, qkv.shape[2], _fused_keys(qkv, kv).shape[2]
-    # A flag, place, counters and factor of the mask, in the order of the kernels' parameters; without one zeros.
-    mask = (0,) * 12 + (1.0,) if dropped is None else (1, *dropped.place, *dropped.counters, dropped.scale)
+    # A flag or an address, place, counters and factor of the mask, as the kernels' parameters; without one zeros.
+    mask: tuple[int | float, ...] = (0,) * 12 + (1.0,)
+    if dropped is not None:
+        mask = (dropped.words or 1, *dropped.place, *dropped.counters, dropped.scale)
     address = 0 if documents is None else int(documents.ranges.data.ptr)  # type: ignore[attr-defined]
     seen = int(causal), min(window or heads.context, heads.context), address
     return (*place, first, first + shared, *seen, heads.scale, *mask)
@@ -319,7 +321,7 @@ class TiledForward:
         ``causal``: keys are those of the queries' own array, and the ones behind a query are hidden from it. Only the
         rows of keys in ``span`` are seen. Queries see a key of the block that ``begins``, if not of its first tile.
         """
-        (first, last, place), multiply, queries = rows, namespace(self._y).matmul, self._heads.queries
+        (first, last, place), multiply, queries = rows, matmul, self._heads.queries
         count, size = chunk.pairs, self._heads.size
         q, out = chunk.of(self._q), chunk.of(self._out)
         k, v = chunk.of(keys.k, keys.skipped), chunk.of(keys.v, keys.skipped)
@@ -402,7 +404,7 @@ class TiledBackward:
         a window do not, and gradients of keys that none sees are not written. Where it ``begins``, the gradients of the
         queries are written.
         """
-        (start, end, column), multiply, count, window = rows, namespace(self._do).matmul, chunk.pairs, self._window
+        (start, end, column), multiply, count, window = rows, matmul, chunk.pairs, self._window
         k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))
         begin = start if causal else span[0]  # earlier queries do not see these keys
         places = (0, column + end - start + window - 1) if window else EVERYTHING
@@ -436,13 +438,12 @@ class _Sum:
 
     def product(self, a: Array, b: Array, chunk: HeadChunk, first: int, last: int, memory: _Memory, add: bool) -> None:
         """Write ``a b``, summed over query heads that share these rows, to rows [first, last); ``add`` adds it."""
-        multiply = namespace(b).matmul
         if self._groups == 1 and not add:
-            multiply(a, b, out=chunk.of(self._view, self._skipped)[..., first:last, :])
+            matmul(a, b, out=chunk.of(self._view, self._skipped)[..., first:last, :])
             return
         # Through scratch, from which the query heads of a group are added to the one row of their shared head.
         part = memory.tile(*chunk.outer, last - first, b.shape[-1])
-        multiply(a, b, out=part)
+        matmul(a, b, out=part)
         rows = part.reshape(chunk.pairs, *part.shape[-2:])
         each = self._heads // self._view.shape[1]  # query heads of a shared one, in a gradient of queries
         pair = chunk.first_sample * self._heads + (chunk.first_head - self._skipped) * each

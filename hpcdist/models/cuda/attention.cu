@@ -142,13 +142,15 @@ __device__ __forceinline__ float over_row(float value, F join) {
 }
 
 // What is dropped: see `Mask` of hpcdist.models.layers.dropout. The factor of probability (query, key) of a pair, whose
-// rows are all of one sample: divisions are done once a pair.
+// rows are all of one sample: divisions are done once a pair. `on` is 0 where nothing is dropped, 1, or the address of
+// the first sample and the step, which a CUDA graph reads when it runs.
 struct Dropped {
   long long on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1, limit;
   float scale;
   unsigned counter, sample;
   __device__ __forceinline__ void begin(long long pair) {
     if (!on) return;
+    if (on != 1) first_sample = ((const long long*)on)[0], step = ((const long long*)on)[1];
     long long row = pair / groups * rows_per_sample + pair % groups * pitch + first_row;
     counter = (unsigned)(row % rows_per_sample * blocks), sample = (unsigned)(row / rows_per_sample + first_sample);
   }

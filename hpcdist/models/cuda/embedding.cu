@@ -91,11 +91,13 @@ extern "C" __global__ void turn(REAL* x, const ACC* turns, long long n, long lon
 }
 
 // Multiply rows [first, last) and columns [0, width) of x (all, rows, columns) by 0 or `factor`; a thread has the four
-// columns of a counter. See `Mask.drop` of hpcdist.models.layers.dropout for the places; n counts threads.
+// columns of a counter. See `Mask.drop` of hpcdist.models.layers.dropout for the places; n counts threads. `words` is 0
+// or the address of the first sample and the step, which a CUDA graph reads when it runs.
 extern "C" __global__ void drop(REAL* x, long long n, long long rows, long long columns, long long first,
     long long last, long long width, long long groups, long long pitch, long long rows_per_sample, long long first_row,
     long long blocks, long long skipped, long long first_sample, long long site, long long step, long long key0, long long key1,
-    long long limit, ACC factor) {
+    long long limit, long long words, ACC factor) {
+  if (words) first_sample = ((const long long*)words)[0], step = ((const long long*)words)[1];
   long long used = (width + 3) / 4, span = last - first;
   for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (long long)gridDim.x * blockDim.x) {
     long long block = i % used, place = i / used % span + first, group = i / used / span;

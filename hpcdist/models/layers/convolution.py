@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.backend import Array, is_device, matmul, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.models.layers.linear import add_to_rows, gradient_of_bias
 from hpcdist.models.layers.vector_math import SAMPLE_DTYPES
@@ -39,7 +39,7 @@ def convolve(parameters: Parameters, prefix: str, x: Array, stride: int, saved: 
     saved.keep(f"{prefix}.x", x)
     saved.keep(f"{prefix}.stride", stride)
     for part, rows in _unfolded(x, shape, stride, saved):
-        namespace(x).matmul(rows, weight.T, out=y[part].reshape(-1, weight.shape[0]))
+        matmul(rows, weight.T, out=y[part].reshape(-1, weight.shape[0]))
     add_to_rows(y.reshape(-1, weight.shape[0]), parameters[f"{prefix}.bias"])
     return y
 
@@ -52,23 +52,25 @@ def convolve_backward(
     weight = _as_matrix(parameters[f"{prefix}.weight"])
     dweight, add = gradients.into(f"{prefix}.weight")
     into = _as_matrix(dweight)
-    xp, outputs = namespace(x), dy.shape[-1]
+    outputs = dy.shape[-1]
     product = saved.scratch("convolution.dweight", into.shape, into.dtype)
     dx = saved.scratch("convolution.dx", x.shape, x.dtype) if wants_dx else None
     if dx is not None:
-        assert not xp.may_share_memory(dx, dy), f"{prefix} follows a convolution without an operation between them"
+        assert not namespace(x).may_share_memory(dx, dy), (
+            f"{prefix} follows a convolution without an operation between them"
+        )
         dx[...] = 0
     if not add and not len(x):
         into[...] = 0
     for part, rows in _unfolded(x, dy.shape, stride, saved):
         d = dy[part].reshape(-1, outputs)
         if add or part.start:
-            xp.matmul(d.T, rows, out=product)
+            matmul(d.T, rows, out=product)
             into += product
         else:
-            xp.matmul(d.T, rows, out=into)
+            matmul(d.T, rows, out=into)
         if dx is not None:
-            xp.matmul(d, weight, out=rows)  # the rows are not needed any more
+            matmul(d, weight, out=rows)  # the rows are not needed any more
             _fold(rows, dx[part], dy.shape[1], dy.shape[2], stride)
     gradient_of_bias(gradients, prefix, dy)
     return dx

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device
+from hpcdist.arrays.backend import Array, address, is_device
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.rng import philox
 from hpcdist.models.layers import cuda_kernels
@@ -61,7 +61,7 @@ class Mask:
         place = groups, pitch, rows_per_sample, first_row + above, blocks, left // WORDS_PER_COUNTER
         *counter, limit = self.counters
         if is_device(x):
-            cuda_kernels.dropout(x, first, last, width, *place, *counter, limit, factor=self.scale)
+            cuda_kernels.dropout(x, first, last, width, *place, *counter, limit, self.words, factor=self.scale)
         else:
             _drop(x, first, last, width, *place, *counter, np.uint32(limit), x.dtype.type(self.scale))
 
@@ -78,6 +78,11 @@ class Mask:
         draw, limit = self.draw, min(round(self.rate * (1 << 32)), (1 << 32) - 1)
         site, key = self.layer * MAX_SITES + self.site, (draw.seed & 0xFFFFFFFF, draw.seed >> 32 & 0xFFFFFFFF)
         return draw.first_sample, site, draw.step & 0xFFFFFFFF, *key, limit
+
+    @property
+    def words(self) -> int:
+        """Address on a GPU of the first sample and the step; 0 where they are those of `counters`."""
+        return 0 if self.draw.words is None else address(self.draw.words)
 
     @property
     def scale(self) -> float:

@@ -103,6 +103,7 @@ for _dtype in SAMPLE_DTYPES:
 
 THETA: Final = 10000.0
 _tables: dict[tuple[int, Any, bool], Array] = {}  # (head size, dtype, on a GPU) -> table of the longest context yet
+_outgrown: list[Array] = []  # tables that CUDA graphs may still read
 
 
 class LocalRotary:
@@ -147,6 +148,7 @@ def rotary_table(context: int, head_size: int, like: Array) -> Array:
             )
         xp = namespace(like)
         longest = context if table is None else max(context, 2 * table.shape[0])
+        _outgrown.extend([] if table is None else [table])
         frequency = THETA ** (-2.0 * xp.arange(head_size // 2, dtype=np.float64) / head_size)
         angle = xp.arange(longest, dtype=np.float64)[:, None] * frequency[None, :]
         table = _tables[key] = xp.concatenate([xp.cos(angle), xp.sin(angle)], axis=1).astype(dtype)

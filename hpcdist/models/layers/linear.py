@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.backend import Array, is_device, matmul, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.models.layers import cuda_kernels
 from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES
@@ -45,7 +45,7 @@ def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biase
     outputs, inputs = weight.shape
     y = saved.empty(f"{prefix}.y", (*x.shape[:-1], outputs), x.dtype)
     rows = y.reshape(-1, outputs)
-    namespace(x).matmul(x.reshape(-1, inputs), weight.T, out=rows)
+    matmul(x.reshape(-1, inputs), weight.T, rows)
     bias = parameters.get(f"{prefix}.bias")
     if bias is not None and biased:
         add_to_rows(rows, bias.reshape(-1))
@@ -54,12 +54,11 @@ def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biase
 
 def gradient_of_input(parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
     """Return dy weight (..., inputs) in the scratch that all linears share."""
-    xp = namespace(dy)
     weight = as_matrix(parameters[f"{prefix}.weight"])
     outputs, inputs = weight.shape
     dx = saved.scratch("linear.dx", (*dy.shape[:-1], inputs), dy.dtype)
-    assert not xp.may_share_memory(dx, dy), f"{prefix} follows a linear without an operation between them"
-    xp.matmul(dy.reshape(-1, outputs), weight, out=dx.reshape(-1, inputs))
+    assert not namespace(dy).may_share_memory(dx, dy), f"{prefix} follows a linear without an operation between them"
+    matmul(dy.reshape(-1, outputs), weight, dx.reshape(-1, inputs))
     return dx
 
 
@@ -69,7 +68,7 @@ def gradient_of_weight(gradients: Gradients, prefix: str, dy: Array, x: Array, s
     into = as_matrix(dweight)
     outputs, inputs = into.shape
     product = saved.scratch("linear.dweight", into.shape, into.dtype) if add else into
-    namespace(dy).matmul(dy.reshape(-1, outputs).T, x.reshape(-1, inputs), out=product)
+    matmul(dy.reshape(-1, outputs).T, x.reshape(-1, inputs), product)
     if add:
         into += product
 

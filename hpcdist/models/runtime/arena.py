@@ -1,6 +1,11 @@
-"""Arena of activation memory: allocated in the first step, used again in every later one."""
+"""Arena of activation memory: allocated in the first step, used again in every later one.
+
+A call that was recorded can be left out later: `Arena.repeat` takes the same blocks, where they are free, and
+`ArenaSaved.restore` what the call has kept there. So a CUDA graph finds its memory at the same addresses.
+"""
 
 from bisect import bisect_left, bisect_right, insort
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
@@ -20,6 +25,18 @@ MAX_WASTE = 2
 NOTHING: Final = np.empty(0, np.uint8)
 
 
+@dataclass(frozen=True)
+class BlockUse:
+    """Blocks that a call took, and by how many it changed the users of blocks.
+
+    It refers to the scratch memory of its time, which is freed once a larger one is asked for.
+    """
+
+    taken: frozenset[int]
+    changes: tuple[tuple[int, int], ...]  # (index of the block, users more or less)
+    scratch: tuple[Array, ...]
+
+
 class Arena:
     """Hands out memory to the stages of one rank and takes it back. Not for several threads at once."""
 
@@ -32,6 +49,9 @@ class Arena:
         self._starts: list[tuple[int, int]] = []  # (address, index of the block), ascending
         self._scratch: dict[str, Array] = {}
         self._live: dict[tuple[int, int], ArenaSaved] = {}
+        self._recorded: set[int] | None = None  # blocks that were taken since `begin_record`
+        self._uses_before: list[int] = []
+        self._fixed = set[int]()  # blocks that `repeat` takes: they do not grow
 
     def saved(self, layer: int, microbatch: int = 0) -> "ArenaSaved":
         """Return the `Saved` of a stage and micro-batch: a new one, or the one that was not released yet."""
@@ -49,19 +69,32 @@ class Arena:
         if place < len(self._free) and self._free[place][0] <= max(MAX_WASTE * nbytes, ALIGN_BYTES):
             index = self._free.pop(place)[1]
             self._uses[index] = 1
-            return index
-        if place and nbytes <= MAX_WASTE * self._free[place - 1][0]:
-            index = self._free.pop(place - 1)[1]
-            self._starts.remove((_address(self._blocks[index]), index))
         else:
-            index = len(self._blocks)
-            self._blocks.append(NOTHING)
-            self._uses.append(0)
-        self._blocks[index] = NOTHING  # a block goes before a larger one comes: both at once would be a peak of memory
-        self._blocks[index] = self._allocate(nbytes)
-        self._uses[index] = 1
-        insort(self._starts, (_address(self._blocks[index]), index))
+            larger = self._growing(nbytes)
+            index = len(self._blocks) if larger is None else larger
+            if larger is None:
+                self._blocks.append(NOTHING)
+                self._uses.append(0)
+            else:
+                self._starts.remove((backend.address(self._blocks[index]), index))
+            self._blocks[index] = NOTHING  # it goes before a larger one comes: both at once would be a peak of memory
+            self._blocks[index] = self._allocate(nbytes)
+            self._uses[index] = 1
+            insort(self._starts, (backend.address(self._blocks[index]), index))
+        if self._recorded is not None:
+            self._recorded.add(index)
         return index
+
+    def _growing(self, nbytes: int) -> int | None:
+        """Take the largest free block that may grow to ``nbytes`` out of the free ones; None: there is none."""
+        for place in reversed(range(bisect_left(self._free, (nbytes, -1)))):
+            size, index = self._free[place]
+            if nbytes > MAX_WASTE * size:
+                break
+            if index not in self._fixed:
+                del self._free[place]
+                return index
+        return None
 
     def share(self, index: int) -> None:
         """Count one more user of a block, which is free once all have given it back."""
@@ -73,14 +106,40 @@ class Arena:
         if not self._uses[index]:
             insort(self._free, (self._blocks[index].nbytes, index))
 
+    def begin_record(self) -> None:
+        """Record the blocks that are taken and given back from now on."""
+        self._recorded, self._uses_before = set(), list(self._uses)
+
+    def end_record(self) -> BlockUse:
+        """Return what was recorded."""
+        assert self._recorded is not None
+        before = self._uses_before + [0] * (len(self._uses) - len(self._uses_before))
+        changes = [(index, now - then) for index, (now, then) in enumerate(zip(self._uses, before, strict=True))]
+        taken, self._recorded = frozenset(self._recorded), None
+        self._fixed |= taken
+        return BlockUse(taken, tuple(change for change in changes if change[1]), tuple(self._scratch.values()))
+
+    def has_free(self, use: BlockUse) -> bool:
+        """Return whether all blocks that were taken in ``use`` are free."""
+        return not any(self._uses[index] for index in use.taken)
+
+    def repeat(self, use: BlockUse) -> None:
+        """Take, share and give back blocks as was recorded; those that were taken are free."""
+        for index, change in use.changes:
+            if not self._uses[index]:
+                del self._free[bisect_left(self._free, (self._blocks[index].nbytes, index))]
+            self._uses[index] += change
+            if not self._uses[index]:
+                insort(self._free, (self._blocks[index].nbytes, index))
+
     def find(self, array: Array) -> int | None:
         """Return the index of the block that ``array`` lies in, None where it is no memory that `take` gave."""
-        address = _address(array)
-        place = bisect_right(self._starts, (address, len(self._blocks))) - 1
+        first = backend.address(array)
+        place = bisect_right(self._starts, (first, len(self._blocks))) - 1
         if place < 0:
             return None
         start, index = self._starts[place]
-        return index if address < start + self._blocks[index].nbytes else None
+        return index if first < start + self._blocks[index].nbytes else None
 
     def view(self, index: int, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return the beginning of a block as an array."""
@@ -105,9 +164,20 @@ class Arena:
         owner: Any = backend.empty(size + ALIGN_BYTES, np.dtype(np.uint8), self._on)
         if self._ledger is not None:
             self._ledger.track(owner, "activations")
-        start = -_address(owner) % ALIGN_BYTES
+        start = -backend.address(owner) % ALIGN_BYTES
         block: Array = owner[start : start + size]
         return block
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """References of an `ArenaSaved`, whose blocks are in the `BlockUse` of the same call."""
+
+    values: dict[str, Any]
+    taken: tuple[int, ...]
+    held: tuple[tuple[str, int | None], ...]
+    deferred: dict[str, str]
+    draw: Draw | None
 
 
 class ArenaSaved:
@@ -124,6 +194,7 @@ class ArenaSaved:
         self._taken: list[int] = []
         self._held: list[tuple[str, int | None]] = []  # (name, block), see `hold`
         self.deferred: dict[str, str] = {}
+        self.graph = 0  # the number of the graph that has written what is kept here; 0: none has
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return uninitialised memory that is kept under ``name`` until `release`."""
@@ -162,6 +233,15 @@ class ArenaSaved:
             self._arena.share(index)
         self._held.append((name, index))
 
+    def state(self) -> SavedState:
+        """Return what is kept here, for `restore`."""
+        return SavedState(dict(self._values), tuple(self._taken), tuple(self._held), dict(self.deferred), self.draw)
+
+    def restore(self, state: SavedState) -> None:
+        """Keep what ``state`` says, whose blocks `Arena.repeat` has taken."""
+        self._values, self._taken, self._held = dict(state.values), list(state.taken), list(state.held)
+        self.deferred, self.draw = dict(state.deferred), state.draw
+
     def narrow(self) -> None:
         """Give back all but what is held."""
         for index in reversed(self._taken):
@@ -181,11 +261,8 @@ class ArenaSaved:
         self._values.clear()
         self.deferred.clear()
         self.draw = self.documents = None
+        self.graph = 0
         self._arena.forget(self._key, self)
-
-
-def _address(array: Any) -> int:
-    return int(array.data.ptr if backend.is_device(array) else array.ctypes.data)
 
 
 def _shaped(block: Array, shape: tuple[int, ...], dtype: Any) -> Array:

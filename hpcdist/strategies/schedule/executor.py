@@ -24,6 +24,7 @@ from hpcdist.strategies.core.parameter_views import ParameterViews
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.pipeline.tied import TiedCopies
 from hpcdist.strategies.schedule.generate.operation_list import evaluation_operations, insert_gathers
+from hpcdist.strategies.schedule.graphs import KernelLaunches
 from hpcdist.strategies.schedule.observers import NanFinder, PhaseTimer
 from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Operation
 from hpcdist.strategies.schedule.stages import MicroBatch, Stages
@@ -37,7 +38,7 @@ class Executor:
 
     ``clip_norm`` bounds the norm of the mean gradient; 0 leaves it alone. ``loss_scale`` is `NoLossScale` if not
     given; ``seed`` is that of what models drop. ``spans`` gets every operation of a step, and ``observers`` are called
-    in their order.
+    in their order. ``launches`` says how stages are run, with the memory of ``arena``.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Executor:
         seed: int = 0,
         spans: SpanSink = NULL_SPANS,
         observers: Sequence[StepObserver] = (),
+        launches: KernelLaunches | None = None,
     ) -> None:
         self.context, self.model, self.exchange = context, context.model, exchange
         self.copies, self.arena, self.clip_norm = copies, arena, clip_norm
@@ -67,7 +69,7 @@ class Executor:
         self._bound = (MixedPrecisionViews if widens else ParameterViews)(context, exchange, copies)
         # Messages inside of stages bring in bad values of other ranks: they and the stages look with one finder.
         self._watch: NanFinder = context.model.watch or NanFinder()
-        self._stages = Stages(context, arena, self._bound, self._watch)
+        self._stages = Stages(context, arena, self._bound, self._watch, launches or KernelLaunches())
         evaluation = evaluation_operations(context.placed, context.pipeline.rank)
         self._forward_only = insert_gathers(evaluation, exchange.gathers) if exchange.gathers else evaluation
         # Later rows replace earlier ones: kinds that need more than the exchange's handler are wrapped below.

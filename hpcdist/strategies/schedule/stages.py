@@ -16,13 +16,14 @@ from typing import cast
 import numpy as np
 
 from hpcdist.arrays import backend
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays.backend import Array, Scalar
 from hpcdist.models.documents import unpacked
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.runtime.arena import Arena, ArenaSaved
 from hpcdist.models.runtime.split_backward import release_first_pass, split_operations, weight_gradients
 from hpcdist.models.stage import Draw, MixedStage, Operations, Saved
 from hpcdist.strategies.core.parameter_views import ParameterViews
 from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.schedule.graphs import KernelLaunches, Moving
 from hpcdist.strategies.schedule.messages import StageMessages
 from hpcdist.strategies.schedule.observers import NanFinder
 from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement
@@ -109,15 +110,24 @@ class Stages:
     """Compute operations of one rank, and its messages in the pipeline.
 
     What a unit hands on is named by the micro-batch and the unit that takes it: its input on the way forward, the
-    gradient of its input on the way back.
+    gradient of its input on the way back. ``launches`` says how forwards and backwards are run.
     """
 
-    def __init__(self, context: RankContext, arena: Arena, bound: ParameterViews, watch: NanFinder) -> None:
+    def __init__(
+        self,
+        context: RankContext,
+        arena: Arena,
+        bound: ParameterViews,
+        watch: NanFinder,
+        launches: KernelLaunches,
+    ) -> None:
         self._context, self._model, self._arena, self._bound, self._watch = context, context.model, arena, bound, watch
+        self._launches = launches
         self._last = len(context.model.stages) - 1
         self._place = context.placed
         self._firsts = {chunk.start for chunk in context.chunks}
-        self.neighbours = StageMessages(context, arena)
+        own = Arena(context.ledger, context.on) if launches.own_messages else arena
+        self.neighbours = StageMessages(context, own)
         self._skips = SkipExchange(context.placed, self.neighbours)
         self.handlers = {
             Kind.FORWARD: self.forward,
@@ -148,7 +158,10 @@ class Stages:
         self._batches = [(x, cut(y)) for (x, _), (_, y) in zip(inputs, batches, strict=True)]
         self._scale, evaluates = scale, draw is None
         firsts = accumulate((len(inputs) for inputs, _ in batches), initial=draw.first_sample if draw else 0)
-        self._draws = [draw and replace(draw, first_sample=first) for first in firsts]
+        sizes, steady = [len(x) for x, _ in inputs], not (evaluates or self._watch.is_awake)
+        draws = [replace(draw, first_sample=first) for first in firsts][: len(sizes)] if draw else []
+        own = self._launches.begin(draws, sizes, scale, steady=steady)
+        self._draws: Sequence[Draw | None] = [None] * len(sizes) if evaluates else own
         self._losses = backend.empty(len(batches), np.dtype(np.float64), self._context.on)
         self._counted = 0
         self._inputs: dict[tuple[int, int], Array] = {}
@@ -157,7 +170,7 @@ class Stages:
         again = {Kind.FORWARD} if evaluates else set()
         self._dropped = {(op.microbatch, op.unit) for op in operations if op.recompute or op.kind in again}
         self._skips.begin()
-        self.neighbours.begin(operations, [len(inputs) for inputs, _ in batches])
+        self.neighbours.begin(operations, sizes)
 
     @property
     def losses(self) -> list[float]:
@@ -172,7 +185,7 @@ class Stages:
     def _has_samples(self, op: Operation) -> bool:
         return bool(len(self._batches[op.microbatch][0]))  # a replica may have none in the last, uneven micro-batch
 
-    def _saved(self, op: Operation) -> Saved:
+    def _saved(self, op: Operation) -> ArenaSaved:
         return self._arena.saved(self._model.stages[op.unit].layer, op.microbatch)
 
     def _arrives(self, unit: int) -> bool:
@@ -184,23 +197,17 @@ class Stages:
         if not self._has_samples(op):
             self._attend(op)
             return
-        stage, saved, at = self._model.stages[op.unit], self._saved(op), (op.microbatch, op.unit)
-        inputs, targets = self._batches[op.microbatch]
+        saved, at = self._saved(op), (op.microbatch, op.unit)
         dropped = at in self._dropped and not op.recompute
-        x = inputs if op.unit == 0 else self._inputs[at]
         saved.draw, saved.documents = self._draws[op.microbatch], self._documents[op.microbatch]
         self._skips.bring(op, saved)
-        y = stage.forward(self._bound.parameters(op.unit), x, self._model.operations, saved)
-        called = getattr(stage, "name", "")  # what its user calls it, where it is not of this library
-        self._watch.look(f"output of layer {stage.layer}{called and f', {called},'} in micro-batch {op.microbatch}", y)
+        y, loss = self._forward(op, saved)
         self._skips.leave(op, y, dropped=dropped)
         if not self._arrives(op.unit):
             del self._inputs[at]
             if dropped:
                 self._arena.saved(self._model.stages[op.unit - 1].layer, op.microbatch).release()
         if op.unit == self._last:
-            loss = self._model.loss.forward(y, targets, self._model.operations, saved)
-            self._watch.look(f"loss of micro-batch {op.microbatch}", loss)
             if not op.recompute:
                 self._losses[self._counted] = loss  # where it was computed: the host need not wait for it
                 self._counted += 1
@@ -210,21 +217,35 @@ class Stages:
             self._inputs[op.microbatch, op.unit + 1] = y
         self.neighbours.poll()
 
+    def _forward(self, op: Operation, saved: ArenaSaved) -> tuple[Array, Scalar]:
+        """Return the output of a unit and, behind the last, the loss."""
+        stage, parameters = self._model.stages[op.unit], self._bound.parameters(op.unit)
+        inputs, targets = self._batches[op.microbatch]
+        x, arrives = inputs if op.unit == 0 else self._inputs[op.microbatch, op.unit], self._arrives(op.unit)
+        moving = ({"x": x} if arrives else {}) | ({"targets": targets} if op.unit == self._last else {})
+
+        def call(fixed: Moving) -> tuple[Array, Scalar]:
+            y, loss = stage.forward(parameters, fixed.get("x", x), self._model.operations, saved), cast(Scalar, 0.0)
+            called = getattr(stage, "name", "")  # what its user calls it, where it is not of this library
+            named = f"layer {stage.layer}{called and f', {called},'}"
+            self._watch.look(f"output of {named} in micro-batch {op.microbatch}", y)
+            if op.unit == self._last:
+                loss = self._model.loss.forward(y, fixed["targets"], self._model.operations, saved)
+                self._watch.look(f"loss of micro-batch {op.microbatch}", loss)
+            return y, loss
+
+        still = None if arrives else x
+        return self._launches.run(op, saved, call, moving=moving, still=still, parameters=parameters)
+
     def backward(self, op: Operation) -> None:
         """Run the backward of one unit for a micro-batch; of a split one, the gradient of the input only."""
         if not self._has_samples(op):
             self._bound.no_backward(op.unit)
             self._attend(op)
             return
-        stage, saved = self._model.stages[op.unit], self._saved(op)
-        split = op.kind is Kind.BACKWARD_INPUT
+        saved, split = self._saved(op), op.kind is Kind.BACKWARD_INPUT
         saved.scale = self._scale
-        if op.unit == self._last:
-            dy = self._model.loss.backward(self._scale, self._model.operations, saved)
-        else:
-            dy = self._skips.add(op, self._gradients.pop((op.microbatch, op.unit + 1)))
-        parameters, gradients = self._bound.parameters(op.unit), self._bound.gradients(op.unit)
-        dx = stage.backward(parameters, gradients, dy, self._split if split else self._model.operations, saved)
+        dx = self._backward(op, saved)
         self._skips.send_back(op, saved)
         if dx is not None:
             if op.unit in self._firsts and not self._place.crosses(op.unit):
@@ -237,6 +258,31 @@ class Stages:
         if op.unit in self._firsts and (op.unit == 0 or not self._place.crosses(op.unit)):
             self._forget_gradient(op)
         self.neighbours.poll()
+
+    def _backward(self, op: Operation, saved: ArenaSaved) -> Array | None:
+        """Return the gradient of the input of a unit; that of its output is, behind the last, the one of the loss."""
+        stage, last = self._model.stages[op.unit], op.unit == self._last
+        parameters, gradients = self._bound.parameters(op.unit), self._bound.gradients(op.unit)
+        operations = self._split if op.kind is Kind.BACKWARD_INPUT else self._model.operations
+        came = None if last else self._skips.add(op, self._gradients.pop((op.microbatch, op.unit + 1)))
+        arrives = not last and (op.unit + 1 in self._firsts or self._place.crosses(op.unit + 1))
+        moving = {} if came is None or not arrives else {"dy": came}
+
+        def call(fixed: Moving) -> Array | None:
+            dy = fixed.get("dy", came)
+            if dy is None:
+                dy = self._model.loss.backward(self._scale, self._model.operations, saved)
+            return stage.backward(parameters, gradients, dy, operations, saved)
+
+        return self._launches.run(
+            op,
+            saved,
+            call,
+            moving=moving,
+            still=None if arrives else came,
+            parameters=parameters,
+            gradients=gradients,
+        )
 
     def _attend(self, op: Operation) -> None:
         """Take part without samples where ranks that share out the experts of a unit compute together. Collective."""
@@ -260,8 +306,13 @@ class Stages:
         """Run the second half of a split backward: the gradients of the weights."""
         if self._has_samples(op):
             gradients = self._bound.gradients(op.unit)
-            # Of the parameters, which may be freed by now, only the names count.
-            weight_gradients(gradients.views, gradients, self._model.operations, self._saved(op))
+            saved, operations = self._saved(op), self._model.operations
+
+            def call(_: Moving) -> None:
+                # Of the parameters, which may be freed by now, only the names count.
+                weight_gradients(gradients.views, gradients, operations, saved)
+
+            self._launches.run(op, saved, call, moving={}, gradients=gradients)
             self._end(op)
 
     def _end(self, op: Operation) -> None:

@@ -145,9 +145,7 @@ def assemble(
     growth = precision.growth_interval, precision.hysteresis, precision.minimum_scale
     loss_scale = mixed_precision.build_loss_scale(precision.mode, precision.loss_scale, *growth)
     in_order, router, noise, faults, ranges = _build_observers(recipe, context, exchange, loss_scale, directory)
-    executor = strategies.build_executor(
-        context, exchange, loss_scale=loss_scale, seed=recipe.run.seed, spans=session.spans, observers=in_order
-    )
+    executor = _build_executor(session, recipe, context, exchange, loss_scale, in_order)
     operations, proof = _proven_operations(recipe, grid, context, executor, schedule)
     if noise is not None:
         noise.check(operations)
@@ -176,6 +174,27 @@ def assemble(
         balance=balance,
     )
     return _initialised(trainer) if origin is None else state.restore_state(trainer, origin)
+
+
+def _build_executor(
+    session: Session,
+    recipe: Recipe,
+    context: RankContext,
+    exchange: Exchange,
+    loss_scale: NoLossScale,
+    observers: tuple[StepObserver, ...],
+) -> Executor:
+    """Return the executor of ``recipe``. Collective over the pipeline."""
+    return strategies.build_executor(
+        context,
+        exchange,
+        loss_scale=loss_scale,
+        seed=recipe.run.seed,
+        spans=session.spans,
+        observers=observers,
+        cuda_graph=recipe.run.cuda_graph,
+        drops=recipe.model.dropout > 0,
+    )
 
 
 def _axes(comm: Communicator, grid: ProcessGrid, roles: Roles | None) -> tuple[GridCommunicators, bool]:

@@ -39,6 +39,7 @@ RUN_RULES: Final = (
     *at_least(1, "run.steps", "run.global_batch"),
     *at_least(0, "run.seed", "run.sentinel_every_steps", "run.validation_samples"),
     one_of("run.device", DEVICES),
+    no_effect("run.cuda_graph", False, "run.device", ["gpu"]),
     finite("run.log_every_s", lambda seconds: seconds >= 0, "at least 0"),
     rule(
         "run.allow_partial with run.init_from=",
@@ -182,6 +183,7 @@ class RunConfig:
     global_batch: int = 16
     seed: int = 0
     device: str = "cpu"
+    cuda_graph: bool = False
     sentinel_every_steps: int = 100
     validation_samples: int = 1024
     log_every_s: float = 5.0

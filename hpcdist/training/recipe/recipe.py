@@ -168,6 +168,7 @@ OPERATIONAL_KEYS: Final = (
     "data.shares",
     "data.staged",
     "run.device",
+    "run.cuda_graph",
     "run.logical_shards",
     "run.sentinel_every_steps",
     "run.suspicious_factor",

@@ -110,24 +110,30 @@ class RawKernel:
             raise cuda_double.CUDARuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
         if len(args) != len(self._parameters):
             raise TypeError(f"{self.name} has {len(self._parameters)} parameters, and got {len(args)} arguments")
-        given, arrays, kept = (ctypes.c_void_p * len(args))(), [], []
+        arrays: dict[int, np.ndarray] = {}  # by the number of their argument
+        scalars: dict[int, np.ndarray] = {}
         for number, (arg, (kind, pointer)) in enumerate(zip(args, self._parameters, strict=True)):
             wanted = np.dtype(TYPES[kind])
             if arg.dtype != wanted or pointer == isinstance(arg, np.generic):
                 wish = f"{wanted}{' in memory of the device' if pointer else ''}"
                 raise TypeError(f"argument {number} of {self.name} is {type(arg)} {arg.dtype}; it takes {wish}")
             if pointer:
-                arrays.append(arg._host)
-                given[number] = arg._host.ctypes.data
+                arrays[number] = arg._raw
             else:
-                kept.append(np.array(arg))
-                given[number] = kept[-1].ctypes.data
+                scalars[number] = np.array(arg)
         launch = getattr(_library(self.code), f"launch_{self.name}")
         launch.restype = ctypes.c_char_p
-        with _lock:
-            wrong = launch(*sizes, given)
-            LAUNCHES.append(self.name)
-        if wrong:
-            raise cuda_double.CUDARuntimeError(f"{self.name}: {wrong.decode()}")
-        for array in arrays:
-            cuda_double.wrote(array)
+
+        count, places = len(args), list(arrays)  # a graph does not keep the memory of its kernels
+
+        def work(*own: np.ndarray) -> None:
+            given = (ctypes.c_void_p * count)()
+            for number, array in (*zip(places, own, strict=True), *scalars.items()):
+                given[number] = array.ctypes.data
+            with _lock:
+                wrong = launch(*sizes, given)
+                LAUNCHES.append(self.name)
+            if wrong:
+                raise cuda_double.CUDARuntimeError(f"{self.name}: {wrong.decode()}")
+
+        cuda_double.run(work, list(arrays.values()), range(len(arrays)))

@@ -1,15 +1,22 @@
-"""Streams, events, pinned memory and shared handles of the double: copies happen late, and reading early shows.
+"""Streams, events, graphs, pinned memory and shared handles of the double: copies are late, and reading early shows.
 
 A copy between the device and pinned memory is put off until somebody waits for it, as DMA would be at its worst: until
 then the target is full of 0xFF. Kernels run at once, but in the order of their stream: what was put off on it runs
 first. A copy on one stream of what a kernel on another writes, without an event between them, raises; so does reading
 memory that another "process" (a thread) shares while its kernels may still be writing it.
+
+While a stream is captured, kernels are recorded and not run. What CUDA does not capture raises, and so does memory that
+does not come from a `MemoryPool` of its own, whose blocks nobody else is given. A graph works on the addresses that it
+was captured with, and its launch raises where memory there was freed.
 """
 
+import ctypes
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -28,7 +35,8 @@ class Local(threading.local):
 
     def __init__(self) -> None:
         self.null: Stream | None = None
-        self.entered: list[Stream] = []
+        self.entered: list[Stream] = []  # those of ``with``, the current one last
+        self.pool: MemoryPool | None = None  # where memory is taken from
         self.opened: set[int] = set()
         OPENED.append(self.opened)
 
@@ -45,6 +53,8 @@ class Stream:
         self._lock = threading.RLock()
         self._given = self._done = 0
         self._behind: dict[Stream, int] = {}  # how much of other streams comes before what is given to this one next
+        self._is_null, self._non_blocking = null, non_blocking
+        self._recorded: list[Recorded] | None = None  # while it is captured
         STREAMS[self.ptr] = self
 
     def __enter__(self) -> "Stream":
@@ -53,6 +63,23 @@ class Stream:
 
     def __exit__(self, *error: object) -> None:
         assert LOCAL.entered.pop() is self
+
+    def begin_capture(self, mode: int | None = None) -> None:
+        if self._is_null:
+            raise RuntimeError("cannot capture on the default (legacy) stream")
+        assert self._non_blocking, "work on the default stream, of any thread, would end the capture"
+        if self._recorded is not None:
+            raise CUDARuntimeError("cudaErrorIllegalState: the operation cannot be performed in the present state")
+        self._recorded = []
+
+    def end_capture(self) -> "Graph":
+        if self._recorded is None:
+            raise CUDARuntimeError("cudaErrorIllegalState: the operation cannot be performed in the present state")
+        recorded, self._recorded = self._recorded, None
+        return Graph(recorded)
+
+    def is_capturing(self) -> bool:
+        return self._recorded is not None
 
     def _give(self, work: Callable[[], None] | None = None) -> int:
         """Put ``work`` off (None: a kernel, which has run) and return its number."""
@@ -77,9 +104,11 @@ class Stream:
         return other is self or self._behind.get(other, 0) >= number or other._done >= number
 
     def synchronize(self) -> None:
+        check_not_captured("a wait of the host")
         WAITED(self, self._given)
 
     def wait_event(self, event: "Event") -> None:
+        check_not_captured("an event of another stream")
         stream, number = event._behind()
 
         def wait() -> None:
@@ -113,15 +142,18 @@ class Event:
         return self._place
 
     def record(self, stream: Stream | None = None) -> None:
+        check_not_captured("an event that the host looks at")
         stream = stream or current_stream()
         self._place = stream, stream._given
         self._time_s = time.perf_counter()
 
     def synchronize(self) -> None:
+        check_not_captured("a wait of the host")
         WAITED(*self._behind())
 
     @property
     def done(self) -> bool:
+        check_not_captured("a look at an event")
         stream, number = self._behind()
         return stream._done >= number
 
@@ -142,6 +174,13 @@ def current_stream() -> Stream:
     return LOCAL.null
 
 
+def check_not_captured(what: str) -> None:
+    if LOCAL.entered and LOCAL.entered[-1].is_capturing():
+        raise CUDARuntimeError(
+            f"cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing: {what}"
+        )
+
+
 def _waited(stream: Stream, number: int) -> None:
     """The host waits: what comes before ``number`` in any stream is done."""
     for other, far in stream._behind.items():
@@ -158,19 +197,24 @@ def elapsed_ms(start: Event, end: Event) -> float:
     return (end._time_s - start._time_s) * 1e3
 
 
-def root_of(host: np.ndarray) -> int:
-    """Return the address of the allocation that an array lies in."""
+def allocation_of(host: np.ndarray) -> np.ndarray:
+    """Return the allocation that an array lies in."""
     while isinstance(host.base, np.ndarray):
         host = host.base
-    return int(host.__array_interface__["data"][0])
+    return host
 
 
-def wrote(host: np.ndarray) -> None:
-    """A kernel on the current stream wrote to ``host``."""
-    stream = current_stream()
+def root_of(host: np.ndarray) -> int:
+    """Return the address of the allocation that an array lies in."""
+    return int(allocation_of(host).__array_interface__["data"][0])
+
+
+def wrote(host: np.ndarray, stream: Stream | None = None, root: int | None = None) -> None:
+    """A kernel on the current stream, or on ``stream``, wrote to ``host``, which lies in the allocation ``root``."""
+    stream, root = stream or current_stream(), root_of(host) if root is None else root
     number = stream._give()
-    WRITTEN[root_of(host)] = stream, number
-    if root_of(host) in SHARED:
+    WRITTEN[root] = stream, number
+    if root in SHARED:
         UNSEEN[:] = [row for row in UNSEEN if row[2]._done < row[3]]
         UNSEEN.append((*_extent(host), stream, number))
 
@@ -187,9 +231,9 @@ def forget(host: np.ndarray) -> None:
     UNSEEN[:] = [row for row in UNSEEN if row[1] <= start or end <= row[0]]
 
 
-def check_read(host: np.ndarray) -> None:
+def check_read(host: np.ndarray, root: int | None = None) -> None:
     """A kernel on the current stream reads ``host``: shared memory only when its writer is known to be done."""
-    if root_of(host) in SHARED:
+    if (root_of(host) if root is None else root) in SHARED:
         start, end = _extent(host)
         for first, last, stream, number in tuple(UNSEEN):
             if start < last and first < end and not current_stream()._comes_behind(stream, number):
@@ -203,6 +247,102 @@ def check_copy(host: np.ndarray, stream: Stream) -> None:
         raise StreamOrderError("a copy is given to a stream that does not wait for the kernels that write its source")
 
 
+# Kernels, at once or captured
+ISSUED: Counter[tuple[str, str]] = Counter()  # (thread, "kernel", "captured" or "graph") -> calls from Python
+Work = Callable[..., object]  # of the arrays of a kernel
+
+
+class Place:
+    """Address of an array, which does not keep its memory."""
+
+    def __init__(self, host: np.ndarray) -> None:
+        allocation = allocation_of(host)
+        self._allocation, self.root = weakref.ref(allocation), root_of(host)
+        self._low, self._high = np.lib.array_utils.byte_bounds(host)
+        self._about = host.shape, host.dtype, int(host.__array_interface__["data"][0]) - self._low, host.strides
+
+    def array(self) -> np.ndarray:
+        """Return what lies there now. Raises where that memory was freed."""
+        if self._allocation() is None:
+            raise CUDARuntimeError("cudaErrorIllegalAddress: memory that a graph was captured with is freed")
+        shape, dtype, offset, strides = self._about
+        if self._high == self._low:
+            return np.empty(shape, dtype)
+        memory = np.frombuffer((ctypes.c_uint8 * (self._high - self._low)).from_address(self._low), np.uint8)
+        return np.ndarray(shape, dtype, memory, offset, strides)
+
+
+Recorded = tuple[Work, Sequence[Place], Sequence[int]]  # work, its arrays, and which of them it writes
+
+
+class Graph:
+    """Kernels that were captured, launched together."""
+
+    def __init__(self, recorded: Sequence[Recorded]) -> None:
+        self._recorded = tuple(recorded)
+
+    def launch(self, stream: Stream | None = None) -> None:
+        check_not_captured("the launch of a graph")
+        stream = stream or current_stream()
+        ISSUED[threading.current_thread().name, "graph"] += 1
+        stream._run(stream._given)
+        for work, places, written in self._recorded:
+            arrays = [place.array() for place in places]
+            for array, place in zip(arrays, places, strict=True):
+                check_read(array, place.root)
+            work(*arrays)
+            for number in written:
+                wrote(arrays[number], stream, places[number].root)
+
+
+def run(work: Work, arrays: Sequence[np.ndarray], written: Sequence[int]) -> None:
+    """Run ``work`` of ``arrays``, or record it; ``written`` are the numbers of those that it writes."""
+    stream, name = current_stream(), threading.current_thread().name
+    if stream._recorded is not None:
+        ISSUED[name, "captured"] += 1
+        stream._recorded.append((work, [Place(array) for array in arrays], written))
+        return
+    ISSUED[name, "kernel"] += 1
+    if arrays:
+        stream._run(stream._given)
+    for array in arrays:
+        check_read(array)
+    work(*arrays)
+    for number in written:
+        wrote(arrays[number])
+
+
+class MemoryPool:
+    """Memory that is given back to this pool alone; all that was ever taken stays, as long as the pool does."""
+
+    def __init__(self) -> None:
+        self.taken: list[np.ndarray] = []
+
+    def malloc(self, size: int) -> "MemoryPointer":
+        raise NotImplementedError("memory is taken within `using_allocator`")
+
+    def total_bytes(self) -> int:
+        return sum(array.nbytes for array in self.taken)
+
+
+@contextmanager
+def using_allocator(allocator: Callable[[int], Any]) -> Iterator[None]:
+    """Take memory from the pool whose ``malloc`` is given, in this thread."""
+    before, LOCAL.pool = LOCAL.pool, allocator.__self__  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        LOCAL.pool = before
+
+
+def allocated(host: np.ndarray) -> None:
+    """Memory is taken: from the pool of this thread, which it needs while a stream is captured."""
+    if LOCAL.pool is None:
+        check_not_captured("memory of the common pool, which is given to others before the graph is launched")
+    else:
+        LOCAL.pool.taken.append(allocation_of(host))
+
+
 # Pinned memory: known by its addresses
 _PINNED: dict[int, int] = {}
 LIMIT: dict[str, int] = {}  # "pinned": how many bytes of pinned memory there may be; none: no limit
@@ -213,6 +353,7 @@ class Pinned(bytearray):
 
 
 def alloc_pinned_memory(nbytes: int) -> Pinned:
+    check_not_captured("pinned memory")
     if sum(end - start for start, end in list(_PINNED.items())) + nbytes > LIMIT.get("pinned", 1 << 62):
         raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
     made = Pinned(b"\xff" * nbytes)
@@ -230,6 +371,7 @@ def is_pinned(array: np.ndarray) -> bool:
 
 def copy_to_host(source: np.ndarray, target: np.ndarray, stream: Stream, blocking: bool) -> None:
     """Copy when the stream gets there: at once where the host waits, or where its memory is pageable."""
+    check_not_captured("a copy to the host")
     check_copy(source, stream)
     if blocking or not is_pinned(target):
         _waited(stream, stream._given)
@@ -242,6 +384,7 @@ def copy_to_host(source: np.ndarray, target: np.ndarray, stream: Stream, blockin
 
 
 def copy_to_device(source: np.ndarray, target: np.ndarray, stream: Stream) -> None:
+    check_not_captured("a copy from the host")
     if is_pinned(source):
         extent = _extent(source)
         READING.append(extent)

@@ -114,39 +114,81 @@ def _device(host: Any) -> "ndarray":
     return made
 
 
-def _computed(host: Any) -> "ndarray":
-    """Return the result of a kernel."""
-    made = _device(host)
-    cuda_double.wrote(made._raw)
-    return made
-
-
 def _operand(value: Any) -> Any:
     """Return what numpy computes with; arrays of the host and sequences would be copied quietly: refused."""
     if isinstance(value, ndarray):
-        return value._host
+        return value._raw
     if isinstance(value, bool | int | float | complex | np.generic):
         return value
     raise TypeError(f"Unsupported type {type(value)}")
 
 
-def _index(key: Any) -> Any:
+def _kernel(compute: Callable[..., Any], *operands: Any, out: Any = None) -> "ndarray":
+    """Run ``compute`` of ``operands`` as a kernel, and return its result: new memory, or ``out``.
+
+    With ``out``, which comes behind the operands, it writes there.
+    """
+    given = [*map(_operand, operands)]
+    places = [number for number, value in enumerate(given) if isinstance(value, np.ndarray)]
+    arrays = [given[number] for number in places]
+    for number in places:
+        given[number] = None  # a graph does not keep the memory of its kernels
+
+    def computed(arrays: Any, *more: Any) -> Any:
+        values = list(given)
+        for number, array in zip(places, arrays, strict=False):
+            values[number] = array
+        with np.errstate(all="ignore"):  # a GPU warns of nothing
+            return compute(*values, *more)
+
+    if out is not None:
+        cuda_double.run(lambda *own: computed(own, own[-1]), [*arrays, out._raw], [len(arrays)])
+        made: ndarray = out
+        return made
+    if cuda_double.current_stream().is_capturing():
+        made = _memory_for(computed(arrays))
+        cuda_double.run(lambda *own: np.copyto(own[-1], computed(own)), [*arrays, made._raw], [len(arrays)])
+        return made
+    results: list[Any] = []
+    cuda_double.run(lambda *own: results.append(computed(own)), arrays, ())
+    made = _device(results[0])
+    cuda_double.allocated(made._raw)
+    cuda_double.wrote(made._raw)
+    return made
+
+
+def _memory_for(result: Any) -> "ndarray":
+    """Memory for a result of this shape and dtype, in this order of its dims."""
+    made = object.__new__(ndarray)
+    made._raw = np.empty_like(np.asarray(result), subok=False)
+    made._raw.reshape(-1, order="A").view(np.uint8)[...] = 0xFF
+    cuda_double.allocated(made._raw)
+    return made
+
+
+def _index(key: Any) -> tuple[list["ndarray"], Callable[..., Any]]:
+    """Return the arrays of the device in ``key``, and the call that makes numpy's index of their memory."""
     parts = key if isinstance(key, tuple) else (key,)
     for part in parts:
         if isinstance(part, ndarray) and part.dtype == bool:
+            cuda_double.check_not_captured("a result whose size the host waits for")
             LOG.note(SYNCHRONISE)  # the size of the result is only known on the device
         elif not (part is None or part is Ellipsis or isinstance(part, ndarray | int | np.integer | slice)):
             raise TypeError(f"an index of {type(part)} is copied to the device quietly")
-    plain = tuple(part._host if isinstance(part, ndarray) else part for part in parts)
-    return plain if isinstance(key, tuple) else plain[0]
+
+    several, rest = isinstance(key, tuple), [ndarray if isinstance(part, ndarray) else part for part in parts]
+
+    def index(*own: np.ndarray) -> Any:
+        arrays = iter(own)
+        plain = tuple(next(arrays) if part is ndarray else part for part in rest)
+        return plain if several else plain[0]
+
+    return [part for part in parts if isinstance(part, ndarray)], index
 
 
-def _into(out: Any) -> Any:
-    if out is None:
-        return None
-    if not isinstance(out, ndarray):
+def _check_out(out: Any) -> None:
+    if not (out is None or isinstance(out, ndarray)):
         raise TypeError(f"return arrays must be of cupy.ndarray, not {type(out)}")
-    return out._host
 
 
 class ufunc:  # noqa: N801
@@ -158,25 +200,23 @@ class ufunc:  # noqa: N801
     def __call__(self, *args: Any, out: Any = None, dtype: Any = None) -> "ndarray":
         if not any(isinstance(arg, ndarray) for arg in args):
             raise TypeError(f"cupy.{self.name} needs an array of the device, got {[type(arg) for arg in args]}")
-        target = _into(out)
-        with np.errstate(all="ignore"):  # a GPU warns of nothing
-            result = self._function(*map(_operand, args), **_given(out=target, dtype=dtype))
-        return _stored(out, result)
+        _check_out(out)
+        count = len(args)
+
+        def compute(*own: Any) -> Any:
+            return self._function(*own[:count], **_given(out=(*own[count:], None)[0], dtype=dtype))
+
+        return _kernel(compute, *args, out=out)
 
     def at(self, array: "ndarray", indices: Any, values: Any = None) -> None:
         if self.name not in ("add", "subtract", "maximum", "minimum"):
             raise NotImplementedError(f"`{self.name}.at` is not supported yet")
-        self._function.at(array._host, _index(indices), _operand(values))
-        cuda_double.wrote(array._raw)
+        assert isinstance(indices, ndarray), "the rows of `at` are numbers on the device"
 
+        def at(places: Any, added: Any, target: Any) -> None:
+            self._function.at(target, places, added)
 
-def _stored(out: Any, result: Any) -> "ndarray":
-    """Return where a kernel has written: ``out``, or new memory with ``result``."""
-    if out is None:
-        return _computed(result)
-    cuda_double.wrote(out._raw)
-    made: ndarray = out
-    return made
+        _kernel(at, indices, values, out=array)
 
 
 def _given(**keywords: Any) -> dict[str, Any]:
@@ -192,6 +232,7 @@ class ndarray:  # noqa: N801
     def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None) -> None:
         if memptr is None:
             self._raw = np.empty(shape, dtype)
+            cuda_double.allocated(self._raw)
             cuda_double.forget(self._raw)
             return
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -200,7 +241,8 @@ class ndarray:  # noqa: N801
 
     @property
     def _host(self) -> np.ndarray:
-        """The memory, for a kernel: what was put off on its stream has run."""
+        """The memory, for the host: what was put off on the stream has run."""
+        cuda_double.check_not_captured("a value that the host reads")
         stream = cuda_double.current_stream()
         stream._run(stream._given)
         cuda_double.check_read(self._raw)
@@ -234,6 +276,7 @@ class ndarray:  # noqa: N801
         raise TypeError("pickling an array of the device copies it quietly")
 
     def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> np.ndarray:
+        cuda_double.check_not_captured("a copy to the host")
         LOG.note(D2H, self.nbytes)
         target = np.empty(self.shape, self.dtype) if out is None else out
         if not isinstance(target, np.ndarray):
@@ -290,37 +333,39 @@ class ndarray:  # noqa: N801
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, key: Any) -> "ndarray":
-        index = _index(key)
-        result = self._raw[index]
-        if isinstance(result, np.ndarray) and np.may_share_memory(result, self._raw):
+        arrays, index = _index(key)
+        if arrays:  # gathered, not a view
+            return _kernel(lambda source, *own: source[index(*own)], self, *arrays)
+        result = self._raw[index()]
+        if isinstance(result, np.ndarray):
             return _device(result)
-        plain = all(isinstance(part, int | np.integer) for part in (index if isinstance(index, tuple) else (index,)))
-        if plain:  # cupy has a view of () where numpy has a scalar
-            parts = index if isinstance(index, tuple) else (index,)
-            return _device(self._raw[(*parts[:-1], slice(parts[-1], parts[-1] + 1 or None))].reshape(()))
-        return _computed(self._host[index])  # gathered, not a view
+        parts = key if isinstance(key, tuple) else (key,)  # cupy has a view of () where numpy has a scalar
+        return _device(self._raw[(*parts[:-1], slice(parts[-1], parts[-1] + 1 or None))].reshape(()))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(value, np.ndarray):
             if value.ndim:
                 raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
             value = value[()]
-        with np.errstate(all="ignore"):
-            self._host[_index(key)] = _operand(value)
-        cuda_double.wrote(self._raw)
+        arrays, index = _index(key)
+
+        def store(values: Any, *own: Any) -> None:
+            *indices, target = own
+            target[index(*indices)] = values
+
+        _kernel(store, value, *arrays, out=self)
 
     def fill(self, value: Any) -> None:
         self[...] = value
 
     def copy(self) -> "ndarray":
-        return _computed(self._host.copy())
+        return _kernel(lambda own: own.copy(), self)
 
     def view(self, dtype: Any = None) -> "ndarray":
         return _device(self._raw.view() if dtype is None else self._raw.view(dtype))
 
     def astype(self, dtype: Any, copy: bool = True) -> "ndarray":
-        with np.errstate(all="ignore"):
-            return _computed(self._host.astype(dtype, copy=copy))
+        return _kernel(lambda own: own.astype(dtype, copy=copy), self)
 
     def reshape(self, *shape: Any) -> "ndarray":
         return _device(self._raw.reshape(*shape))
@@ -337,10 +382,13 @@ class ndarray:  # noqa: N801
     def take(self, indices: Any, axis: int | None = None, out: Any = None) -> "ndarray":
         if out is not None and out.dtype != self.dtype:
             raise TypeError("Output dtype mismatch")
-        result = self._host.take(_operand(indices), axis, mode="wrap")  # cupy checks no index, it wraps around
-        if out is not None:
-            out._host[...] = result
-        return _stored(out, result)
+        if out is None:  # cupy checks no index, it wraps around
+            return _kernel(lambda own, rows: own.take(rows, axis, mode="wrap"), self, indices)
+
+        def store(own: Any, rows: Any, target: Any) -> None:
+            target[...] = own.take(rows, axis, mode="wrap")
+
+        return _kernel(store, self, indices, out=out)
 
     def sum(self, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False) -> "ndarray":
         return self._reduced("sum", axis, out, keepdims, dtype)
@@ -361,9 +409,13 @@ class ndarray:  # noqa: N801
         return self._reduced("any", axis, out, keepdims)
 
     def _reduced(self, name: str, axis: Any, out: Any, keepdims: bool, dtype: Any = None) -> "ndarray":
-        given = _given(out=_into(out), dtype=dtype)
-        result = getattr(self._host, name)(axis=axis, keepdims=keepdims, **given)
-        return _stored(out, result)
+        _check_out(out)
+        given = _given(dtype=dtype)
+
+        def reduce(own: Any, target: Any = None) -> Any:
+            return getattr(own, name)(axis=axis, keepdims=keepdims, **given, **_given(out=target))
+
+        return _kernel(reduce, self, out=out)
 
     def __array_ufunc__(self, function: np.ufunc, method: str, *inputs: Any, out: Any = (), **keywords: Any) -> Any:
         ours = _UFUNCS.get(function.__name__)
@@ -427,24 +479,25 @@ def empty(shape: Any, dtype: Any = float) -> ndarray:
 
 
 def zeros(shape: Any, dtype: Any = float) -> ndarray:
-    return _computed(np.zeros(shape, dtype))
+    return _kernel(lambda: np.zeros(shape, dtype))
 
 
 def ones(shape: Any, dtype: Any = float) -> ndarray:
-    return _computed(np.ones(shape, dtype))
+    return _kernel(lambda: np.ones(shape, dtype))
 
 
 def arange(*bounds: Any, dtype: Any = None) -> ndarray:
-    return _computed(np.arange(*bounds, dtype=dtype))
+    return _kernel(lambda: np.arange(*bounds, dtype=dtype))
 
 
 def asarray(values: Any, dtype: Any = None) -> ndarray:
     """The explicit copy to the device; the same array where it is one of the device."""
     if isinstance(values, ndarray):
         return values if dtype in (None, values.dtype) else values.astype(dtype)
+    cuda_double.check_not_captured("a copy from the host")
     copied = np.array(values, dtype)
     LOG.note(H2D, copied.nbytes)
-    return _computed(copied)
+    return _kernel(lambda: copied)
 
 
 def asnumpy(array: Any) -> np.ndarray:
@@ -453,31 +506,66 @@ def asnumpy(array: Any) -> np.ndarray:
 
 
 def ascontiguousarray(array: Any) -> ndarray:
-    return _computed(np.ascontiguousarray(_operand(array)))
+    return _kernel(np.ascontiguousarray, array)
 
 
 def matmul(left: Any, right: Any, out: Any = None) -> ndarray:
     operands = (left, right) if out is None else (left, right, out)
+    if cuda_double.current_stream().is_capturing():
+        raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
     if not all(isinstance(operand, ndarray) for operand in operands):
         raise TypeError(f"cupy.matmul takes arrays of the device, got {[type(operand) for operand in operands]}")
     if out is None:
-        return _computed(_product(left._host, right._host))
+        return _kernel(_product, left, right)
     if left.ndim < 2 or right.ndim < 2:
         raise ValueError("Invalid shape for out: cupy 13 wants the dim that a vector lacks in it")
-    out._host[...] = _product(left._host, right._host)
-    return _stored(out, None)
+
+    def store(one: Any, other: Any, target: Any) -> None:
+        target[...] = _product(one, other)
+
+    return _kernel(store, left, right, out=out)
 
 
 def _product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """As cuBLAS does it: 16-bit floats are summed in float32, and rounded once."""
     kind = np.result_type(left, right)
+    if max(left.ndim, right.ndim) > 2:  # cupy copies them
+        left, right = np.ascontiguousarray(left), np.ascontiguousarray(right)
     if kind.itemsize != 2:
         return np.matmul(left, right)
     return np.matmul(left.astype(np.float32), right.astype(np.float32)).astype(kind)
 
 
+class Cublas:
+    """`hpcdist.arrays.gpu.graphs.Cublas`: the products of a capture, of memory as cuBLAS is told that it lies."""
+
+    def __init__(self, stream: cuda_double.Stream) -> None:
+        self._stream = stream
+
+    def multiply(self, sizes: tuple[int, int, int], a: Any, b: Any, out: Any, count: int) -> None:
+        assert cuda_double.current_stream() is self._stream and a.array.dtype == b.array.dtype == out.array.dtype
+        m, n, k = sizes
+        about = [(of[1:], shape) for of, shape in ((a, (m, k)), (b, (k, n)), (out, (m, n)))]
+
+        def work(*own: np.ndarray) -> None:
+            left, right, target = (_lies(array, *how, count) for array, how in zip(own, about, strict=True))
+            target[...] = _product(left, right)
+
+        cuda_double.run(work, [of.array._raw for of in (a, b, out)], [2])
+
+
+def _lies(array: np.ndarray, place: tuple[int, bool, int], shape: tuple[int, int], count: int) -> np.ndarray:
+    """Return the matrices of ``shape`` that begin where ``array`` does."""
+    leading, by_columns, pitch = place
+    assert leading >= shape[0 if by_columns else 1], "cuBLAS would refuse a leading dim below the length of a line"
+    steps = (pitch, 1, leading) if by_columns else (pitch, leading, 1)
+    whole = (count, *shape) if count > 1 else shape
+    strides = [step * array.itemsize for step in steps][-len(whole) :]
+    return np.lib.stride_tricks.as_strided(array, whole, strides)
+
+
 def where(condition: Any, x: Any, y: Any) -> ndarray:
-    return _computed(np.where(_operand(condition), _operand(x), _operand(y)))
+    return _kernel(np.where, condition, x, y)
 
 
 def take(array: Any, indices: Any, axis: int | None = None, out: Any = None) -> ndarray:
@@ -487,7 +575,7 @@ def take(array: Any, indices: Any, axis: int | None = None, out: Any = None) -> 
 def concatenate(arrays: Any, axis: int = 0) -> ndarray:
     if not all(isinstance(array, ndarray) for array in arrays):
         raise TypeError("Only cupy arrays can be concatenated")
-    return _computed(np.concatenate([array._host for array in arrays], axis))
+    return _kernel(lambda *parts: np.concatenate(parts, axis), *arrays)
 
 
 def from_dlpack(array: Any) -> ndarray:
@@ -496,13 +584,13 @@ def from_dlpack(array: Any) -> ndarray:
 
 
 def cumsum(array: Any, axis: int | None = None, dtype: Any = None) -> ndarray:
-    return _computed(np.cumsum(_operand(array), axis, dtype))
+    return _kernel(lambda own: np.cumsum(own, axis, dtype), array)
 
 
 def searchsorted(array: Any, values: Any, side: str = "left") -> ndarray:
     if not isinstance(array, ndarray) or not isinstance(values, ndarray):
         raise NotImplementedError("Only cupy.ndarray can be searched, and searched for")
-    return _computed(np.searchsorted(array._host, values._host, side))
+    return _kernel(lambda own, wanted: np.searchsorted(own, wanted, side), array, values)
 
 
 def may_share_memory(one: Any, other: Any) -> bool:
@@ -515,10 +603,13 @@ class cuda:  # noqa: N801
     Stream, Event = cuda_double.Stream, cuda_double.Event
     Memory, MemoryAsync = cuda_double.Memory, cuda_double.MemoryAsync
     MemoryPointer, UnownedMemory = cuda_double.MemoryPointer, cuda_double.UnownedMemory
+    Graph, MemoryPool = cuda_double.Graph, cuda_double.MemoryPool
+    using_allocator = staticmethod(cuda_double.using_allocator)
     nccl = nccl_double
 
     class runtime:  # noqa: N801
         CUDARuntimeError = cuda_double.CUDARuntimeError
+        streamCaptureModeGlobal, streamCaptureModeThreadLocal, streamCaptureModeRelaxed = range(3)  # noqa: N815
         ipcGetMemHandle = staticmethod(cuda_double.ipcGetMemHandle)  # noqa: N815
         ipcOpenMemHandle = staticmethod(cuda_double.ipcOpenMemHandle)  # noqa: N815
         ipcCloseMemHandle = staticmethod(cuda_double.ipcCloseMemHandle)  # noqa: N815

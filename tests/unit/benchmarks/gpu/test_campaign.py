@@ -22,9 +22,11 @@ from hpcdist.errors import ConfigurationError, HpcdistError, UsageError
 ROOT = Path(__file__).parents[4]
 CUPY = """
 from hpcdist.arrays import matmul_peak
+from hpcdist.arrays.gpu import graphs
 from stubs.gpu import cupy_double
 
 globals().update(vars(cupy_double.module()))
+graphs.Cublas = cupy_double.Cublas
 matmul_peak.SIDE["gpu"] = 64  # a GPU's would take this processor a minute
 """
 

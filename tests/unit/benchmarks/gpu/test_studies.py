@@ -41,7 +41,7 @@ def test_it_writes_every_step_with_its_provenance(gpu, tmp_path):
         stored.write_text(file.attrs["recipe"])
         assert recipes.load_stored(stored).model.hidden == 16
         times = {name: dataset[...] for name, dataset in file.items()}
-    assert {"cpu_s", "gpu_s", "gpu_host_s", "gpu_compute_s", "cpu_update_s"} <= times.keys()
+    assert {"cpu_s", "gpu_s", "gpu_host_s", "gpu_compute_s", "cpu_update_s", "graph_s", "graph_host_s"} <= times.keys()
     assert all(values.shape == (4,) for values in times.values())
 
 
@@ -50,11 +50,11 @@ def test_a_side_that_computes_something_else_is_refused(gpu, tmp_path, monkeypat
 
     def wrong(side, on):
         times, done = right(side, on)
-        done.loss *= 1.01 if on == "gpu" else 1.0
+        done.loss *= 1.01 if on == "graph" else 1.0
         return times, done
 
     monkeypatch.setattr(step, "step_on", wrong)
-    with pytest.raises(SystemExit, match=r"step 1: loss .* on the GPU, .* on the CPU"):
+    with pytest.raises(SystemExit, match=r"step 1: loss .* of the side graph, .* of the side cpu"):
         harness.run(step, "gpu.step", ["--set", *small(tmp_path, "run.global_batch=3"), "--steps", "1"])
 
 

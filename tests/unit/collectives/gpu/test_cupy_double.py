@@ -1,16 +1,19 @@
 """The double of cupy is strict: what cupy refuses it refuses, what cupy does quietly it counts, and it has no more."""
 
+import gc
 import pickle
+import weakref
 
 import numpy as np
 import pytest
 
 from hpcdist.arrays import backend
-from hpcdist.arrays.gpu import device, staging
+from hpcdist.arrays.gpu import device, graphs, staging
 from hpcdist.arrays.jit import jit
 from hpcdist.collectives.gpu import peer_memory
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
+from hpcdist.models.layers import cuda_kernels
 from stubs.gpu import cuda_double
 
 HOST = np.arange(6.0).reshape(2, 3)
@@ -225,3 +228,96 @@ def test_every_name_is_one_of_cupy(gpu):
             ours, theirs = getattr(ours, part), getattr(theirs, part)
         names = set(dir(ours)) - {"nccl"}  # cupy hides it where the library is not installed
         assert [n for n in sorted(names) if not n.startswith("_") and not hasattr(theirs, n)] == [], group
+
+
+NOT_CAPTURED = {
+    "a wait": lambda a: device.synchronise(),
+    "an event": lambda a: device.record(),
+    "an event of before": lambda a: EVENTS[0].done,
+    "float": lambda a: float(a[0, 1]),
+    "get": lambda a: a.get(),
+    "a copy from the host": lambda a: backend.place(HOST, "gpu"),
+    "set": lambda a: a.set(HOST),
+    "a size that the device knows": lambda a: a[a > 3],
+    "pinned memory": lambda a: device.cupy().cuda.alloc_pinned_memory(64),
+    "a product by cupy": lambda a: backend.namespace(a).matmul(a, a.T, out=a[:, :2]),
+    "a second capture": lambda a: device.current_stream().begin_capture(),
+}
+EVENTS = []
+
+
+@pytest.mark.parametrize("name", NOT_CAPTURED)
+def test_what_cuda_does_not_capture_is_refused(gpu, name):
+    array, recorder = on_device(gpu), graphs.GraphRecorder()
+    EVENTS[:] = [device.record()]
+    with pytest.raises(
+        (cuda_double.CUDARuntimeError, NotImplementedError), match="Unsupported|IllegalState|unsupported"
+    ):
+        recorder.capture(lambda: NOT_CAPTURED[name](array))
+    assert not recorder._stream.is_capturing()
+    assert (array.get() == HOST).all()
+
+
+def test_a_graph_runs_at_its_launch_and_on_its_addresses(gpu):
+    array, recorder = on_device(gpu), graphs.GraphRecorder()
+
+    def call():
+        array.__iadd__(1.0)
+        return (array * 2.0).sum()
+
+    graph, total = recorder.capture(call)
+    assert (array.get() == HOST).all() and np.isnan(total.get())
+    graph.launch()
+    assert (array.get() == HOST + 1).all() and total.get() == 2 * (HOST + 1).sum()
+    array[...] = 0.0
+    graph.launch()
+    assert total.get() == 2 * HOST.size
+    assert recorder.nbytes >= HOST.nbytes + total.nbytes
+
+
+def test_a_capture_takes_no_memory_that_others_are_given(gpu):
+    array, stream = on_device(gpu), device.new_stream()
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(cuda_double.CUDARuntimeError, match="memory of the common pool"):
+            array + 1.0
+        stream.end_capture()
+    with pytest.raises(RuntimeError, match="cannot capture on the default"):
+        device.current_stream().begin_capture()
+
+
+KERNELS = {
+    "fill": lambda a: a.fill(7.0),
+    "an operator": lambda a: a.__iadd__(a),
+    "a result": lambda a: (a + 1.0) * a,
+    "a gather": lambda a: a[backend.namespace(a).arange(2)],
+    "a compiled one": lambda a: cuda_kernels.relu(a, a),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_graph_whose_memory_is_freed_is_not_launched(gpu, name):
+    arrays, recorder = [on_device(gpu)], graphs.GraphRecorder()
+    graph = recorder.capture(lambda: KERNELS[name](arrays[0]))[0]
+    graph.launch()
+    arrays.clear()
+    with pytest.raises(cuda_double.CUDARuntimeError, match="memory that a graph was captured with is freed"):
+        graph.launch()
+
+
+def test_no_finalizer_of_the_collector_runs_in_a_capture(gpu):
+    """It might wait for the stream: as that of memory of another process does."""
+    waited, recorder = [], graphs.GraphRecorder()
+
+    class Cycle:
+        def __init__(self):
+            self.own = self
+            weakref.finalize(self, lambda: waited.append(device.synchronise()))
+
+    def call():
+        for _ in range(gc.get_threshold()[0] + 10):
+            Cycle()
+
+    recorder.capture(call)
+    gc.collect()
+    assert gc.isenabled() and len(waited) == gc.get_threshold()[0] + 10

@@ -152,3 +152,37 @@ def test_ledger_sees_the_arena_go():
     del arena
     gc.collect()
     assert ledger.current["activations"] == 0
+
+
+def test_a_call_that_was_recorded_is_repeated_on_the_same_memory():
+    arena = Arena()
+    for layer in range(3):  # blocks of the same size, to choose among
+        arena.saved(layer).empty("y", (4, 8), "float32")
+    for layer in range(3):
+        arena.saved(layer).release()
+    first = arena.saved(0)
+    arena.begin_record()
+    y = first.empty("y", (4, 8), "float32")
+    first.hold("y")
+    first.within().empty("inner", (4, 8), "float32")
+    inner = first.within()
+    inner.empty("inner", (2, 8), "float32")
+    inner.release()
+    use, state = arena.end_record(), first.state()
+    assert len(use.taken) == 3 and not arena.has_free(use)
+    uses = list(arena._uses)
+    first.narrow()
+    first.release()
+    for index, count in enumerate(arena._uses):  # of `within`, which nobody released
+        for _ in range(count):
+            arena.give(index)
+    assert arena.has_free(use)
+    later = arena.saved(5)
+    arena.repeat(use)
+    later.restore(state)
+    assert arena._uses == uses and later["y"] is y and later.owns(y)
+    assert arena.saved(6).empty("y", (4, 8), "float32").ctypes.data != y.ctypes.data
+    later.narrow()
+    assert later["y"] is y and not arena.has_free(use)
+    later.release()
+    assert not arena._uses[arena.find(y)]
