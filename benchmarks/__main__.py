@@ -29,6 +29,7 @@ STUDIES: Final = {
     "gpu.energy": "gpu.energy",
     "gpu.kernels": "gpu.kernels",
     "gpu.pipeline": "gpu.pipeline",
+    "gpu.sanitizer": "gpu.sanitizer",
     "gpu.step": "gpu.step",
     "gpu.strategies": "gpu.strategies",
     "hosts": "hosts.hierarchical",

@@ -74,7 +74,7 @@ def collective(name: str, nbytes: int, group: Any, ranks: int, where: str) -> Ca
     return call
 
 
-def keep_gradients(_: Any, bucket: Any) -> Any:
+def keep_gradients(_, bucket):  # DDP refuses other annotations than its own
     """Return the own gradients of ``bucket`` as those of all ranks: a hook of DDP."""
     import torch
 

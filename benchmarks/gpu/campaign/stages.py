@@ -213,6 +213,7 @@ def _rest() -> tuple[Command, ...]:
         tool("calibrate", f"{calibrate} --points RESULT", suffix=".h5"),
         Command("own-runs", ("-m", "benchmarks", *plans.split()), after="calibrate"),
         suite("slow", _files(SLOW), ""),
+        study("sanitizer", "gpu.sanitizer", "--programs kernels", "--programs kernels --tools memcheck"),
     )
 
 

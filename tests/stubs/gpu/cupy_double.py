@@ -605,6 +605,7 @@ class cuda:  # noqa: N801
     MemoryPointer, UnownedMemory = cuda_double.MemoryPointer, cuda_double.UnownedMemory
     Graph, MemoryPool = cuda_double.Graph, cuda_double.MemoryPool
     using_allocator = staticmethod(cuda_double.using_allocator)
+    set_allocator = staticmethod(lambda allocator: None)  # memory of the double is not taken from a pool anyway
     nccl = nccl_double
 
     class runtime:  # noqa: N801

@@ -20,6 +20,12 @@ from harness.marks import cases
 from hpcdist.errors import ConfigurationError, HpcdistError, UsageError
 
 ROOT = Path(__file__).parents[4]
+SANITIZER = """#!/bin/sh
+shift 2 # --tool NAME
+echo '========= COMPUTE-SANITIZER'
+"$@" || exit
+echo '========= ERROR SUMMARY: 0 errors'
+"""
 CUPY = """
 from hpcdist.arrays import matmul_peak
 from hpcdist.arrays.gpu import graphs
@@ -139,8 +145,12 @@ def test_a_campaign_that_is_ended_leaves_what_was_done(tmp_path):
 
 @pytest.fixture
 def double(tmp_path, monkeypatch, nvml_stub):
-    """The double of cupy and a driver that tells joules, for processes."""
+    """The double of cupy, a driver that tells joules, and a sanitizer that finds nothing, for processes."""
     (tmp_path / "cupy.py").write_text(CUPY)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "compute-sanitizer").write_text(SANITIZER)
+    (tmp_path / "bin" / "compute-sanitizer").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     (tmp_path / "gpus").write_text("GPU-1 0000:00:00.0 Double 0 power:200000:10 instant=200000 use=50:20 memory=1:10\n")
     rest = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT / "tests"), *rest]))

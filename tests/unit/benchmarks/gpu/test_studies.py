@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks import __main__ as studies
 from benchmarks import harness
-from benchmarks.gpu import attention, collectives, eager, energy, kernels, pipeline, step, strategies
+from benchmarks.gpu import attention, collectives, eager, energy, kernels, pipeline, sanitizer, step, strategies
+from harness.marks import cases
 from hpcdist.arrays.gpu import device
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
@@ -212,3 +213,32 @@ def test_without_a_gpu_no_rank_starts(name, monkeypatch, capsys):
     monkeypatch.setattr(device, "cupy", missing)
     assert studies.main([name]) == MISSING_CAPABILITY
     assert f"{name}: cupy cannot be imported" in capsys.readouterr().err
+
+
+@cases(
+    "printed, code, count, first",
+    ("ERROR SUMMARY: 0 errors", 0, 0, ""),
+    ("Invalid __global__ read\\n========= ERROR SUMMARY: 3 errors", 1, 3, "Invalid __global__ read"),
+    ("RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)", 0, 2, "RACECHECK SUMMARY: 2 hazards"),
+    ("ERROR SUMMARY: 0 errors", 7, -1, "exit code 7: the program"),
+    ("", 0, -1, "exit code 0: the program"),
+)
+def test_errors_of_the_sanitizer_are_counted(gpu, tmp_path, monkeypatch, capfd, printed, code, count, first):
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(
+        f"#!/bin/sh\nprintf '========= COMPUTE-SANITIZER\\n========= {printed}\\n'\necho the program >&2\nexit {code}\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert harness.run(sanitizer, "gpu.sanitizer", ["--tools", "memcheck", "--programs", "kernels"]) == (count != 0)
+    told = capfd.readouterr()
+    assert first in told.out and (
+        f"missed: kernels, memcheck: {'no answer' if count < 0 else count}" in told.err
+    ) == bool(count)
+
+
+def test_without_the_sanitizer_it_says_what_has_it(gpu, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    with pytest.raises(MissingCapabilityError, match="comes with the CUDA toolkit"):
+        sanitizer.sanitizer()

@@ -186,3 +186,16 @@ def test_a_call_that_was_recorded_is_repeated_on_the_same_memory():
     assert later["y"] is y and not arena.has_free(use)
     later.release()
     assert not arena._uses[arena.find(y)]
+
+
+def test_blocks_of_a_recorded_call_do_not_grow():
+    arena = Arena()
+    arena.begin_record()
+    y = arena.saved(0).empty("y", (64,), "float32")
+    use, state = arena.end_record(), arena.saved(0).state()
+    arena.saved(0).release()
+    arena.saved(1).empty("larger", (96,), "float32")
+    assert arena.has_free(use)
+    arena.repeat(use)
+    arena.saved(2).restore(state)
+    assert arena.saved(2).owns(y) and arena.find(y) in use.taken
