@@ -22,13 +22,16 @@ MPI_SETTINGS: Final = (
     *(f"OMPI_MCA_{kind}" for kind in ("accelerator", "bml", "btl", "coll", "mtl", "op_", "pml", "smsc")),
     *("MPIR_CVAR_", "UCX_", "FI_"),
 )
-OF_JOB: Final = ("OMPI_MCA_btl_sm_backing_directory",)  # each job has its own: see `hpcdist.comm.launch.mpirun`
+# Differ from job to job, so they are no part of a key (`hpcdist.comm.launch.mpirun`).
+JOB_SETTINGS: Final = ("OMPI_MCA_btl_sm_backing_directory",)
 
 
 def mpi_settings(environment: Mapping[str, str], *more: str) -> dict[str, str]:
     """Return the variables of ``environment`` that change what MPI does, and those that begin with one of ``more``."""
     begin = (*MPI_SETTINGS, *more)
-    return {name: text for name, text in sorted(environment.items()) if name.startswith(begin) and name not in OF_JOB}
+    return {
+        name: text for name, text in sorted(environment.items()) if name.startswith(begin) and name not in JOB_SETTINGS
+    }
 
 
 def directory(kind: str, environment: Mapping[str, str] = os.environ) -> Path:

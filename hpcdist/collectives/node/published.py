@@ -24,8 +24,8 @@ from hpcdist.errors import CommunicationError, MissingCapabilityError
 _TURNS: Final = 0  # word of the counter
 
 
-def room(nbytes: int) -> int:
-    """Return the bytes of a part for ``nbytes``: a quarter more, as loads that rise shall not take new memory often."""
+def part_bytes(nbytes: int) -> int:
+    """Return the bytes to allocate for a part of ``nbytes``: a quarter more, as rising loads then seldom need others."""
     return align_up(nbytes + nbytes // 4, ALIGN_BYTES)
 
 
@@ -53,7 +53,7 @@ class PublishedMemory:
         short = {name: size for name, size in sizes.items() if size > self._sizes.get(name, 0)}
         if not short:
             return
-        self._sizes |= {name: room(size) for name, size in short.items()}
+        self._sizes |= {name: part_bytes(size) for name, size in short.items()}
         *starts, total = accumulate(self._sizes.values(), initial=0)
         self._starts = dict(zip(self._sizes, starts, strict=True))
         if self._parts is not None:

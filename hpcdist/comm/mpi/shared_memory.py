@@ -134,7 +134,7 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MemoryBlock | WindowBlock:
         return MemoryBlock(views, members, is_shared=True)
     # An MPI library with too little space in /dev/shm may get a SIGBUS at the first touch: check before.
     if all(ulfm.allgather_objects(mpi, comm, room_in(_SHM) >= sum(sizes))):
-        with contextlib.suppress(mpi.Exception):  # slower ways do without, and `hpcdist doctor` tells of /dev/shm
+        with contextlib.suppress(mpi.Exception):  # without one: private blocks; `hpcdist doctor` checks /dev/shm
             return WindowBlock(mpi, comm, sizes, members)
     return private_block(comm.rank, sizes, members)
 

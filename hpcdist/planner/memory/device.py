@@ -111,9 +111,9 @@ class PipelinePart(NamedTuple):
     """Contents of a pipeline rank: numbers of its parameters, and its units.
 
     ``cut`` parameters are divided by the tensor axis, ``experts`` by the expert axis as well, ``copied`` are tied ones
-    of another rank, and ``longest`` those of its largest unit, without its ``longest_experts``. ``chunks`` are (place
-    of the first unit, ((place, times), ...)), ``present`` all places, and ``borders`` those of units whose input comes
-    or goes as a message.
+    of another rank, ``longest`` those of its largest unit, without its ``longest_experts``, and ``longest_dense`` the
+    most that any unit has without experts. ``chunks`` are (place of the first unit, ((place, times), ...)), ``present``
+    all places, and ``borders`` those of units whose input comes or goes as a message.
     """
 
     rank: int
@@ -123,6 +123,7 @@ class PipelinePart(NamedTuple):
     copied: float
     longest: float
     longest_experts: float
+    longest_dense: float
     chunks: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
     present: tuple[int, ...]
     borders: tuple[int, ...]
@@ -160,6 +161,7 @@ def part_of(description: ModelDescription, cut: SplitKey, rank: int) -> Pipeline
         copied=tied,
         longest=longest.parameters - longest.expert_parameters,
         longest_experts=longest.expert_parameters,
+        longest_dense=max(share.unit.parameters - share.unit.expert_parameters for share in shares),
         chunks=tuple((shares[0].place, tuple((share.place, share.times) for share in shares)) for shares in own),
         present=present,
         borders=tuple(borders),
@@ -310,7 +312,7 @@ def _exchanged(layout: ParallelLayout, part: PipelinePart) -> float:
         numbers = part.whole + (part.cut + part.experts) / tensor
         return exchanged(layout, numbers, part.longest + longest_experts)
     alike = layout.but(data=layout.data * layout.context // layout.expert, context=1)
-    dense = exchanged(layout, part.longest / tensor, part.longest)
+    dense = exchanged(layout, part.longest_dense / tensor, part.longest_dense)
     return max(dense, exchanged(alike, longest_experts / tensor, longest_experts))
 
 

@@ -17,7 +17,9 @@ from hpcdist.strategies.expert.costs import COPIES, node_traffic, published_byte
 SHARED: Final = "node memory"
 HIERARCHICAL: Final = "hierarchical"
 PAIRS: Final = "pairs"
-EVEN: Final = "loads of experts are taken to be even: a rank that gets more rows keeps them, and the others wait for it"
+EVEN_LOADS_FLAG: Final = (
+    "loads of experts are taken to be even: a rank that gets more rows keeps them, and the others wait for it"
+)
 
 
 class RowRoute(NamedTuple):
@@ -56,7 +58,7 @@ def row_turn(turn: str, nbytes: float, layout: ParallelLayout, cluster: Cluster)
         cost = _between_nodes(nbytes, route, layout, cluster)
     moves = cluster.device.memory_bytes_per_s * cluster.device.memory_share
     copied_s = 2 * COPIES[turn][route.way != SHARED] * nbytes / moves
-    return cost._replace(seconds=cost.seconds + copied_s, flags=(*cost.flags, EVEN))
+    return cost._replace(seconds=cost.seconds + copied_s, flags=(*cost.flags, EVEN_LOADS_FLAG))
 
 
 def _between_nodes(nbytes: float, route: RowRoute, layout: ParallelLayout, cluster: Cluster) -> MessageCost:

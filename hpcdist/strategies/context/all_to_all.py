@@ -7,7 +7,8 @@ their gradients are summed on the way back. With q and k bytes of the queries an
 
 Of the output a rank keeps all heads of its own tokens, which the linear behind attention keeps too, and not its heads
 of whole samples: those the backward needs for the products of its rows with those of the gradient alone. They are made
-where the tokens are, and sent: ``q / s (c - 1) / c^2`` more bytes backward for heads of s numbers.
+where the tokens are, and sent: ``q / s (c - 1) / c^2`` more bytes backward for heads of s numbers, twice that in 16
+bits, whose sums are float32.
 """
 
 from collections.abc import Sequence
@@ -64,13 +65,14 @@ class AllToAllAttention:
         memory = saved.empty("context.y", (max(map(prod, shapes)),), qkv.dtype)
         whole, y = (memory[: prod(shape)].reshape(shape) for shape in shapes)
         self._inner.forward(wholes[0], head_size, saved, y=whole, **options)
-        saved.keep("context.given", (qkv, kv, head_size, y))  # shapes of the first
+        saved.keep("context.inputs", (qkv, kv, head_size))  # of the first two only the shapes are used
+        saved.keep("context.output", y)
         self._exchange_back([whole], [[(part, False) for part in _split(y, axis.size)]], saved)
         return y
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
         """Return dqkv, or (dq, dkv), of the own tokens; see `LocalAttention.backward`."""
-        axis, (qkv, kv, head_size, y) = self._axis, saved["context.given"]
+        axis, (qkv, kv, head_size), y = self._axis, saved["context.inputs"], saved["context.output"]
         heads = heads_of(qkv, kv, head_size)
         dots = self._exchange_dots(dots_of(dy, y, head_size, saved), heads, saved)
         parts = [[part] for part in _split(dy, axis.size)]

@@ -106,8 +106,8 @@ def head_exchanges(placed: tuple[Pieces, ...], rank: int, *, back: bool) -> tupl
     Back, products of rows of the output and its gradient come before the gradient.
     """
     own, of_ranks = (tokens(placed[rank]),) * len(placed), tuple(map(tokens, placed))
-    there, again = HeadExchange(own, of_ranks), HeadExchange(of_ranks, own)
-    return (there, there, again) if back else (there, again)
+    to_heads, to_tokens = HeadExchange(own, of_ranks), HeadExchange(of_ranks, own)
+    return (to_heads, to_heads, to_tokens) if back else (to_heads, to_tokens)
 
 
 Messages: TypeAlias = tuple[RingOperation, ...] | tuple[HeadExchange, ...]

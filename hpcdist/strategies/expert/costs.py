@@ -19,7 +19,7 @@ Between nodes messages go by way of ranks that stand for their nodes (`NodeTraff
 
 from typing import Final, NamedTuple
 
-from hpcdist.collectives.node.published import room
+from hpcdist.collectives.node.published import part_bytes
 
 # Times that the bytes of a turn are copied beside it: through memory of the node, and by messages.
 COPIES: Final = {"counts": (0, 0), "rows": (1, 1), "gradients": (2, 1), "results": (1, 1)}
@@ -32,7 +32,7 @@ def counts_bytes(experts: int) -> int:
 
 def published_bytes(nbytes: int) -> int:
     """Return the memory of the node that a rank takes for rows and results of ``nbytes`` each."""
-    return 2 * room(nbytes)
+    return 2 * part_bytes(nbytes)
 
 
 class NodeTraffic(NamedTuple):

@@ -96,7 +96,7 @@ def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_
     if newest_ns is not None and newest_ns < began_ns - SETTLED_NS and _file_state(columns)[0] == key:
         _memory_cache[key] = own
         if comm.rank == members[0]:
-            _keep(key, own, what if rounds > ANNOUNCED_ROUNDS else "")
+            _store_digest(key, own, what if rounds > ANNOUNCED_ROUNDS else "")
     return own
 
 
@@ -159,8 +159,8 @@ def _cached(key: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _keep(key: str, value: str, what: str) -> None:
-    """Keep a digest for later starts. Where that fails, say it of ``what``; of nothing where that is ""."""
+def _store_digest(key: str, value: str, what: str) -> None:
+    """Store a digest for later starts. Where that fails, print a warning that names the data ``what``, unless ""."""
     try:
         user_cache.write(_cache_path(key), {"key": key, "digest": value})
     except OSError as error:

@@ -41,7 +41,7 @@ _PLANNED_ALGORITHMS: Final = {
 }
 # Algorithms by which rows of experts go another way than the planned one -> the way that is planned.
 _PLANNED_ROWS: Final = {
-    "native": "as with 'auto', through memory of a node that has all of their ranks",
+    "native": "as with 'auto'",
     "node_shared": "in messages, also within a node",
 }
 

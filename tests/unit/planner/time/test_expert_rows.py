@@ -49,10 +49,10 @@ WAYS = {
     "between nodes": (4, "expert=4", "hierarchical", "hierarchical", PAIRS_OF_NODES),
     "one node x context": (2, "expert=2 parallel.context=2", "node_shared", "auto", CLUSTER),
     "messages x context": (4, "expert=4 parallel.context=2 microbatches=2", "pairwise", "ring", CLUSTER),
-    "packed contexts": (2, "expert=2 parallel.context=2 packed=true document_end=10", "pairwise", "ring", CLUSTER),
+    "packed contexts": (2, f"expert=2 {PACKED}", "pairwise", "ring", CLUSTER),
     "packed contexts, one node": (
         2,
-        "expert=2 parallel.context=2 packed=true document_end=10",
+        f"expert=2 {PACKED}",
         "node_shared",
         "auto",
         CLUSTER,
