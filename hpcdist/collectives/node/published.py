@@ -25,7 +25,7 @@ _TURNS: Final = 0  # word of the counter
 
 
 def part_bytes(nbytes: int) -> int:
-    """Return the bytes to allocate for a part of ``nbytes``: a quarter more, as rising loads then seldom need others."""
+    """Return the bytes to allocate for a part of ``nbytes``: a quarter more, so that rising loads seldom grow it."""
     return align_up(nbytes + nbytes // 4, ALIGN_BYTES)
 
 
