@@ -69,23 +69,24 @@ class Group(_ProcessGroup):
 
     def submit(self, run: Callable[[], object], result: Sequence[torch.Tensor]) -> Work:
         """Let ``run``, a collective over `comm`, be run in the order of this group; ``result`` is what it writes."""
-        on_gpu = self._streams_for({tensor.device for tensor in result})
-        return self._queue.start(CollectiveWork(self._queue, run, result, call_site(sys._getframe(1), OUTSIDE), on_gpu))
+        gpu_streams = self._streams_for({tensor.device for tensor in result}) if streams.HAS_GPU else None
+        site = call_site(sys._getframe(1), OUTSIDE)
+        return self._queue.start(CollectiveWork(self._queue, run, result, site, gpu_streams))
 
     def _run(
-        self, run: Callable[[], object], result: Sequence[torch.Tensor], opts: Any, on_gpu: Streams | None = None
+        self, run: Callable[[], object], result: Sequence[torch.Tensor], opts: Any, gpu_streams: Streams | None = None
     ) -> Work:
         """Return the handle of the operation ``run``, which has ended unless ``opts`` want it asynchronous.
 
-        ``on_gpu`` are the streams of tensors in GPU memory: then it has ended for what comes on the current stream.
+        ``gpu_streams`` are those of tensors in GPU memory: then it has ended for what comes on the current stream.
         """
         self._check_lives()
-        work = CollectiveWork(self._queue, run, result, call_site(sys._getframe(1), OUTSIDE), on_gpu)
+        work = CollectiveWork(self._queue, run, result, call_site(sys._getframe(1), OUTSIDE), gpu_streams)
         if _is_asynchronous(opts):
             self._queue.start(work)
         else:
             self._queue.run(work)
-            if on_gpu is not None:
+            if gpu_streams is not None:
                 work.hold_back()
         return self._entered(work)
 
@@ -255,10 +256,13 @@ class Group(_ProcessGroup):
         return buffers
 
     def barrier(self, opts: Any = None, *_: Any) -> Work:
-        """Return when all ranks have called, and a GPU has done what was enqueued before. Collective."""
+        """Return when all ranks have called, and the GPU has done what is on the current stream. Collective."""
+        start_event = streams.mark_current() if self._streams is None else None  # the GPU of the group is not known
 
         def run() -> None:
-            if self._streams is not None:
+            if start_event is not None:
+                start_event.synchronize()
+            elif self._streams is not None:
                 gpu.produced()
             self.comm.barrier()
 
@@ -277,18 +281,18 @@ class Group(_ProcessGroup):
 
     def send(self, tensors: Any, peer: int, tag: int) -> Work:
         """Begin to send one tensor to ``peer`` (local)."""
-        on_gpu = self._check_message(tensors, peer)
-        return self._entered(self._mailbox.send(tensors[0], peer, tag, on_gpu))
+        gpu_streams = self._check_message(tensors, peer)
+        return self._entered(self._mailbox.send(tensors[0], peer, tag, gpu_streams))
 
     def recv(self, tensors: Any, peer: int, tag: int) -> Work:
         """Begin to receive one tensor from ``peer`` (local)."""
-        on_gpu = self._check_message(tensors, peer)
-        return self._entered(self._mailbox.receive(tensors[0], peer, tag, on_gpu))
+        gpu_streams = self._check_message(tensors, peer)
+        return self._entered(self._mailbox.receive(tensors[0], peer, tag, gpu_streams))
 
     def recv_anysource(self, tensors: Any, tag: int) -> Work:
         """Begin to receive one tensor from any rank (local)."""
-        on_gpu = self._check_message(tensors, 0)
-        return self._entered(self._mailbox.receive(tensors[0], ANY, tag, on_gpu))
+        gpu_streams = self._check_message(tensors, 0)
+        return self._entered(self._mailbox.receive(tensors[0], ANY, tag, gpu_streams))
 
     def _check_message(self, tensors: Sequence[torch.Tensor], peer: int) -> Streams | None:
         """Return the streams of the tensor, if it is in GPU memory."""
@@ -342,7 +346,7 @@ class Group(_ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+        kinds = ["cpu", *(["cuda"] if streams.HAS_GPU else [])]
         return [torch.device(kind) for kind in kinds]
 
     def _get_backend(self, device: torch.device) -> "Group":

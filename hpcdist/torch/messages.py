@@ -61,13 +61,13 @@ class MessageWork(Work):
     ) -> None:
         super().__init__([tensor], streams)
         self._mailbox, self._finish, self._peer = mailbox, finish, peer
-        self._asked = None if streams is None else streams.mark()
+        self._start_event = None if streams is None else streams.mark()
         with self._in_order():
             self._request = begin()
 
     def _in_order(self) -> AbstractContextManager[None]:
         """Let what is done for a tensor in GPU memory come behind what was on the stream of the program (local)."""
-        return ON_HOST if self.streams is None else self.streams.communicating(self._asked)
+        return ON_HOST if self.streams is None else self.streams.communicating(self._start_event)
 
     def look(self) -> bool:
         """Whether the message has ended. Called by the mailbox, under its lock."""
@@ -79,7 +79,7 @@ class MessageWork(Work):
                 if not self._request.test():
                     return False
                 self._finish()
-                self.behind = None if self.streams is None else self.streams.mark()
+                self.end_event = None if self.streams is None else self.streams.mark()
         except BaseException as raised:  # noqa: BLE001 (raised again where the message is waited for)
             error = raised
         self.end(error)

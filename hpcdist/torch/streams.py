@@ -4,8 +4,9 @@
     communication stream                   wait -> operation -> mark
 
 An operation waits for what was on the stream of the program when it was asked for; the program's stream waits for the
-operation; the host waits for neither. Each thread that runs operations has a communication stream, which is current for
-PyTorch and for cupy while it runs one: so scratch and pinned blocks, which are the thread's, are used in one order.
+operation. The host waits for neither over NCCL, if the group has a thread; otherwise the thread that runs the operation
+waits. Each thread that runs operations has a communication stream, which is current for PyTorch and for cupy while it
+runs one: so scratch and pinned blocks, which are the thread's, are used in one order.
 
 The only module that calls `torch.cuda` for a group.
 """
@@ -56,17 +57,18 @@ _here: Final = _Local()
 
 
 class Streams:
-    """Streams of the GPU ``device``. Raises MissingCapabilityError, with what to install, without cupy."""
+    """Streams of the GPU ``device``. Raises MissingCapabilityError, with what to do, without cupy or a driver."""
 
     def __init__(self, device: torch.device) -> None:
         try:
-            gpu.count()
+            gpu.cupy()
         except MissingCapabilityError as error:
             major = (torch.version.cuda or "12").partition(".")[0]
             raise MissingCapabilityError(
                 f"tensors on {device} need cupy ({error.__cause__}): pip install 'hpcdist[cuda{major}x]', or "
                 "communicate tensor.cpu()"
             ) from error
+        gpu.count()
         self.device = device
 
     def mark(self) -> cuda.Event:
@@ -95,6 +97,15 @@ class Streams:
     def future(self) -> Any:
         """Return a future whose callbacks, and those who wait for it, come behind the stream that completes it."""
         return torch.futures.Future(devices=[self.device])
+
+
+def mark_current() -> cuda.Event | None:
+    """Return the place behind what is on the current stream, None where PyTorch has used no GPU (local)."""
+    if not (HAS_GPU and cuda.is_initialized()):
+        return None
+    event = cuda.Event()
+    event.record(cuda.current_stream())
+    return event
 
 
 def record_use(tensor: torch.Tensor) -> None:

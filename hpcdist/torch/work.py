@@ -8,15 +8,17 @@ well; queues of several groups go on side by side.
 A thread beside the one that computes needs MPI_THREAD_MULTIPLE. Without it an operation runs when it is waited for.
 
 An operation on tensors in GPU memory is done for the host when it is enqueued; `wait` then lets the current stream wait
-for it (`streams`). What NCCL still computes is an open event of the recorder, so that the deadline holds for it too.
+for it (`streams`). What NCCL still computes is an open event of the recorder, so that the deadline holds for it too: a
+second thread of the queue ends it, whatever the operations behind it wait for.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, Final
 
 import torch
@@ -39,11 +41,11 @@ class Work(dist.Work):
     """A `torch.distributed.Work` of an operation that writes the tensors ``result``.
 
     ``done`` says that nothing is left to do for the host. ``streams`` are those of tensors in GPU memory, None for
-    others, and ``behind`` is then the place behind the operation, once it is done.
+    others, and ``end_event`` is then the place behind the operation, once it is done.
     """
 
     streams: Streams | None = None
-    behind: cuda.Event | None = None
+    end_event: cuda.Event | None = None
 
     def __init__(self, result: Sequence[torch.Tensor], streams: Streams | None = None) -> None:
         super().__init__()
@@ -79,7 +81,7 @@ class Work(dist.Work):
         if self._error is not None:
             future.set_exception(self._error)
             return
-        with nullcontext() if self.streams is None else self.streams.communicating(self.behind):
+        with nullcontext() if self.streams is None else self.streams.communicating(self.end_event):
             future.set_result(list(self._result))
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -97,12 +99,12 @@ class Work(dist.Work):
 
     def hold_back(self) -> None:
         """Let what comes on the current stream wait for the operation, which is enqueued (local)."""
-        if self.streams is not None and self.behind is not None:
-            self.streams.hold_back(self.behind)
+        if self.streams is not None and self.end_event is not None:
+            self.streams.hold_back(self.end_event)
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, with a result or with an error."""
-        return self.done and (self.behind is None or self.behind.query())
+        return self.done and (self.end_event is None or self.end_event.query())
 
     def is_success(self) -> bool:
         """Whether the operation has ended with a result."""
@@ -152,7 +154,7 @@ class CollectiveWork(Work):
         super().__init__(result, streams)
         self._queue = queue
         if streams is not None:
-            self._asked = streams.mark()
+            self._start_event = streams.mark()
         self.site = site
         self._run: Callable[[], object] | None = run
 
@@ -173,11 +175,13 @@ class CollectiveWork(Work):
     def _enqueue(self, run: Callable[[], object], streams: Streams) -> None:
         queue = self._queue
         # With a thread that looks for its end, nobody waits on the host for what NCCL computes.
-        with streams.communicating(self._asked, queue.behind), nccl.enqueuing(queue.has_thread) as calls:
-            run()
-            self.behind = queue.behind = streams.mark()
-        if calls:
-            queue.watch(self.behind)
+        with streams.communicating(self._start_event, queue.last_event), nccl.enqueuing(queue.has_thread):
+            try:
+                run()
+            finally:  # what was enqueued before it failed is under way
+                self.end_event = queue.last_event = streams.mark()
+                if nccl.enqueued():
+                    queue.watch(self.end_event)
 
     def _complete(self, timeout: timedelta) -> None:
         self._queue.complete(self, timeout)
@@ -191,15 +195,17 @@ class BatchWork(Work):
     """Several operations, waited for together; the first that failed is what `wait` raises."""
 
     def __init__(self, works: Sequence[Work]) -> None:
-        on_gpu = (work.streams for work in works if work.streams is not None)
-        super().__init__([tensor for work in works for tensor in work.result()], next(on_gpu, None))
+        all_streams = (work.streams for work in works if work.streams is not None)
+        super().__init__([tensor for work in works for tensor in work.result()], next(all_streams, None))
         self._works = works
 
     def is_completed(self) -> bool:
         """Whether all operations have ended."""
-        if not self.done and all(work.is_completed() for work in self._works):
+        if not all(work.is_completed() for work in self._works):
+            return False
+        if not self.done:
             self._complete(NO_TIMEOUT)
-        return self.done
+        return True
 
     def _complete(self, timeout: timedelta) -> None:
         for work in self._works:
@@ -207,7 +213,7 @@ class BatchWork(Work):
                 work._complete(timeout)
             work.hold_back()
         if self.streams is not None:
-            self.behind = self.streams.mark()
+            self.end_event = self.streams.mark()
         self.end(next((work.exception() for work in self._works if work.exception() is not None), None))
         self.settle()
 
@@ -219,7 +225,7 @@ class OperationQueue:
     """The operations of the group ``name``, which the sink that ``events`` returns is told of.
 
     Its thread, where one may communicate beside the one that computes (``has_thread``), starts with the first
-    asynchronous operation, and ends with `close`.
+    asynchronous operation, that of `watch` with the first operation over NCCL; both end with `close`.
     """
 
     def __init__(self, name: str, has_thread: bool, events: Callable[[], EventSink]) -> None:
@@ -229,8 +235,10 @@ class OperationQueue:
         self._waiting: deque[CollectiveWork] = deque()
         self._calls: SimpleQueue[bool] = SimpleQueue()  # true: something waits; false: the end
         self._thread: threading.Thread | None = None
-        self.behind: cuda.Event | None = None  # the place behind the last operation on a GPU, on whichever stream
-        self._computing: deque[tuple[cuda.Event, int]] = deque()  # places behind what NCCL computes, and open events
+        self.last_event: cuda.Event | None = None  # the place behind the last operation on a GPU, on whichever stream
+        # Places behind what NCCL computes, and open events of the recorder; None: the end.
+        self._computing: SimpleQueue[tuple[cuda.Event, int] | None] = SimpleQueue()
+        self._watcher: threading.Thread | None = None
 
     def run(self, work: CollectiveWork) -> CollectiveWork:
         """Run ``work`` now, after all that was put in before (local, as far as the operation is)."""
@@ -250,11 +258,24 @@ class OperationQueue:
             self._wake()
         return work
 
-    def watch(self, behind: cuda.Event) -> None:
-        """Keep an event of the recorder open until the GPU has passed ``behind``: a rank that is missed has a name."""
+    def watch(self, end_event: cuda.Event) -> None:
+        """Keep an event of the recorder open until the GPU has passed ``end_event``: a missed rank has a name.
+
+        Called by who runs operations.
+        """
         token = self._events().begin(self.name, "nccl", "uint8", 0, 0, -1, 0)
-        self._computing.append((behind, token))
-        self._wake()
+        self._computing.put((end_event, token))
+        if self._watcher is None:
+            name = f"NCCL of {self.name}"
+            self._watcher = threading.Thread(target=self._end_events, name=name, daemon=True)
+            self._watcher.start()
+
+    def _end_events(self) -> None:
+        while (item := self._computing.get()) is not None:
+            end_event, token = item
+            while not end_event.query():
+                time.sleep(LOOK_S)  # `synchronize` would keep a core busy
+            self._events().end(token)
 
     def _wake(self) -> None:
         if self._thread is None:
@@ -292,7 +313,7 @@ class OperationQueue:
         work.settle()
 
     def _serve(self) -> None:
-        while self._next_call():
+        while self._calls.get():
             with self._turn:
                 self._runner = threading.get_ident()
                 if self._waiting:
@@ -300,25 +321,18 @@ class OperationQueue:
                 self._runner = None
         segments.release()  # a block of pinned memory is free only behind the copy that reads it
 
-    def _next_call(self) -> bool:
-        while True:
-            while self._computing and self._computing[0][0].query():
-                self._events().end(self._computing.popleft()[1])
-            try:
-                return self._calls.get(timeout=LOOK_S if self._computing else None)
-            except Empty:
-                continue
-
     def close(self) -> None:
-        """Run what was put in, and end the thread."""
+        """Run what was put in, and end the threads."""
         if self._waiting:
             self.complete(self._waiting[-1], NO_TIMEOUT)
-        if self.behind is not None:
-            self.behind.synchronize()  # and all before it, each of which waits for the one before
+        if self.last_event is not None:
+            self.last_event.synchronize()  # and all before it, each of which waits for the one before
         if self._thread is not None:
             self._calls.put(False)
             if self._thread is not threading.current_thread():
                 self._thread.join(END_S)
             self._thread = None
-        while self._computing:
-            self._events().end(self._computing.popleft()[1])
+        if self._watcher is not None:
+            self._computing.put(None)
+            self._watcher.join(END_S)
+            self._watcher = None

@@ -14,8 +14,8 @@ ALGORITHMS = ["native", "ring", "node_shared", "nccl"]
 
 
 @pytest.fixture
-def told(job, cupy):
-    """``told(case, algorithm)``: what the two ranks of a job say."""
+def figures_of_ranks(job, cupy):
+    """Return what each of two ranks has measured."""
     if not torch.cuda.is_available():
         pytest.skip(f"PyTorch {torch.__version__} sees no GPU")
 
@@ -33,17 +33,17 @@ def told(job, cupy):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_operations_lie_between_kernels_of_a_side_stream(told, algorithm):
-    for right in told("operations", algorithm):
+def test_operations_lie_between_kernels_of_a_side_stream(figures_of_ranks, algorithm):
+    for right in figures_of_ranks("operations", algorithm):
         assert all(right.values()), right
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_ddp_is_one_process(told, algorithm):
-    assert all(rank["apart"] < 1e-5 for rank in told("ddp", algorithm))
+def test_ddp_is_one_process(figures_of_ranks, algorithm):
+    assert all(rank["apart"] < 1e-5 for rank in figures_of_ranks("ddp", algorithm))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_host_goes_on_while_the_gpu_works(told, algorithm):
-    for rank in told("overlap", algorithm):
+def test_the_host_goes_on_while_the_gpu_works(figures_of_ranks, algorithm):
+    for rank in figures_of_ranks("overlap", algorithm):
         assert rank["right"] and rank["called_s"] < 0.2 * rank["whole_s"], rank

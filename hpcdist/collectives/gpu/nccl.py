@@ -37,10 +37,10 @@ _DTYPES: Final = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float3
 
 
 class _Local(threading.local):
-    """Communicators of the calls of this thread that are enqueued, None where each is waited for."""
+    """Number of calls of this thread that are enqueued, None where each is waited for."""
 
     def __init__(self) -> None:
-        self.enqueued: list[str] | None = None
+        self.enqueued: int | None = None
 
 
 _here: Final = _Local()
@@ -63,7 +63,7 @@ def nccl_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
     channel, module, kind, stream = _prepared(comm, buffer)
     address = _address(buffer)
     channel.allReduce(address, address, buffer.size, kind, getattr(module, _OPS[op]), stream)
-    _finish(comm)
+    _finish()
 
 
 def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
@@ -81,7 +81,7 @@ def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], o
             address = _address(buffer[part.slice])
             channel.reduce(address, address, part.size, kind, getattr(module, _OPS[op]), root, stream)
     module.groupEnd()
-    _finish(comm)
+    _finish()
 
 
 def _exchange_and_reduce(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str) -> None:
@@ -102,7 +102,7 @@ def _exchange_and_reduce(comm: Communicator, buffer: Array, ranges: Sequence[Ran
             channel.recv(_address(row), row.nbytes, kind, peer, stream)
     module.groupEnd()
     reduce_rows(rows, buffer[own.slice], op)  # behind the group, on the same stream
-    _finish(comm)
+    _finish()
 
 
 def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> None:
@@ -118,7 +118,7 @@ def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> No
             piece = buffer[part.slice]
             channel.broadcast(_address(piece), _address(piece), piece.nbytes, kind, root, stream)
     module.groupEnd()
-    _finish(comm)
+    _finish()
 
 
 def _prepared(comm: Communicator, buffer: Array) -> tuple[Any, Any, int, int]:
@@ -136,25 +136,27 @@ def _prepared(comm: Communicator, buffer: Array) -> tuple[Any, Any, int, int]:
 
 
 @contextmanager
-def enqueuing(allowed: bool = True) -> Iterator[list[str]]:
-    """Let calls of this thread return when they are enqueued, and name their communicators in the list (local).
-
-    Not ``allowed``: each is waited for, and the list stays empty.
-    """
-    before, calls = _here.enqueued, list[str]()
-    _here.enqueued = calls if allowed else None
+def enqueuing(allowed: bool = True) -> Iterator[None]:
+    """Let calls of this thread return when they are enqueued; not ``allowed``: each is waited for (local)."""
+    before = _here.enqueued
+    _here.enqueued = 0 if allowed else None
     try:
-        yield calls
+        yield
     finally:
         _here.enqueued = before
 
 
-def _finish(comm: Communicator) -> None:
+def enqueued() -> int:
+    """Return the number of calls of this thread, inside of `enqueuing`, that nobody has waited for (local)."""
+    return _here.enqueued or 0
+
+
+def _finish() -> None:
     """Wait for what is on the current stream, unless the caller of this thread's calls does."""
     if _here.enqueued is None:
         device.produced()
     else:
-        _here.enqueued.append(comm.name)
+        _here.enqueued += 1
 
 
 def _address(buffer: Any) -> int:

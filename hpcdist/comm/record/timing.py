@@ -58,7 +58,7 @@ def count_traffic(comm: Communicator) -> Iterator[MessageTraffic]:
 
 _now: Final = time.perf_counter_ns  # bound once: a look-up less, twice an event
 _ITEM_BYTES: Final = {name: dtype.itemsize for name, dtype in (FLOATS | INTEGERS).items()}
-_STARTED: Final = frozenset({"isend", "irecv", "iallreduce"})  # non-blocking: they end in a wait or test
+_STARTED: Final = frozenset({"isend", "irecv", "iallreduce", "nccl"})  # non-blocking: they end in a wait or test
 _STARTED_ENDINGS: Final = ("_iallreduce", "_ireduce_scatter", "_iall_gather")
 _RECEIVING: Final = frozenset({"recv", "irecv", "probe", "barrier", "flush"})  # their bytes are counted by the sender
 

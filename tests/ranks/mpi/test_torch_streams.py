@@ -5,6 +5,7 @@ them, on the host or on a stream: where an order is missing the numbers are wron
 """
 
 import functools
+import threading
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from hpcdist.comm.events import EventSink
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError, UsageError
 from hpcdist.strategies.compressed.config import CompressionConfig
-from hpcdist.torch import Group, Options, hooks, launch, streams
+from hpcdist.torch import Group, Options, calls, hooks, launch, streams
 from stubs.gpu import cuda_double, cupy_double, nccl_double, torch_double
 from stubs.gpu.torch_double import Played, compute, read
 
@@ -236,6 +237,31 @@ def test_rank_operations_of_a_group_are_in_order_whichever_thread_runs_them(comm
     assert all(torch.equal(read(tensor), sum(inputs)) for tensor in pair)
 
 
+def test_rank_a_batch_is_completed_when_the_gpu_is_done(comm, group, side, rng):
+    inputs = everyones(rng, comm, 5)
+    group._start_coalescing(HERE)
+    own = later(torch.stack([inputs[comm.rank]] * 2, 1))[:, 0]  # strided: the copy back is late
+    group.allreduce([own], options())
+    batch = group._end_coalescing(HERE)
+    assert batch.wait() and not batch.is_completed()
+    assert torch.equal(read(own), sum(inputs)) and batch.is_completed()
+
+
+def test_rank_what_fails_halfway_is_under_way_on_the_gpu(comm, group, side, monkeypatch):
+    def fails_behind_a_kernel(*_):
+        compute(lambda: done.append(True))
+        raise RuntimeError("halfway")
+
+    done = []
+    monkeypatch.setattr(calls, "allreduce", fails_behind_a_kernel)
+    work = group.allreduce([later(torch.ones(3))], options())
+    with pytest.raises(RuntimeError, match="halfway"):
+        work.wait()
+    assert not work.is_completed() and not done
+    group._queue.close()
+    assert done and work.is_completed()
+
+
 def test_rank_callbacks_come_behind_the_operation(comm, group, side, rng):
     inputs = everyones(rng, comm, 5)
 
@@ -267,8 +293,10 @@ def test_rank_messages(comm, group, side, rng):
         group.send([later(inputs[comm.rank])], 0, 3).wait()
 
 
-def test_rank_a_barrier_waits_for_the_gpu(comm, group, side):
-    group.allreduce([later(torch.ones(3))], options()).wait()
+@pytest.mark.parametrize("has_streams", [False, True])
+def test_rank_a_barrier_waits_for_the_gpu(comm, group, side, has_streams):
+    if has_streams:
+        group.allreduce([later(torch.ones(3))], options()).wait()
     done = []
     compute(lambda: done.append(True))
     group.barrier(options(is_async=False)).wait()
@@ -310,6 +338,15 @@ def test_rank_without_cupy_only_tensors_in_gpu_memory_are_refused(comm, gpu, mon
     with pytest.raises(MissingCapabilityError, match=r"No module named 'cupy'\): pip install 'hpcdist\[cuda13x\]'"):
         group.allreduce([found.as_subclass(Played)], options())
     group.shutdown()
+
+
+def test_rank_without_a_driver_cupy_is_not_blamed(gpu, monkeypatch):
+    def missing():
+        raise MissingCapabilityError("no GPU is usable")
+
+    monkeypatch.setattr(device, "count", missing)
+    with pytest.raises(MissingCapabilityError, match="^no GPU is usable$"):
+        streams.Streams(HERE)
 
 
 class Events(EventSink):
@@ -361,5 +398,36 @@ def test_rank_nobody_waits_on_the_host_for_nccl(comm, gpu, rng, monkeypatch, dty
                 gpu.LOG.clear()
                 ranks.barrier()
         group.shutdown()
+
+    run_threads(2, body)
+
+
+def test_rank_the_event_of_nccl_ends_while_the_next_operation_waits(comm, gpu, monkeypatch):
+    """The deadline is to name the barrier that a rank misses, not the operation before it."""
+    if comm.size > 1:
+        return
+    monkeypatch.setattr(nccl_double, "VERSION", [nccl.SEVERAL_RANKS_A_GPU])
+    monkeypatch.setenv(nccl.SEVERAL_RANKS_VARIABLE, "1")
+    seen = threading.Event()
+
+    def body(ranks):
+        ranks.events = Events()
+        group = Group(ranks, Options(algorithm="nccl"))
+        own = later(torch.ones(3))
+        group.allreduce([own], options()).wait()
+        if ranks.rank == 0:
+            barrier = group.barrier(options())
+            limit = time.monotonic() + 10
+            while ranks.events.open != ["barrier"] and time.monotonic() < limit:
+                time.sleep(0.001)
+            found = ranks.events.open
+            seen.set()
+        else:
+            seen.wait()
+            barrier = group.barrier(options())
+        barrier.wait()
+        group.shutdown()
+        if ranks.rank == 0:
+            assert found == ["barrier"]
 
     run_threads(2, body)

@@ -41,6 +41,10 @@ def is_available() -> bool:
     return True
 
 
+def is_initialized() -> bool:
+    return True
+
+
 def current_stream(device: Any = None) -> Stream:
     """The stream on which PyTorch computes in this thread."""
     return _local.streams[-1]

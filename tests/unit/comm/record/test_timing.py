@@ -122,16 +122,17 @@ def test_what_is_only_started_lasts_until_it_is_complete():
     assert min(found["isend"].seconds, found["irecv"].seconds) >= 0.01
 
 
-def test_another_thread_may_end_what_one_has_started():
+@pytest.mark.parametrize("op", ["ring_iallreduce", "nccl"])
+def test_another_thread_may_end_what_one_has_started(op):
     timing = OperationTiming()
-    token = begin(timing, "ring_iallreduce", 5)
+    token = begin(timing, op, 5)
     outer = begin(timing, "barrier")
     thread = threading.Thread(target=timing.end, args=(token,))
     thread.start()
     thread.join()
     timing.end(outer)
     assert {op: (total.calls, total.bytes) for op, total in timing.totals().items()} == {
-        "ring_iallreduce": (1, 20),
+        op: (1, 20),
         "barrier": (1, 0),
     }
 
