@@ -124,12 +124,15 @@ def command(
 
 def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> "PlanSubject":
     """Return what is to be laid out, with what never varies of its layout."""
+    from hpcdist.planner.report.text import ONE_REPLICA
     from hpcdist.training.use_cases.plan_subject import options_given, subject_from_options
 
     for name in options_given(options, _DERIVED_OPTIONS):
         raise UsageError(f"{name} is what a search finds; leave it out, and give --devices")
     varied = {*SEARCH_AXES, "strategy", "zero", "devices"}
-    return subject_from_options(path, overrides, {name: value for name, value in options.items() if name not in varied})
+    fixed = {name: value for name, value in options.items() if name not in varied}
+    subject = subject_from_options(path, overrides, fixed)
+    return dataclasses.replace(subject, notes=tuple(note for note in subject.notes if note != ONE_REPLICA))
 
 
 def _search_request(subject: "PlanSubject", cluster: "Cluster", options: Mapping[str, Any]) -> "SearchSpec":

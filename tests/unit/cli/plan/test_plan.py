@@ -502,6 +502,14 @@ def test_what_is_given_does_not_vary_in_a_search(planned):
     assert values == sorted(values)
 
 
+def test_a_search_plans_for_all_devices_and_says_nothing_of_one_replica(planned, recipe):
+    small = ["search", "--cluster", "workstation", "--first", "1"]
+    for subject in ([*GPT, "--precision", "float32"], [recipe(RECIPE)]):
+        assert planned(*small, *subject)["devices"] == 2
+        for devices in ([], ["--devices", "2"]):
+            assert not any("one is planned" in flag for flag in planned(*small, *subject, *devices)["flags"])
+
+
 def test_a_recipe_keeps_what_a_search_does_not_vary(planned, recipe):
     found = planned("search", recipe(RECIPE), *ON, "--devices", "4", "--first", "2")
     layouts = [one["layout"] for one in found["found"]]
