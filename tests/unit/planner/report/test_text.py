@@ -101,6 +101,27 @@ def test_pairs_that_are_looked_at_are_told_where_they_are_fewer():
     assert "over those that are looked at MFU 32.0 %, HFU 36.7 %" in shown
 
 
+@cases(
+    "term, changes, told",
+    ("activations", {}, "recomputation, more tensor devices or more context devices (--context-ranks)"),
+    (
+        "activations",
+        {"microbatch": 2, "sequence_parallel": False},
+        "recomputation, a smaller micro-batch, sequence parallelism, more tensor devices or more context devices "
+        "(--context-ranks)",
+    ),
+    ("activations", {"recompute": "full"}, "more tensor devices or more context devices (--context-ranks)"),
+    ("activations", {"tensor": 1, "recompute": "full", "tokens": 512}, "more tensor devices"),
+    ("scratch", {"microbatch": 2, "tokens": 512}, "a smaller micro-batch or more tensor devices"),
+)
+def test_only_what_a_layout_has_not_yet_makes_it_smaller(term, changes, told):
+    asked = dict(changes)
+    tokens = asked.pop("tokens", ESTIMATE.tokens)
+    memory = replace(MEMORY, terms={**MEMORY.terms, term: 60 * GB})
+    estimate = replace(ESTIMATE, tokens=tokens, memory=memory, layout=replace(ESTIMATE.layout, **asked))
+    assert text.breaks_lines(estimate)[0].endswith(f" of the limit; less with {told}")
+
+
 def test_devices_that_are_not_used_are_paid_for():
     twelve = replace(ESTIMATE.layout, data=12, pipeline=1, tensor=1)
     shown = text.text(replace(ESTIMATE, layout=twelve), DESCRIPTION, CLUSTER)
