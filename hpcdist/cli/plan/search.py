@@ -18,10 +18,10 @@ from hpcdist.cli.plan.options import (
     SEARCH_AXES,
     SectionedCommand,
     cluster_option,
-    layout_options,
     plot_option,
+    search_layout_options,
+    search_subject_options,
     section_option,
-    subject_options,
 )
 from hpcdist.errors import FAILURE, ConfigurationError, UsageError
 from hpcdist.planner.layout import LAYOUT_FIELDS, PARAMETER_SERVER
@@ -54,7 +54,7 @@ _option: Final = partial(section_option, SEARCH_SECTION)
 @click.command("search", cls=SectionedCommand)
 @recipe_argument
 @cluster_option
-@subject_options
+@search_subject_options
 @_option(
     "--objective",
     type=click.Choice(OBJECTIVES),
@@ -69,7 +69,7 @@ _option: Final = partial(section_option, SEARCH_SECTION)
 @_option("--distinct", is_flag=True, help="Each product of degrees once, with what is best on it.")
 @_option("--first", type=COUNT, default=10, metavar="N", help="How many to show and explain.")
 @_option("--simulate/--no-simulate", default=True, help="Time the finalists by the simulator of pipelines.")
-@layout_options
+@search_layout_options
 @plot_option
 @json_option
 def command(
