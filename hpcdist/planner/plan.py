@@ -31,6 +31,7 @@ from hpcdist.planner.estimate import (
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.limits.checks import flags
 from hpcdist.planner.limits.unsupported import unsupported
+from hpcdist.planner.memory.activations import is_mostly_scores
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.memory.model_states import unsharded, with_buckets
 from hpcdist.planner.model.description import ModelDescription
@@ -44,6 +45,7 @@ CHECKED_MFU: Final = (
 )
 FULL: Final = 0.95  # of the memory
 HIDDEN: Final = 0.05  # of a step
+LONG_CONTEXT: Final = 8192  # tokens, from which published kernels without FlashAttention tell little
 
 
 def plan(
@@ -90,6 +92,7 @@ def plan(
         flags=(
             *took.flags,
             *_narrow(needed, took, layout),
+            *_all_pairs(description, layout),
             *_unproven(layout, cluster, mfu),
             *_errors(took, layout, cluster, work_.model_flops / (took.modelled_s * peak_flops)),
             *flags(layout, cluster),
@@ -159,6 +162,16 @@ def _narrow(needed: MemoryEstimate, took: TimeEstimate, layout: ParallelLayout) 
             f"(overlap = {layout.overlap:g}): a step takes that long where they do not"
         )
     return tuple(flags)
+
+
+def _all_pairs(description: ModelDescription, layout: ParallelLayout) -> tuple[str, ...]:
+    """Return a flag where the attention of published kernels decides a plan that one in tiles would not."""
+    is_long = description.tokens >= LONG_CONTEXT and description.shape is not None
+    if layout.implementation != "megatron" or not (is_long or is_mostly_scores(description, layout)):
+        return ()
+    kept = "keeps" if layout.recompute == "none" else "makes"
+    what = f"the attention of megatron {kept} the scores of all pairs of tokens (no FlashAttention)"
+    return (f"{what}: --implementation hpcdist plans with tiles",)
 
 
 def _unproven(layout: ParallelLayout, cluster: Cluster, mfu: float) -> tuple[str, ...]:

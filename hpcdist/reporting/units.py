@@ -12,11 +12,16 @@ _BYTES: Final = re.compile(r"([0-9]{1,13})([KMG]?)", re.IGNORECASE)
 
 def parse_bytes(text: str) -> int:
     """Return the number of bytes that ``text`` means; the unit in either case (local). Raises ValueError."""
+    return parse_size(text, "bytes")
+
+
+def parse_size(text: str, of: str) -> int:
+    """Return the number, here of ``of``, that ``text`` means: 4096, 16K or 1M (local). Raises ValueError."""
     match = _BYTES.fullmatch(text)
-    nbytes = int(match[1]) * UNITS[match[2].upper()] if match else 0
-    if not 0 < nbytes < LARGEST_BYTES:
-        raise ValueError(f"{text!r} is no number of bytes such as 4096, 16K or 1M")
-    return nbytes
+    size = int(match[1]) * UNITS[match[2].upper()] if match else 0
+    if not 0 < size < LARGEST_BYTES:
+        raise ValueError(f"{text!r} is no number of {of} such as 4096, 16K or 1M")
+    return size
 
 
 def counted(number: int, what: str) -> str:

@@ -7,13 +7,14 @@ that it fixes. All default to None, so that a command knows which of them were g
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import click
 from click.shell_completion import CompletionItem
 
-from hpcdist.cli.common import COUNT, FILE, Decorator, stacked
+from hpcdist.cli.common import COUNT, FILE, Decorator, Parsed, stacked
 from hpcdist.planner.layout import (
     ALGORITHMS,
     COMPRESSIONS,
@@ -23,6 +24,7 @@ from hpcdist.planner.layout import (
     RECOMPUTE,
     STRATEGIES,
 )
+from hpcdist.reporting.units import parse_size
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 MODEL_SECTION: Final = "Model in numbers"
@@ -76,6 +78,7 @@ class FiniteNumber(click.FloatRange):
 
 Kind: TypeAlias = click.ParamType | tuple[str, ...] | None  # of a value: a type, words to choose from, yes or no
 SHARE: Final = FiniteNumber(0.0, 1.0)
+TOKENS: Final = Parsed("tokens", partial(parse_size, of="tokens"))  # 4096, 32K
 
 
 class PlanOption(NamedTuple):
@@ -90,6 +93,10 @@ class PlanOption(NamedTuple):
     def name(self) -> str:
         """The name of its value."""
         return self.flags.partition("/")[0].removeprefix("--").replace("-", "_")
+
+    def with_default(self, default: str) -> "PlanOption":
+        """Return the option with another default in its help."""
+        return self._replace(text=f"{self.text.partition('  [default')[0]}  [default: {default}]")
 
     def decorator(self, section: str) -> Decorator:
         """Return the option of click, under the heading ``section``."""
@@ -113,9 +120,9 @@ _SHAPE: Final = (
     PlanOption("--hidden", COUNT, "Their width."),
     PlanOption("--heads", COUNT, "Heads of a block."),
     PlanOption("--kv-heads", COUNT, "Heads of keys and values.  [default: as many]"),
-    PlanOption("--window", COUNT, "Tokens that a token sees, up to itself.  [default: all before it]"),
+    PlanOption("--window", TOKENS, "Tokens that a token sees, up to itself.  [default: all before it]"),
     PlanOption("--vocabulary", COUNT, "Tokens that there are."),
-    PlanOption("--context", COUNT, "Tokens of a sample; also beside --model."),
+    PlanOption("--context", TOKENS, "Tokens of a sample, as 4096 or 32K; also beside --model."),
     PlanOption("--feed-forward", COUNT, "Inner width of a feed-forward."),
     PlanOption(
         "--mlp-ratio", FiniteNumber(min=0.0, min_open=True), "The same as a multiple of --hidden.  [default: 4]"
@@ -191,6 +198,7 @@ _LAYOUT: Final = (
 )
 # Option of the layout -> the field of `SearchSpec` that has only its value, where it is given.
 SEARCH_AXES: Final = {option.name: option.axis for option in _LAYOUT if option.axis}
+_VARIED: Final = {*SEARCH_AXES, "strategy", "zero"} - {"expert_ranks", "compression"}  # where they are left out
 
 
 def _complete_names(module: str) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
@@ -214,6 +222,12 @@ cluster_option = _cluster_option("--cluster")
 clusters_option = _cluster_option("--cluster", "clusters", multiple=True, more="; may be given again")
 plot_option = click.option("--plot", type=FILE, help="Draw memory and timeline into this file (.png, .pdf, .svg).")
 layout_options = stacked(*(option.decorator(LAYOUT_SECTION) for option in _LAYOUT))
+search_layout_options = stacked(
+    *(
+        (option.with_default("varied") if option.name in _VARIED else option).decorator(LAYOUT_SECTION)
+        for option in _LAYOUT
+    )
+)
 _MODEL: Final = section_option(
     MODEL_SECTION,
     "--model",
@@ -229,9 +243,17 @@ _SET: Final = section_option(
     metavar="KEY=VALUE",
     help="Override a key of the recipe, e.g. parallel.tensor=2.",
 )
-subject_options = stacked(
-    _SET,
-    *(option.decorator(CLUSTER_SECTION) for option in _RUN),
-    _MODEL,
-    *(option.decorator(MODEL_SECTION) for option in _SHAPE),
-)
+
+
+def _subject_options(run: Iterable[PlanOption]) -> Decorator:
+    """Return the options of a model in numbers, and those of ``run``."""
+    return stacked(
+        _SET,
+        *(option.decorator(CLUSTER_SECTION) for option in run),
+        _MODEL,
+        *(option.decorator(MODEL_SECTION) for option in _SHAPE),
+    )
+
+
+subject_options = _subject_options(_RUN)
+search_subject_options = _subject_options((_RUN[0].with_default("all of the cluster"), *_RUN[1:]))

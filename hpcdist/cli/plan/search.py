@@ -18,10 +18,10 @@ from hpcdist.cli.plan.options import (
     SEARCH_AXES,
     SectionedCommand,
     cluster_option,
-    layout_options,
     plot_option,
+    search_layout_options,
+    search_subject_options,
     section_option,
-    subject_options,
 )
 from hpcdist.errors import FAILURE, ConfigurationError, UsageError
 from hpcdist.planner.layout import LAYOUT_FIELDS, PARAMETER_SERVER
@@ -54,7 +54,7 @@ _option: Final = partial(section_option, SEARCH_SECTION)
 @click.command("search", cls=SectionedCommand)
 @recipe_argument
 @cluster_option
-@subject_options
+@search_subject_options
 @_option(
     "--objective",
     type=click.Choice(OBJECTIVES),
@@ -69,7 +69,7 @@ _option: Final = partial(section_option, SEARCH_SECTION)
 @_option("--distinct", is_flag=True, help="Each product of degrees once, with what is best on it.")
 @_option("--first", type=COUNT, default=10, metavar="N", help="How many to show and explain.")
 @_option("--simulate/--no-simulate", default=True, help="Time the finalists by the simulator of pipelines.")
-@layout_options
+@search_layout_options
 @plot_option
 @json_option
 def command(
@@ -124,12 +124,15 @@ def command(
 
 def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> "PlanSubject":
     """Return what is to be laid out, with what never varies of its layout."""
+    from hpcdist.planner.report.text import ONE_REPLICA
     from hpcdist.training.use_cases.plan_subject import options_given, subject_from_options
 
     for name in options_given(options, _DERIVED_OPTIONS):
         raise UsageError(f"{name} is what a search finds; leave it out, and give --devices")
     varied = {*SEARCH_AXES, "strategy", "zero", "devices"}
-    return subject_from_options(path, overrides, {name: value for name, value in options.items() if name not in varied})
+    fixed = {name: value for name, value in options.items() if name not in varied}
+    subject = subject_from_options(path, overrides, fixed)
+    return dataclasses.replace(subject, notes=tuple(note for note in subject.notes if note != ONE_REPLICA))
 
 
 def _search_request(subject: "PlanSubject", cluster: "Cluster", options: Mapping[str, Any]) -> "SearchSpec":

@@ -78,6 +78,15 @@ def of_units(description: ModelDescription, layout: ParallelLayout) -> tuple[Uni
     return _ours(description, layout.tensor, layout.context, size, by_tokens, layout.expert)
 
 
+def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> bool:
+    """Whether the scores of all pairs of tokens are the most of what a block keeps: of published kernels alone."""
+    if layout.implementation != "megatron" or description.shape is None or layout.recompute != "none":
+        return False
+    block = _published_block(description.shape, description.shape.context / layout.context, itemsize(layout))
+    around = layout.tensor if layout.sequence_parallel else 1
+    return block.scores / layout.tensor > block.between / around + block.cut / layout.tensor
+
+
 def context_share(unit: ModelUnit, layout: ParallelLayout, samples: int) -> tuple[AttentionShare, str]:
     """Return the attention of ``unit`` on one rank of the context axis, and its method (local)."""
     return _share(unit, layout.tensor, layout.context, itemsize(layout), samples)

@@ -201,7 +201,10 @@ def search_table(result: "SearchResult", notes: Sequence[str] = (), again: str |
         for place, ranked in enumerate(result.found, 1):
             reasons = [line for reason in (*ranked.why, *ranked.limits) for line in wrapped(reason, "    ")]
             lines += [f"{place:>2}{reasons[0][2:]}", *reasons[1:]] if reasons else []
-    refused = [f"{item.limit}: {large_count(item.count)} {item.of}, such as: {item.example}" for item in result.refused]
+    refused = []
+    for item in result.refused:
+        what = item.of.removesuffix("s") if item.count == 1 else item.of
+        refused.append(f"{item.limit}: {large_count(item.count)} {what}, such as: {item.example}")
     lines += ["", "refused", *(line for text in refused for line in wrapped(text, "  "))] if refused else []
     if any(not plan.memory.fits for plan in plans):
         lines.append("!  does not fit")

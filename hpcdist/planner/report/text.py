@@ -29,9 +29,7 @@ _LESS: Final = {  # term -> what makes it smaller
     "parameters": "more tensor or pipeline devices, or ZeRO 3",
     "gradients": "ZeRO 2 or 3, or more tensor or pipeline devices",
     "optimizer": "ZeRO 1 to 3, which cut it over the data devices",
-    "activations": "recomputation, a smaller micro-batch, sequence parallelism or more tensor devices",
     "messages": "more tensor or pipeline devices",
-    "scratch": "a smaller micro-batch or more tensor devices",
     "reserved": "a device with more memory",
 }
 _FASTER: Final = {  # term -> what makes it shorter
@@ -119,7 +117,7 @@ def breaks_lines(estimate: PlanEstimate) -> list[str]:
     """Return what limits this layout first, of memory and of time, and what helps (local)."""
     memory, largest = estimate.memory, estimate.memory.breaks_first
     part = memory.terms[largest] / memory.limit_bytes
-    first = f"memory: {largest}, {share(part)} of the limit; less with {_LESS.get(largest, 'another layout')}"
+    first = f"memory: {largest}, {share(part)} of the limit; less with {_less(largest, estimate)}"
     lost = _lost(estimate.timing.terms)
     lines = [first]
     if lost is not None:
@@ -131,6 +129,22 @@ def breaks_lines(estimate: PlanEstimate) -> list[str]:
             f"failures: {share(1 - 1 / estimate.run.slowdown)} of the run; faster checkpoints and restarts help"
         )
     return lines
+
+
+def _less(term: str, estimate: PlanEstimate) -> str:
+    """Return what makes a term of the memory smaller, of what this layout has not yet."""
+    layout = estimate.layout
+    ways = {
+        "recomputation": term == "activations" and layout.recompute != "full",
+        "a smaller micro-batch": layout.microbatch > 1,
+        "sequence parallelism": term == "activations" and layout.tensor > 1 and not layout.sequence_parallel,
+        "more tensor devices": True,
+        "more context devices (--context-ranks)": estimate.tokens != estimate.global_batch,
+    }
+    if term in ("activations", "scratch"):
+        *others, last = [way for way, is_left in ways.items() if is_left]
+        return f"{', '.join(others)} or {last}" if others else last
+    return _LESS.get(term, "another layout")
 
 
 def _lost(terms: Mapping[str, float]) -> tuple[str, float] | None:

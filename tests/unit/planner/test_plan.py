@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from harness.marks import cases
 from hpcdist.comm.config import BUCKET_BYTES
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner import plan as planner_plan
@@ -93,6 +94,23 @@ def test_what_nothing_has_proven_is_said():
     assert not any("more than the 57%" in flag or "no training" in flag for flag in slow.flags)
     calibrated = plan(GPT3, replace(LAYOUT, implementation="hpcdist"), replace(SELENE, calibrated="here"), 1536, 10)
     assert not any("no training" in flag for flag in calibrated.flags)
+
+
+@cases(
+    "context, more, said",
+    (512, {}, None),
+    (4096, {}, "keeps"),
+    (4096, {"recompute": "selective"}, None),
+    (8192, {"recompute": "full"}, "makes"),
+    (32768, {"context": 16}, "keeps"),
+    (32768, {"implementation": "hpcdist"}, None),
+)
+def test_scores_of_all_pairs_are_told_where_they_decide(context, more, said):
+    llama = describe(replace(transformer.named("llama-2-7b"), context=context), "llama")
+    layout = replace(ParallelLayout(implementation="megatron"), **more)
+    told = [flag for flag in plan(llama, layout, SELENE, 16, 10).flags if "pairs of tokens" in flag]
+    start = f"the attention of megatron {said} the scores of all pairs of tokens (no FlashAttention): --implementation"
+    assert (told[0].startswith(start) and len(told) == 1) if said else not told
 
 
 def test_what_an_answer_hangs_on_is_said():

@@ -12,9 +12,11 @@ from harness import jobs
 from harness.jobs import called
 from harness.marks import cases
 from hpcdist.cli.plan import group
+from hpcdist.cli.plan.options import SEARCH_AXES
 from hpcdist.cli.plan.search import RUNNABLE_ALONE, WITH_OTHERS
 from hpcdist.errors import UsageError
 from hpcdist.planner.cluster import toml_file
+from hpcdist.planner.search.space import SearchSpec
 from hpcdist.training.use_cases import plan as use_case
 
 ABSENT = ("mpi4py", "cupy", "numba", "pynvml", "torch")
@@ -39,7 +41,7 @@ def planned(run):
 
     def of(*arguments, expected=0):
         code, out, err = run(*arguments, "--json")
-        assert code == expected, err
+        assert expected is None or code == expected, err
         return json.loads(out)
 
     return of
@@ -119,6 +121,24 @@ def test_the_help_of_a_command_names_it(run):
     assert code == 0 and out.startswith("Usage: hpcdist plan search [OPTIONS] [RECIPE]")
     code, out, _ = run("--help")
     assert code == 0 and out.startswith("Usage: hpcdist plan [OPTIONS] [RECIPE]") and "\n  compare " in out
+
+
+def test_the_help_of_a_search_says_what_varies():
+    search, plain = (
+        {one.name: one.help for one in command.params if isinstance(one, click.Option)}
+        for command in (group.command.get_command(click.Context(group.command), "search"), group.command)
+    )
+    varied = {name for name, axis in SEARCH_AXES.items() if len(getattr(SearchSpec(), axis)) != 1}
+    told = {name for name, text in search.items() if text.endswith("  [default: varied]")}
+    assert told == varied | {"strategy", "zero"} and "varied" not in " ".join(plain.values())
+    assert search["devices"].endswith("[default: all of the cluster]")
+    assert plain["devices"].endswith("[default: as the degrees need]") and plain["pipeline"].endswith("[default: 1]")
+
+
+@cases("written, tokens", ("32K", 32768), ("1m", 1 << 20), ("4096", 4096))
+def test_a_context_may_have_a_unit(written, tokens, planned):
+    found = planned("--model", "gpt2", "--batch", 1, *ON, "--context", written, "--context-ranks", 8, expected=None)
+    assert found["tokens"] == tokens
 
 
 def test_the_options_are_those_of_the_public_function():
@@ -372,6 +392,8 @@ def test_what_does_not_fit_is_an_answer(run, planned):
     ([*GPT, *ON, "--pipeline", "2", "--schedule", "zb-h1", "--recompute", "full"], 78, "recompute"),
     ([*GPT, "--cluster", "workstation", "--data", "4"], 78, "2 more than the 2 of workstation"),
     ([*GPT, *ON, "--precision", "int8"], 2, "int8"),
+    ([*GPT, *ON, "--context", "32KB"], 2, "'32KB' is no number of tokens such as 4096, 16K or 1M"),
+    ([*GPT, *ON, "--context", "0"], 2, "'0' is no number of tokens"),
     ([*GPT, *ON, "--plot", "plan.xls"], 2, "choose an ending from"),
     ([*GPT, *ON, "--plot", "/nowhere/plan.png"], 74, "/nowhere is no directory"),
     (["no-such-recipe.toml", *ON], 74, "recipe no-such-recipe.toml: there is no such file"),
@@ -500,6 +522,14 @@ def test_what_is_given_does_not_vary_in_a_search(planned):
         assert one["memory"]["bytes"] <= 40e9
     values = [one["value"] for one in found["found"]]
     assert values == sorted(values)
+
+
+def test_a_search_plans_for_all_devices_and_says_nothing_of_one_replica(planned, recipe):
+    small = ["search", "--cluster", "workstation", "--first", "1"]
+    for subject in ([*GPT, "--precision", "float32"], [recipe(RECIPE)]):
+        assert planned(*small, *subject)["devices"] == 2
+        for devices in ([], ["--devices", "2"]):
+            assert not any("one is planned" in flag for flag in planned(*small, *subject, *devices)["flags"])
 
 
 def test_a_recipe_keeps_what_a_search_does_not_vary(planned, recipe):

@@ -101,6 +101,26 @@ def test_pairs_that_are_looked_at_are_told_where_they_are_fewer():
     assert "over those that are looked at MFU 32.0 %, HFU 36.7 %" in shown
 
 
+@cases(
+    "term, changes, told",
+    ("activations", {}, "recomputation, more tensor devices or more context devices (--context-ranks)"),
+    ("activations", {"recompute": "full"}, "more tensor devices or more context devices (--context-ranks)"),
+    ("activations", {"tensor": 1, "recompute": "full", "tokens": 512}, "more tensor devices"),
+    (
+        "activations",
+        {"microbatch": 2, "sequence_parallel": False, "tokens": 512},
+        "recomputation, a smaller micro-batch, sequence parallelism or more tensor devices",
+    ),
+    ("scratch", {"microbatch": 2, "tokens": 512}, "a smaller micro-batch or more tensor devices"),
+)
+def test_only_what_a_layout_has_not_yet_makes_it_smaller(term, changes, told):
+    asked = dict(changes)
+    tokens = asked.pop("tokens", ESTIMATE.tokens)
+    memory = replace(MEMORY, terms={**MEMORY.terms, term: 60 * GB})
+    estimate = replace(ESTIMATE, tokens=tokens, memory=memory, layout=replace(ESTIMATE.layout, **asked))
+    assert text.breaks_lines(estimate)[0].endswith(f" of the limit; less with {told}")
+
+
 def test_devices_that_are_not_used_are_paid_for():
     twelve = replace(ESTIMATE.layout, data=12, pipeline=1, tensor=1)
     shown = text.text(replace(ESTIMATE, layout=twelve), DESCRIPTION, CLUSTER)
@@ -219,6 +239,8 @@ def test_a_search_in_words():
     assert "\n  heads: 2,000 grids, such as: tensor = 5" in shown
     assert "note: closed forms hold\nnote: of the recipe" in shown
     assert max(len(line) for line in shown.splitlines()) <= 160
+    single = replace(result, refused=(replace(refused, count=1),))
+    assert "\n  heads: 1 grid, such as" in table.search_table(single)
     assert "layouts on 1 device, 77" in table.search_table(replace(result, devices=1))
     assert "row 1 in full: hpcdist plan it" in table.search_table(result, again="hpcdist plan it")
     assert "row 1" not in shown
