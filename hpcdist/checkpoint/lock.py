@@ -42,6 +42,20 @@ def lost(directory: Path) -> str:
     return "" if lock is None else lock.lost()
 
 
+def is_held(directory: Path) -> bool:
+    """Whether a process has the lock of ``directory``, as far as can be seen from here; writes nothing (local)."""
+    path = directory / LOCK_FILE
+    try:
+        if time.time() - path.stat().st_mtime >= STALE_S:
+            return False
+        holder = regular.json_value(path, MAX_BYTES)
+    except OSError:
+        return False
+    except ValueError:
+        return True
+    return not (isinstance(holder, dict) and is_dead(holder, _identity({})))
+
+
 class RunLock:
     """Lock of one process on a run directory. The rank that commits takes it; a crash leaves the file behind."""
 

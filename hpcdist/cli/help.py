@@ -15,7 +15,7 @@ import click
 import hpcdist
 from hpcdist.cli.common import DIRECTORY, FILE
 from hpcdist.errors import MissingCapabilityError, UsageError
-from hpcdist.reporting.nearest import nearest
+from hpcdist.reporting.nearest import nearest, synonym
 
 # In the order in which a reader needs them; the one-liner of each is its first sentence in `hpcdist help`.
 TOPICS: Final = {
@@ -151,13 +151,16 @@ def write_html(file: Path) -> None:
 def _key(word: str) -> str:
     """Return the text on a key or a section of a recipe. Raises click.UsageError for a word that is no topic either."""
     from hpcdist.cli.main import COMMANDS
-    from hpcdist.training.recipe.reference import lookup
+    from hpcdist.training.recipe.reference import key_of, lookup
 
     try:
         return lookup(word)
     except UsageError as error:
         near = nearest(word, [*TOPICS, *BESIDE_FILES])
         found = [f"see `hpcdist {word} --help`"] if word in COMMANDS else []
+        if here := synonym(word):
+            name = here.rpartition(".")[2]
+            found.append(f"here it is {name!r}: `hpcdist help {name if name in TOPICS else key_of(here)}`")
         if on := _pages_with(word):
             found.append(f"pages that have the word: {', '.join(on)}")
         if found:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.reporting.nearest import nearest
 from hpcdist.reporting.units import counted
 
 Values = Mapping[str, Any]
@@ -172,7 +173,13 @@ def no_effect(key: str, default: Any, other: str, needed: Iterable[Any], cure: T
 
 def one_of(key: str, choices: Iterable[str]) -> Rule:
     """Return the rule that the value is one of ``choices``."""
-    return Rule({key: other_than(*choices)}, cure=f"choose one of {', '.join(choices)}")
+    names = tuple(choices)
+
+    def cure(value: str) -> str:
+        near = nearest(value, names)
+        return f"choose one of {', '.join(names)}" + (f"; the nearest is {near!r}" if near else "")
+
+    return Rule({key: other_than(*names)}, cure=cure)
 
 
 def must(key: str, holds: Callable[[Any], object], expected: str) -> Rule:

@@ -126,6 +126,8 @@ def test_help_shows_pages_keys_and_html(tmp_path):
     assert named.exit_code == 2 and re.search("pages that have the word: .*api", named.output), named.output
     of_a_command = run.invoke(pages_of_help.command, ["hang"]).output
     assert "`hpcdist hang --help`; pages that have the word: troubleshooting" in " ".join(of_a_command.split())
+    for word, topic in (("moe", "experts"), ("ulysses", "parallel.context_method"), ("lr", "optimizer.learning_rate")):
+        assert f"`hpcdist help {topic}`" in " ".join(run.invoke(pages_of_help.command, [word]).output.split())
     assert "modules" in run.invoke(pages_of_help.command, ["lmod"]).output
     for topic in pages_of_help.BESIDE_FILES:
         beside = run.invoke(pages_of_help.command, [topic])

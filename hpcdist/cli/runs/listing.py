@@ -59,17 +59,14 @@ def _row(path: Path) -> dict[str, Any]:
 
 def _state(path: Path) -> str:
     """Return what the record of starts and the lock of a run say."""
-    from hpcdist.checkpoint.lock import LOCK_FILE, STALE_S
+    from hpcdist.checkpoint.lock import LOCK_FILE, is_held
     from hpcdist.training.run.start_record import known_starts
 
-    try:
-        is_locked = time.time() - (path / LOCK_FILE).stat().st_mtime < STALE_S
-    except OSError:
-        is_locked = False
-    starts = known_starts(path)
-    if is_locked:
+    if is_held(path):
         return RUNNING
-    return (starts[-1].end or FAILED) if starts else NEW
+    if starts := known_starts(path):
+        return starts[-1].end or FAILED
+    return FAILED if (path / LOCK_FILE).exists() else NEW  # it died, or was refused, before its first step
 
 
 def _age_s(path: Path) -> float:

@@ -9,8 +9,9 @@ import atexit
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar, cast
 
@@ -27,6 +28,8 @@ Value = TypeVar("Value")
 
 DEADLINE: Final = "HPCDIST_DEADLINE_S"  # of an operation of a program that is not a training
 DEADLINE_S: Final = 1800.0  # without it: as that of PyTorch's process groups
+RECORDS: Final = "hpcdist-records-"  # begin of the names of temporary directories of records
+RECORDS_KEPT_S: Final = 14 * 86400.0  # longer than a job: what is older is of a program that failed
 
 
 class World:
@@ -142,19 +145,30 @@ def record(world: World, default_s: float = DEADLINE_S) -> None:
     """Record the operations of the program, and hold each to a deadline, unless that is done already. Collective.
 
     The records lie in the run directory of `hpcdist run --out`, else in a directory for temporary files, which the end
-    of the process removes. The deadline is HPCDIST_DEADLINE_S, else ``default_s`` seconds. Raises ConfigurationError
+    of the process removes; after a failure it stays for `hpcdist hang`, until a start more than `RECORDS_KEPT_S` later.
+    The deadline is HPCDIST_DEADLINE_S, else ``default_s`` seconds. Raises ConfigurationError
     for another text.
     """
     if world.size == 1 or failfast.is_recording():
         return
     run_dir = world.bcast(os.environ.get(RUN_DIR))
-    folder = Path(run_dir or world.bcast(tempfile.mkdtemp(prefix="hpcdist-records-") if world.rank == 0 else ""))
+    folder = Path(run_dir or world.bcast(tempfile.mkdtemp(prefix=RECORDS) if world.rank == 0 else ""))
     if not run_dir and world.local_rank == 0:
+        _remove_old_records(folder.parent)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)  # on every node
     world.session.record(folder, _deadline_s(default_s))
     assert world.session.watchdog is not None
     world.session.watchdog.tighten()  # the deadline is the program's: long enough for a first step
+
+
+def _remove_old_records(parent: Path) -> None:
+    """Remove records of this user in ``parent`` that failed programs left `RECORDS_KEPT_S` ago (local)."""
+    for folder in parent.glob(f"{RECORDS}*"):
+        with suppress(OSError):  # another process removes it
+            state = folder.lstat()
+            if state.st_uid == os.getuid() and time.time() - state.st_mtime > RECORDS_KEPT_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_records() -> None:

@@ -6,6 +6,7 @@ from typing import Final
 from hpcdist.arrays.ranges import split
 from hpcdist.models.config import FOREIGN, TRANSFORMERS
 from hpcdist.reporting.rules import UNBUILT, Rule, rule
+from hpcdist.reporting.units import counted
 from hpcdist.strategies.compressed.rules import COMPRESSED, IN_16_BITS
 from hpcdist.strategies.config import PIECE_TOKENS
 from hpcdist.strategies.zero.config import OFFLOADED, STAGES
@@ -26,7 +27,7 @@ def of_tensor() -> Iterator[Rule]:
     for key, what in (("model.kv_heads", "of them, with the queries that share them"), ("model.heads", "heads")):
         yield rule(
             f"parallel.tensor>1 with {key}",
-            f"every rank takes as many {what}",
+            f"each tensor rank must hold the same number of {what}",
             lambda ranks, heads: (
                 f"choose one of {[count for count in range(1, heads + 1) if heads % count == 0]} ranks, or a multiple "
                 f"of {ranks} heads"
@@ -41,7 +42,7 @@ def of_tensor() -> Iterator[Rule]:
         yield rule(
             f"parallel.tensor>1 with {term}",
             f"each rank needs at least {what}",
-            "use at most {1} tensor ranks",
+            lambda _, size: f"use at most {counted(size, 'tensor rank')}",
             relation=lambda ranks, size: size < ranks,
         )
     for term in ("run.logical_shards", "data.shares!=even", "communication.delayed", "zero.shared_parameters"):
@@ -68,7 +69,7 @@ def of_context() -> Iterator[Rule]:
     yield rule(
         "parallel.context>1 with data.context?",
         f"pieces of a sample begin at multiples of {PIECE_TOKENS} tokens, and a rank would have none",
-        lambda _, tokens: f"use at most {-(-tokens // PIECE_TOKENS)} context ranks, or longer samples",
+        lambda _, tokens: f"use at most {counted(-(-tokens // PIECE_TOKENS), 'context rank')}, or longer samples",
         relation=lambda ranks, tokens: tokens <= PIECE_TOKENS * (ranks - 1),
     )
     rings = "parallel.context_method = 'ring'"
@@ -78,8 +79,8 @@ def of_context() -> Iterator[Rule]:
     ):
         yield rule(
             f"{term} with parallel.context>1 with query head?",
-            "each rank takes as many heads, and a ring needs none",
-            f"set {ring}, or choose a number of ranks that divides the heads",
+            "each rank must get the same number of heads",
+            f"set {ring}, which has no such limit, or choose a number of ranks that divides the heads",
             relation=lambda _, ranks, heads: heads % ranks,
         )
         yield rule(
@@ -136,10 +137,10 @@ def of_experts() -> Iterator[Rule]:
     )
     yield rule(
         f"{shared} with model.experts",
-        "every rank takes as many of them",
+        "each expert rank must hold the same number of the {1} experts",
         lambda ranks, experts: (
-            f"choose one of {[count for count in range(1, experts + 1) if experts % count == 0]} ranks, or a multiple "
-            f"of {ranks} experts"
+            f"choose one of {[count for count in range(1, experts + 1) if experts % count == 0]} expert ranks, or set "
+            f"model.experts to a multiple of {ranks}"
         ),
         relation=lambda ranks, experts: experts % ranks,
     )

@@ -59,10 +59,11 @@ class ProcessGrid:
             )
         if grid.replicas % expert:
             divisors = [d for d in range(1, grid.replicas + 1) if grid.replicas % d == 0]
+            choice = f"choose one of {divisors}" if len(divisors) > 1 else "set parallel.expert = 1"
             raise ConfigurationError(
                 f"parallel.expert = {expert} does not divide parallel.data {data} x parallel.context {context} (of "
                 f"{world} ranks = data {data} x pipeline {pipeline} x tensor {tensor} x context {context}), whose "
-                f"ranks share out the experts; choose one of {divisors}"
+                f"ranks share out the experts; {choice}; a checkpoint can be resumed with any number of expert ranks"
             )
         return grid
 

@@ -141,6 +141,11 @@ def lookup(word: str) -> str:
     return f"[{word}] {_headline(sections[word])}\n{common}" + "\n".join(aligned(rows, (0, 1, 2))) + "\n"
 
 
+def key_of(name: str) -> str:
+    """Return the key ``name``, or the one that has the value ``name``, which there is."""
+    return next(key for key in recipe.defaults() if key == name or name in _choices(key))
+
+
 def _entries(section: str) -> list[KeyEntry]:
     return [entry(key) for key in recipe.defaults() if key.startswith(section + ".")]
 

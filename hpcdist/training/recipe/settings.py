@@ -16,7 +16,7 @@ import msgspec
 from hpcdist.batch.sites import search
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.reporting import regular
-from hpcdist.reporting.nearest import nearest
+from hpcdist.reporting.nearest import nearest, synonym
 from hpcdist.reporting.rules import written
 
 PREFIX: Final = "HPCDIST_SET__"
@@ -198,19 +198,23 @@ def known_instead(key: str, known: Mapping[str, Any]) -> str:
 
 
 def _nearest_key(key: str, known: Mapping[str, Any], sections: list[str]) -> str | None:
-    """Return the known key, or section, most like ``key``; the right name in the wrong section is the likeliest."""
+    """Return the known key, or section, most like ``key``.
+
+    Likeliest is a name of the section that differs in a letter or two, then the right name in the wrong section.
+    """
     section, _, name = key.rpartition(".")
     names = {other.rpartition(".")[2]: other for other in reversed(list(known))}
+    beside = [other.partition(".")[2] for other in known if other.startswith(section + ".")]
+    if near := nearest(name, beside, 0.85):
+        return f"{section}.{near}"
+    if synonym(name) in known:
+        return synonym(name)
     if name in names:
         return names[name]
     if not section:
         near = nearest(key, sections) or nearest(key, names)
         return near and names.get(near, near)
-    beside = [other.partition(".")[2] for other in known if other.startswith(section + ".")]
     if near := nearest(name, beside):
         return f"{section}.{near}"
-    initials = ["".join(word[0] for word in other.split("_")) for other in beside]
-    if name in initials:  # lr, wd
-        return f"{section}.{beside[initials.index(name)]}"
     near = nearest(name, names) or nearest(key, known, 0.8)
     return near and names.get(near, near)

@@ -1,6 +1,8 @@
 """Runs side by side: `hpcdist runs`, `report` and `compare` on directories as trainings write them."""
 
 import json
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -45,6 +47,18 @@ def test_runs_are_listed_with_their_states(tmp_path, rng, runs, capsys):
     code, out, _ = jobs.called(capsys, "runs", tmp_path / "runs", "--json")
     states = {row["run"]: row["state"] for row in json.loads(out)}
     assert states == {"allreduce": "finished", "zero1": "finished", "broken": "running"}
+
+
+def test_a_start_that_was_refused_has_failed(tmp_path, rng, capsys):
+    """Its lock is still young, and its holder is known to be dead."""
+    refused = make_run(tmp_path / "refused", rng, "zero1")
+    for name in ("starts.json", "metrics.h5"):
+        (refused / name).unlink()
+    take = "import sys, pathlib; from hpcdist.checkpoint.lock import RunLock; RunLock().take(pathlib.Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-P", "-c", take, refused], check=True)
+    assert (refused / "lock").exists()
+    code, out, _ = jobs.called(capsys, "runs", tmp_path, "--json")
+    assert code == 0 and [row["state"] for row in json.loads(out)] == ["failed"]
 
 
 def test_no_folder_of_runs_is_said(tmp_path, capsys):

@@ -202,8 +202,11 @@ def test_messages_within_attention_are_proven_before_anything_runs(method, text,
     ("changed", "match"),
     [
         ("kind=mlp", "not built.*train a gpt or an encoder"),
-        ("data.context=4", "use at most 1 context ranks"),
-        ("context_method=all_to_all heads=3 hidden=24", "3 query heads.*set parallel.context_method = 'ring'"),
+        ("data.context=4", "use at most 1 context rank,"),
+        (
+            "context_method=all_to_all heads=3 hidden=24",
+            "3 query heads: each rank must get the same number.*set parallel.context_method = 'ring', which",
+        ),
         ("context_method=all_to_all heads=12 hidden=24 kv_heads=3 parallel.context=2", "3 shared heads.*'ring'"),
         ("strategy=gossip", "not built"),
         ("strategy=parameter_server", "not built"),

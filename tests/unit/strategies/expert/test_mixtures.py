@@ -221,7 +221,7 @@ def test_drops_of_more_than_half_are_told_once(text, capsys):
     ("expert=2", "parallel.expert = 2 with model.experts = 0: there are none to share out; set it to 1, or"),
     (
         "expert=3 experts=4",
-        "parallel.expert = 3 with model.experts = 4: .* choose one of .1, 2, 4. ranks, or a multiple",
+        "parallel.expert = 3 with model.experts = 4: .* same number of the 4 .* one of .1, 2, 4. expert ranks",
     ),
     ("expert=2 experts=4 strategy=gossip", "with parallel.expert = 2 is not built"),
     ("expert=2 experts=4 compression=int8", "communication.compression = 'int8' with parallel.expert = 2 is not built"),
@@ -243,9 +243,13 @@ def test_a_degree_that_does_not_divide_the_replicas_is_refused_with_the_equation
     recipe = recipe_of(recipe_keys("expert=2 experts=4 pipeline=2 microbatches=2 global_batch=6"))
     with pytest.raises(
         ConfigurationError,
-        match=r"parallel.expert = 2 does not divide parallel.data 3 x parallel.context 1 .*6 ranks.*one of .1, 3.$",
+        match=r"parallel.expert = 2 does not divide parallel.data 3 x parallel.context 1 .*6 ranks.*one of .1, 3.; a ",
     ):
         grid_of_recipe(recipe, 6)
+    with pytest.raises(
+        ConfigurationError, match="; set parallel.expert = 1; a checkpoint can be resumed with any number"
+    ):
+        grid_of_recipe(recipe, 2)
 
 
 def test_a_mixture_begins_as_a_dense_model(text, tmp_path):

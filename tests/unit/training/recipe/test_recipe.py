@@ -121,6 +121,10 @@ def test_a_whole_number_in_toml_is_a_number(home, tmp_path):
     ("[modle]\nlayers = 3", "modle.layers", "'model.layers'"),
     ("[modle]", "modle", "'model'"),
     ("[model.attention]\nheads = 3", "model.attention.heads", "'model.heads'"),
+    ("[parallel]\nexperts = 2", "parallel.experts", "'parallel.expert'"),
+    ("[model]\nexpert = 8", "model.expert", "'model.experts'"),
+    ("[data]\nexperts = 8", "data.experts", "'model.experts'"),
+    ("[run]\nbatch_size = 8", "run.batch_size", "'run.global_batch'"),
     ("[run]\nxyzzy = 3", "run.xyzzy", "keys of [run] are: steps,"),
     ("[xyzzy]\nfoo = 3", "xyzzy.foo", "sections are: model, data,"),
 )
@@ -131,6 +135,18 @@ def test_unknown_keys_are_refused_with_path_and_nearest(home, tmp_path, text, ke
         recipes.load(path, environment=home)
     assert f"unknown key {key!r} in recipe {path}" in str(refused.value)
     assert nearest in str(refused.value)
+
+
+@cases(
+    "text, cure",
+    ("parallel.strategy=fsdp", "the nearest is 'zero3'"),
+    ("parallel.strategy=ddp", "the nearest is 'allreduce'"),
+    ("parallel.context_method=ulysses", "the nearest is 'all_to_all'"),
+    ("parallel.strategy=xyzzy", "choose one of allreduce, [^;]*$"),
+)
+def test_unknown_values_are_refused_with_all_and_the_nearest(home, text, cure):
+    with pytest.raises(ConfigurationError, match=cure):
+        recipes.load(None, [text, "parallel.context=2"], home)
 
 
 def test_unknown_keys_of_the_environment_name_their_variable(home):

@@ -8,6 +8,7 @@ import hpcdist
 from harness.marks import cases
 from hpcdist.errors import UsageError
 from hpcdist.reporting import regular
+from hpcdist.reporting.nearest import SYNONYMS
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe import reference
 
@@ -107,6 +108,11 @@ def test_lookup_gives_a_key_or_a_section():
     assert head == "[zero] Sharding degrees, and what is not cut."
     assert only_with == '  only with parallel.strategy = "zero1", "zero2" or "zero3"'
     assert [line.split()[0] for line in keys] == [key for key in recipes.defaults() if key.startswith("zero.")]
+
+
+@pytest.mark.parametrize("here", SYNONYMS.values())
+def test_what_others_call_differently_is_a_key_or_a_value(here):
+    assert reference.key_of(here) in recipes.defaults()
 
 
 @cases(
