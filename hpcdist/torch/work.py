@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,24 @@ NO_TIMEOUT: Final = timedelta(0)
 _guard: Final = threading.Lock()  # of the states of all handles; held for moments
 END_S: Final = 1.0  # a thread that waits for another rank when the process ends is not waited for any longer
 LOOK_S: Final = 0.001  # between two looks at what NCCL computes
+
+
+class _Failed:
+    """Value of a future whose operation failed with ``error``: whoever reads it raises that.
+
+    The futures that Python can make have no error for C++. The reducer of DDP takes the tensors out of any value by
+    pickling it, and would take the first of none out of an exception.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def result(self) -> NoReturn:
+        """Raise the error: for `torch.futures.Future`."""
+        raise self._error
+
+    def __reduce__(self) -> NoReturn:
+        raise self._error
 
 
 class Work(dist.Work):
@@ -79,7 +97,8 @@ class Work(dist.Work):
         if future is None:
             return
         if self._error is not None:
-            future.set_exception(self._error)
+            future._set_unwrap_func(_Failed.result)
+            future.set_result(_Failed(self._error))
             return
         with nullcontext() if self.streams is None else self.streams.communicating(self.end_event):
             future.set_result(list(self._result))

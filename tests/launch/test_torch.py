@@ -70,6 +70,25 @@ def test_an_exception_ends_all_ranks_and_is_shown(program):
     assert "ValueError: the batch is bad" in done.stderr
 
 
+def test_an_exception_in_a_training_of_ddp_crashes_no_other_rank(program):
+    """The reducer of DDP, which is C++, waits for gradients of the rank that has failed."""
+    done = program(
+        2,
+        """
+        dist.init_process_group("hpcdist")
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(5, 3))
+        for step in range(5):
+            if dist.get_rank() == 1 and step == 3:
+                time.sleep(0.3)
+                raise ValueError("the batch is bad")
+            model(torch.ones(4, 5)).sum().backward()
+        """,
+    )
+    assert done.code == 1, done.output
+    assert "[rank 1] ValueError: the batch is bad" in done.stderr
+    assert "Segmentation fault" not in done.stderr
+
+
 @pytest.mark.full
 def test_a_skipped_operation_is_named(program, tmp_path):
     """The rank that did not come, and the line of the script where the others wait."""
