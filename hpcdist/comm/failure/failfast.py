@@ -28,62 +28,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from hpcdist.comm.failure import exits
+from hpcdist.comm.failure.exits import USER_ERRORS, AgreedExit, Exit, error_lines, error_summary, exit_code
 from hpcdist.comm.launch import environment, exit_file
 from hpcdist.errors import (
     FAILURE,
     INTERRUPTED,
     REQUEUE,
     CommunicationError,
-    ConfigurationError,
-    DataError,
     DeadlineError,
-    HpcdistError,
-    MissingCapabilityError,
-    NonFiniteError,
-    StorageError,
-    TooFewRanksError,
-    UsageError,
 )
 from hpcdist.reporting import atomic
 
 if TYPE_CHECKING:  # late at run time: --help is instant
     from hpcdist.comm.record.flight_recorder import Recorder
-
-# The message is complete: a traceback through hpcdist would only hide it.
-USER_ERRORS: Final = (
-    ConfigurationError,
-    DataError,
-    MissingCapabilityError,
-    NonFiniteError,
-    StorageError,
-    TooFewRanksError,
-    UsageError,
-)
-
-
-def error_lines(error: BaseException) -> list[str]:
-    """Return the text to show for ``error``: its message where that is complete, else its traceback."""
-    if isinstance(error, USER_ERRORS):
-        return [f"{type(error).__name__}: {error}"]
-    if isinstance(error, SystemExit) and isinstance(error.code, str):
-        return [error.code, "\n", *traceback.format_exception(error)]
-    if isinstance(error, _Exit) and error.__traceback__ is None:  # the interpreter has dropped it
-        return [f"SystemExit: {error.code}{error.site}"]
-    lines = traceback.format_exception(error)
-    if "ERR_TRUNCATE" in lines[-1]:
-        lines.append("buffers of two ranks differ in size: HPCDIST_CHECK_COLLECTIVES=1 names the ranks and lines\n")
-    return lines
-
-
-def error_summary(error: BaseException, thread: str | None) -> str:
-    """Return the exception and the innermost line of its traceback as one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = getattr(error, "site", "")
-    if frames:
-        where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})"
-    what = " ".join("".join(traceback.format_exception_only(error)).split())
-    return what.removeprefix("hpcdist.errors.") + where + (f" in thread {thread}" if thread else "")
-
 
 FAILURE_DIR: Final = "HPCDIST_FAILURE_DIR"  # set by `hpcdist run`, which shows the first failure last
 PRECEDENCE_S: Final = 1.0  # head start of the rank that failed first over those that failed because of it
@@ -94,49 +52,6 @@ ABORT_S: Final = 3.0  # after this the process leaves by itself, whatever the MP
 EXIT_S: Final = 10.0  # for ranks that leave by `sys.exit` together: one may have more to do before
 TITLE_BYTES: Final = 63  # of a communicator's name in Open MPI; MPICH takes twice as many
 STDERR: Final = 2  # the descriptor: sys.stderr may be an object without one
-
-
-class _Exit(SystemExit):
-    """SystemExit of `sys.exit` in a job: nothing has caught it when the interpreter itself asks for its code.
-
-    No hook sees a SystemExit, and functions of `atexit` do not know the code.
-    """
-
-    site = ""  # where `sys.exit` was called
-
-    @property
-    def code(self) -> Any:
-        """The argument of `sys.exit`."""
-        code = _code_of.__get__(self)
-        try:
-            sys._getframe(1)
-        except ValueError:  # no Python above: the main thread is at its end
-            _leave_together_or_fail(self)
-        return code
-
-    @code.setter
-    def code(self, code: Any) -> None:
-        _code_of.__set__(self, code)
-
-    def __reduce__(self) -> Any:
-        return SystemExit, self.args
-
-
-_code_of: Final[Any] = SystemExit.__dict__["code"]
-for _name in ("__module__", "__qualname__", "__name__"):  # as tracebacks show it
-    setattr(_Exit, _name, getattr(SystemExit, _name))
-
-
-def _exit(status: Any = None, /) -> NoReturn:
-    """Do as `sys.exit` does, in whose place this is: raise SystemExit."""
-    error = _Exit(*status) if isinstance(status, tuple) else _Exit() if status is None else _Exit(status)
-    caller = sys._getframe(1)
-    error.site = f" at {caller.f_code.co_filename}:{caller.f_lineno} ({caller.f_code.co_name})"
-    raise error
-
-
-class AgreedExit(SystemExit):
-    """Exit with a code that all ranks have agreed on, after MPI_Finalize: no abort is needed."""
 
 
 @dataclass
@@ -168,7 +83,7 @@ def install(abort: Callable[[int], None], rank: int, title: Callable[[str], None
     if _installed is not None:
         _installed.end_label()
     _installed = _Installed(abort, rank, hooks, threading.Lock(), title, _label_stacks(rank))
-    sys.excepthook, sys.exit = _on_exception, _exit
+    sys.excepthook, sys.exit = _on_exception, exits.exit_function(_leave_together_or_fail)
     threading.excepthook = _on_thread_exception
     if not faulthandler.is_enabled():
         faulthandler.enable(STDERR, all_threads=True)
@@ -328,7 +243,7 @@ def _fail_together(state: _Installed, error: BaseException) -> None:
     agreed_exit(code)
 
 
-def _leave_together_or_fail(leaving: _Exit) -> None:
+def _leave_together_or_fail(leaving: Exit) -> None:
     """Return where all ranks end by the exit code of ``leaving``, within EXIT_S seconds; else end the job with it.
 
     Those that stop before their last step have agreed on that, and one may still save while the others leave.
@@ -364,16 +279,6 @@ def agreed_exit(code: int) -> NoReturn:
     if _installed is not None and _installed.is_survivable is not None:
         os._exit(code)
     raise AgreedExit(code)
-
-
-def exit_code(error: BaseException) -> int:
-    """Return the exit code of a process that ends by ``error``; 0 for a SystemExit that is no failure."""
-    if isinstance(error, SystemExit):
-        code = error.code
-        return 0 if code is None else code & 0xFF if isinstance(code, int) else FAILURE
-    if isinstance(error, HpcdistError):
-        return error.exit_code
-    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILURE
 
 
 def fail(error: BaseException, thread: str | None = None, headline: str = "") -> NoReturn:
