@@ -1,4 +1,4 @@
-"""How errors end a process: their exit codes, the text to show for each, and a SystemExit that nothing has caught."""
+"""Ends of a process by an error: exit codes, the text to show for each, and a SystemExit that nothing has caught."""
 
 import sys
 import traceback
