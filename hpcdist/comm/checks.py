@@ -18,6 +18,7 @@ import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from threading import get_ident
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -155,8 +156,8 @@ def ranges_fingerprint(shares: Sequence[Range]) -> str:
 
 
 def call_site() -> str:
-    """Return the file and line of the innermost caller outside of collectives/ and comm/ (local)."""
-    site = events.call_site(sys._getframe(1), _INTERNAL)
+    """Return the line that calls are attributed to, else the innermost outside of collectives/ and comm/ (local)."""
+    site = events.attributed.get(get_ident()) or events.call_site(sys._getframe(1), _INTERNAL)
     return "an unknown place" if site is None else f"{site.code.co_filename}:{site.line}"
 
 

@@ -3,6 +3,7 @@
 The flight recorder, the timing of operations and the counting of traffic are sinks (see `comm.record`).
 """
 
+from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +25,16 @@ def call_site(frame: FrameType | None, outside: tuple[str, ...]) -> CallSite | N
     return None if frame is None else CallSite(frame.f_code, frame.f_lasti, frame.f_lineno)
 
 
+attributed: Final[dict[int, CallSite]] = {}  # by thread: the line of all that it begins, instead of the one that calls
+
+
+def attribute(site: CallSite | None) -> None:
+    """Let ``site`` be the line of all that this thread begins from now on; None: the line that calls (local)."""
+    attributed.pop(get_ident(), None)
+    if site is not None:
+        attributed[get_ident()] = site
+
+
 class EventSink:
     """Observer of a communicator, called when an operation begins and when it ends; this one observes nothing.
 
@@ -40,9 +51,6 @@ class EventSink:
 
     def end(self, token: int) -> None:
         """Note that the operation behind ``token`` is complete."""
-
-    def attribute(self, site: CallSite | None) -> None:
-        """Let ``site`` be the line of all that this thread begins from now on; None: the line that calls (local)."""
 
 
 NULL_SINK: Final = EventSink()

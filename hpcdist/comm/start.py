@@ -7,6 +7,7 @@ the session. Importing this module starts nothing.
 
 import contextlib
 import faulthandler
+import functools
 import importlib.metadata
 import os
 import signal
@@ -110,7 +111,7 @@ class Session:
     def speak_as_one(self) -> None:
         """Report a failure that all ranks share once; with ULFM, let threads end silently by rank failures (local)."""
         if self.comm.size > 1:
-            failfast.set_agreement(lambda text: all_agree(self.comm, text), self.withdraw)
+            failfast.set_agreement(functools.partial(all_agree, self.comm), self.withdraw)
         if self.outlives:
             failfast.set_survivable(is_rank_failure)
 

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from typing import Final
 
 import numpy as np
+import torch
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
@@ -19,7 +20,7 @@ from hpcdist.collectives.algorithms import broadcast as tree
 from hpcdist.collectives.arrays import algorithm_for, sharding_for
 from hpcdist.collectives.segments import scratch, wait_all
 from hpcdist.comm.communicator import ANY, Communicator
-from hpcdist.errors import DeadlineError
+from hpcdist.errors import DeadlineError, UsageError
 from hpcdist.torch import reductions
 from hpcdist.torch.buffers import Buffer
 from hpcdist.torch.reductions import Reduction
@@ -197,3 +198,20 @@ def monitored_barrier(comm: Communicator, limit_s: float, name_all: bool) -> Non
 def ranges(sizes: Sequence[int]) -> list[Range]:
     """Return parts of so many elements, one behind the other (local)."""
     return [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+
+
+def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, which: str) -> list[Range]:
+    """Return the elements of ``tensor`` for each rank, by numbers of rows of its first dimension."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not sizes:
+        if rows % ranks:
+            raise UsageError(f"the {which} of all_to_all_single has {rows} rows for {ranks} ranks; give split sizes")
+        sizes = [rows // ranks] * ranks
+    if len(sizes) != ranks or sum(sizes) != rows or min(sizes) < 0:
+        raise UsageError(
+            f"{which}_split_sizes of all_to_all_single are {list(sizes)}; they must be {ranks} that add up to {rows}"
+        )
+    width = tensor.numel() // rows if rows else 0
+    if tensor.is_complex():
+        width *= 2
+    return ranges([size * width for size in sizes])

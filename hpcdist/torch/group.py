@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from hpcdist import collectives
 from hpcdist.arrays.gpu import device as gpu
-from hpcdist.arrays.ranges import Range
 from hpcdist.collectives.dispatch import parse_algorithm
 from hpcdist.comm.communicator import ANY, Communicator
-from hpcdist.comm.events import call_site
+from hpcdist.comm.events import attribute, call_site
 from hpcdist.errors import UsageError
 from hpcdist.torch import calls, streams
 from hpcdist.torch.buffers import Buffer, devices_of
@@ -74,14 +73,20 @@ class Group(_ProcessGroup):
         return self._queue.start(CollectiveWork(self._queue, run, result, site, gpu_streams))
 
     def _run(
-        self, run: Callable[[], object], result: Sequence[torch.Tensor], opts: Any, gpu_streams: Streams | None = None
+        self,
+        name: str,
+        run: Callable[[], object],
+        result: Sequence[torch.Tensor],
+        opts: Any,
+        gpu_streams: Streams | None = None,
     ) -> Work:
         """Return the handle of the operation ``run``, which has ended unless ``opts`` want it asynchronous.
 
+        The recorder has it as ``name``, around what it is made of.
         ``gpu_streams`` are those of tensors in GPU memory: then it has ended for what comes on the current stream.
         """
         self._check_lives()
-        work = CollectiveWork(self._queue, run, result, call_site(sys._getframe(1), OUTSIDE), gpu_streams)
+        work = CollectiveWork(self._queue, run, result, call_site(sys._getframe(1), OUTSIDE), gpu_streams, name)
         if _is_asynchronous(opts):
             self._queue.start(work)
         else:
@@ -99,7 +104,9 @@ class Group(_ProcessGroup):
             for each in arguments:
                 call(self.comm, *each)
 
-        return self._run(run, result, opts, self._streams_for(devices_of(arguments)) if streams.HAS_GPU else None)
+        gpu_streams = self._streams_for(devices_of(arguments)) if streams.HAS_GPU else None
+        name = call.__name__.removesuffix("_list").replace("allreduce", "all_reduce")
+        return self._run(name, run, result, opts, gpu_streams)
 
     def _streams_for(self, devices: set[torch.device]) -> Streams | None:
         """Return the streams of tensors on ``devices``, None of tensors in host memory (local).
@@ -222,8 +229,8 @@ class Group(_ProcessGroup):
     ) -> Work:
         """Send rows of ``own`` to all ranks, and theirs to ``output``; without sizes as many to each. Collective."""
         _check_pair("all_to_all", output, own)
-        sent = _row_ranges(own, input_sizes, self.comm.size, "input")
-        received = _row_ranges(output, output_sizes, self.comm.size, "output")
+        sent = calls.row_ranges(own, input_sizes, self.comm.size, "input")
+        received = calls.row_ranges(output, output_sizes, self.comm.size, "output")
         return self._run_each(calls.all_to_all, [(Buffer(own), Buffer(output), sent, received)], [output], opts)
 
     alltoall_base = all_to_all_single
@@ -266,7 +273,7 @@ class Group(_ProcessGroup):
                 gpu.produced()
             self.comm.barrier()
 
-        return self._run(run, [], opts, self._streams)
+        return self._run("barrier", run, [], opts, self._streams)
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
         """Return when all ranks have called. Collective.
@@ -335,7 +342,11 @@ class Group(_ProcessGroup):
         self._queue.close()
         self._mailbox.finish()
         self._mailbox.close()
+        attribute(call_site(sys._getframe(1), OUTSIDE))
+        token = self.comm.events.begin(self.comm.name, "destroy_process_group", "uint8", 0, 0, -1, 0)
         self._at_end()
+        self.comm.events.end(token)
+        attribute(None)
         collectives.release(self.comm)
         self._mailbox.comm.free()
         self.comm.free()
@@ -430,20 +441,3 @@ def _check_pair(name: str, output: torch.Tensor, own: torch.Tensor, expected: in
 def _check_count(tensors: Sequence[Any], size: int, name: str) -> None:
     if len(tensors) != size:
         raise UsageError(f"{name} got a list of {len(tensors)} tensors for {size} ranks; give one for each")
-
-
-def _row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, which: str) -> list[Range]:
-    """Return the elements of ``tensor`` for each rank, by numbers of rows of its first dimension."""
-    rows = tensor.shape[0] if tensor.dim() else 1
-    if not sizes:
-        if rows % ranks:
-            raise UsageError(f"the {which} of all_to_all_single has {rows} rows for {ranks} ranks; give split sizes")
-        sizes = [rows // ranks] * ranks
-    if len(sizes) != ranks or sum(sizes) != rows or min(sizes) < 0:
-        raise UsageError(
-            f"{which}_split_sizes of all_to_all_single are {list(sizes)}; they must be {ranks} that add up to {rows}"
-        )
-    width = tensor.numel() // rows if rows else 0
-    if tensor.is_complex():
-        width *= 2
-    return calls.ranges([size * width for size in sizes])

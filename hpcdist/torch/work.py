@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,14 +27,33 @@ from torch import cuda
 
 from hpcdist.collectives import segments
 from hpcdist.collectives.gpu import nccl
-from hpcdist.comm.events import CallSite, EventSink
+from hpcdist.comm.events import CallSite, EventSink, attribute
 from hpcdist.errors import DeadlineError
 from hpcdist.torch.streams import Streams
 
 NO_TIMEOUT: Final = timedelta(0)
 _guard: Final = threading.Lock()  # of the states of all handles; held for moments
 END_S: Final = 1.0  # a thread that waits for another rank when the process ends is not waited for any longer
+ONE_SIZE: Final = ("all_reduce", "broadcast", "reduce")  # with as many elements on all ranks
 LOOK_S: Final = 0.001  # between two looks at what NCCL computes
+
+
+class _Failed:
+    """Value of a future whose operation failed with ``error``: whoever reads it raises that.
+
+    The futures that Python can make have no error for C++. The reducer of DDP takes the tensors out of any value by
+    pickling it, and would take the first of none out of an exception.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def result(self) -> NoReturn:
+        """Raise the error: for `torch.futures.Future`."""
+        raise self._error
+
+    def __reduce__(self) -> NoReturn:
+        raise self._error
 
 
 class Work(dist.Work):
@@ -79,7 +98,8 @@ class Work(dist.Work):
         if future is None:
             return
         if self._error is not None:
-            future.set_exception(self._error)
+            future._set_unwrap_func(_Failed.result)
+            future.set_result(_Failed(self._error))
             return
         with nullcontext() if self.streams is None else self.streams.communicating(self.end_event):
             future.set_result(list(self._result))
@@ -138,7 +158,7 @@ class Work(dist.Work):
 
 
 class CollectiveWork(Work):
-    """A collective operation ``run`` of a queue; ``site`` is the line of the program that asked for it.
+    """A collective operation ``run`` of a queue; ``site`` is the line of the program that asked for it, by ``name``.
 
     With ``streams`` it comes behind what is on the current stream when this object is made.
     """
@@ -150,13 +170,21 @@ class CollectiveWork(Work):
         result: Sequence[torch.Tensor],
         site: CallSite | None = None,
         streams: Streams | None = None,
+        name: str = "",
     ) -> None:
         super().__init__(result, streams)
+        self.name = name
         self._queue = queue
         if streams is not None:
             self._start_event = streams.mark()
         self.site = site
         self._run: Callable[[], object] | None = run
+
+    def size(self) -> tuple[str, int]:
+        """Return type and number of the elements of an operation of which they are the same on all ranks (local)."""
+        if self.name not in ONE_SIZE or not self._result:
+            return "uint8", 0
+        return str(self._result[0].dtype).removeprefix("torch."), sum(tensor.numel() for tensor in self._result)
 
     def perform(self) -> None:
         """Run the operation; what it raises is raised by `wait`. Called by the queue, once."""
@@ -307,9 +335,12 @@ class OperationQueue:
         # With its callbacks: what they start comes directly after it, whichever thread runs it. So all ranks have one
         # order, also where a hook of DDP answers a sum with another one while the next bucket is put in.
         events = self._events()
-        events.attribute(work.site)
+        attribute(work.site)
+        token = events.begin(self.name, work.name, *work.size(), 0, -1, 0) if work.name else None
         work.perform()
-        events.attribute(None)
+        if token is not None and work.exception() is None:
+            events.end(token)
+        attribute(None)
         work.settle()
 
     def _serve(self) -> None:

@@ -28,7 +28,7 @@ from hpcdist.checkpoint.listing import PARAMETERS
 from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, on_first_rank, restore_together
 from hpcdist.collectives import SHARDED, allreduce
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.failure import failfast
+from hpcdist.comm.failure.exits import USER_ERRORS
 from hpcdist.comm.launch import environment
 from hpcdist.comm.start import Session, start, start_alone
 from hpcdist.errors import DataError, MissingCapabilityError, StorageError, UsageError
@@ -80,7 +80,7 @@ def _draw_token(logits: np.ndarray, top_k: int, draw: np.random.Generator) -> in
 
 
 # Errors that need no flight recorder: its files are removed.
-EXPECTED_ERRORS: Final = (GeneratorExit, KeyboardInterrupt, *failfast.USER_ERRORS)
+EXPECTED_ERRORS: Final = (GeneratorExit, KeyboardInterrupt, *USER_ERRORS)
 RECORDER_PREFIX: Final = "recorder-evaluate-"  # the folder begins so; `hpcdist hang` reads it
 
 

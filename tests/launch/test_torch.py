@@ -70,6 +70,25 @@ def test_an_exception_ends_all_ranks_and_is_shown(program):
     assert "ValueError: the batch is bad" in done.stderr
 
 
+def test_an_exception_in_a_training_of_ddp_crashes_no_other_rank(program):
+    """The reducer of DDP, which is C++, waits for gradients of the rank that has failed."""
+    done = program(
+        2,
+        """
+        dist.init_process_group("hpcdist")
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(5, 3))
+        for step in range(5):
+            if dist.get_rank() == 1 and step == 3:
+                time.sleep(0.3)
+                raise ValueError("the batch is bad")
+            model(torch.ones(4, 5)).sum().backward()
+        """,
+    )
+    assert done.code == 1, done.output
+    assert "[rank 1] ValueError: the batch is bad" in done.stderr
+    assert "Segmentation fault" not in done.stderr
+
+
 @pytest.mark.full
 def test_a_skipped_operation_is_named(program, tmp_path):
     """The rank that did not come, and the line of the script where the others wait."""
@@ -88,7 +107,39 @@ def test_a_skipped_operation_is_named(program, tmp_path):
     assert done.code != 0
     assert "waited past its deadline" in done.stderr
     hang = jobs.hpcdist("hang", tmp_path / "run").stdout
-    assert re.search(r"all_?reduce.*program\.py:\d+", hang), hang
+    assert re.search(r"all_reduce #\d+ on world/torch0, 3 x float32, at \S+program\.py:\d+", hang), hang
+
+
+@pytest.mark.full
+def test_the_end_of_a_group_is_named_where_a_rank_skipped_an_operation(program, tmp_path):
+    done = program(
+        2,
+        """
+        dist.init_process_group("hpcdist")
+        if dist.get_rank() == 0:
+            dist.barrier()  # rank 1 does not
+        dist.destroy_process_group()
+        """,
+        HPCDIST_DEADLINE_S="2",
+        HPCDIST_RUN_DIR=str(tmp_path / "run"),
+    )
+    assert done.code != 0
+    hang = jobs.hpcdist("hang", tmp_path / "run").stdout
+    found = r"SKIPPED: rank 1 made destroy_process_group #2 on world/torch0, at \S+program\.py:7 .* rank 0 made barrier"
+    assert re.search(found, hang), hang
+
+
+def test_calls_that_differ_are_named_by_their_lines(program):
+    done = program(
+        2,
+        """
+        dist.init_process_group("hpcdist")
+        dist.all_reduce(torch.ones(3 + dist.get_rank()))
+        """,
+        HPCDIST_CHECK_COLLECTIVES="1",
+    )
+    assert done.code == 1, done.output
+    assert re.search(r"rank 1: \S+ allreduce \(sum\) of 4 float32, at \S+program\.py:5\.", done.stderr), done.stderr
 
 
 @pytest.mark.full

@@ -23,62 +23,25 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from hpcdist.comm.failure import exits
+from hpcdist.comm.failure.exits import USER_ERRORS, AgreedExit, Exit, error_lines, error_summary, exit_code
 from hpcdist.comm.launch import environment, exit_file
 from hpcdist.errors import (
     FAILURE,
     INTERRUPTED,
+    REQUEUE,
     CommunicationError,
-    ConfigurationError,
-    DataError,
     DeadlineError,
-    HpcdistError,
-    MissingCapabilityError,
-    NonFiniteError,
-    StorageError,
-    TooFewRanksError,
-    UsageError,
 )
 from hpcdist.reporting import atomic
 
 if TYPE_CHECKING:  # late at run time: --help is instant
     from hpcdist.comm.record.flight_recorder import Recorder
-
-# The message is complete: a traceback through hpcdist would only hide it.
-USER_ERRORS: Final = (
-    ConfigurationError,
-    DataError,
-    MissingCapabilityError,
-    NonFiniteError,
-    StorageError,
-    TooFewRanksError,
-    UsageError,
-)
-
-
-def error_lines(error: BaseException) -> list[str]:
-    """Return the text to show for ``error``: its message where that is complete, else its traceback."""
-    if isinstance(error, USER_ERRORS):
-        return [f"{type(error).__name__}: {error}"]
-    if isinstance(error, SystemExit) and isinstance(error.code, str):
-        return [error.code, "\n", *traceback.format_exception(error)]
-    lines = traceback.format_exception(error)
-    if "ERR_TRUNCATE" in lines[-1]:
-        lines.append("buffers of two ranks differ in size: HPCDIST_CHECK_COLLECTIVES=1 names the ranks and lines\n")
-    return lines
-
-
-def error_summary(error: BaseException, thread: str | None) -> str:
-    """Return the exception and the innermost line of its traceback as one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
-    what = " ".join("".join(traceback.format_exception_only(error)).split())
-    return what.removeprefix("hpcdist.errors.") + where + (f" in thread {thread}" if thread else "")
-
 
 FAILURE_DIR: Final = "HPCDIST_FAILURE_DIR"  # set by `hpcdist run`, which shows the first failure last
 PRECEDENCE_S: Final = 1.0  # head start of the rank that failed first over those that failed because of it
@@ -86,27 +49,25 @@ GIVE_WAY_S: Final = 3.0  # head start of rank 0 before the job has begun: ranks 
 DRAIN_S: Final = 0.2  # launchers forward stderr through pipes, and drop their content at an abort
 READ_S: Final = 5.0  # for a launcher on a busy machine to read the pipe
 ABORT_S: Final = 3.0  # after this the process leaves by itself, whatever the MPI library is doing
+EXIT_S: Final = 10.0  # for ranks that leave by `sys.exit` together: one may have more to do before
 TITLE_BYTES: Final = 63  # of a communicator's name in Open MPI; MPICH takes twice as many
 STDERR: Final = 2  # the descriptor: sys.stderr may be an object without one
-
-
-class AgreedExit(SystemExit):
-    """Exit with a code that all ranks have agreed on, after MPI_Finalize: no abort is needed."""
 
 
 @dataclass
 class _Installed:
     abort: Callable[[int], None]
     rank: int
-    hooks: tuple[Any, Any]
+    hooks: tuple[Any, Any, Any]
     failing: threading.Lock
     title: Callable[[str], None] | None
     end_label: Callable[[], None]  # of `_label_stacks`
-    all_agree: Callable[[str], bool] | None = None
+    all_agree: Callable[..., bool] | None = None
     withdraw: Callable[[], None] | None = None
     is_survivable: Callable[[BaseException], bool] | None = None
     limit: threading.Timer | None = None
     recorder: "Recorder | None" = None
+    pid: int = field(default_factory=os.getpid)  # a forked child is no rank
 
 
 _installed: _Installed | None = None  # one per process, as sys.excepthook is
@@ -118,11 +79,11 @@ def install(abort: Callable[[int], None], rank: int, title: Callable[[str], None
     ``title(text)`` comes before it, with at most TITLE_BYTES: what MPI is to show in its message about the abort.
     """
     global _installed
-    hooks = (sys.excepthook, threading.excepthook) if _installed is None else _installed.hooks
+    hooks = (sys.excepthook, threading.excepthook, sys.exit) if _installed is None else _installed.hooks
     if _installed is not None:
         _installed.end_label()
     _installed = _Installed(abort, rank, hooks, threading.Lock(), title, _label_stacks(rank))
-    sys.excepthook = _on_exception
+    sys.excepthook, sys.exit = _on_exception, exits.exit_function(_leave_together_or_fail)
     threading.excepthook = _on_thread_exception
     if not faulthandler.is_enabled():
         faulthandler.enable(STDERR, all_threads=True)
@@ -164,17 +125,18 @@ def uninstall() -> None:
     """Restore the hooks that `install` replaced (local)."""
     global _installed
     if _installed is not None:
-        sys.excepthook, threading.excepthook = _installed.hooks
+        sys.excepthook, threading.excepthook, sys.exit = _installed.hooks
         _installed.end_label()
         faulthandler.unregister(signal.SIGUSR2)
         atexit.unregister(note_end)
         _installed = None
 
 
-def set_agreement(all_agree: Callable[[str], bool], withdraw: Callable[[], None]) -> None:
-    """Report an error of `USER_ERRORS` only once where all ranks have it (local).
+def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) -> None:
+    """Report an error of `USER_ERRORS` only once where all ranks have it; let none leave by `sys.exit` alone (local).
 
-    ``all_agree(text)`` is collective: whether all ranks fail with ``text``. If so, each calls ``withdraw`` and leaves.
+    ``all_agree(text)`` is collective: whether all ranks fail with ``text``, within the seconds of a second argument. If
+    so, each calls ``withdraw`` and leaves.
     """
     assert _installed is not None, "install comes first"
     _installed.all_agree, _installed.withdraw = all_agree, withdraw
@@ -281,6 +243,23 @@ def _fail_together(state: _Installed, error: BaseException) -> None:
     agreed_exit(code)
 
 
+def _leave_together_or_fail(leaving: Exit) -> None:
+    """Return where all ranks end by the exit code of ``leaving``, within EXIT_S seconds; else end the job with it.
+
+    Those that stop before their last step have agreed on that, and one may still save while the others leave.
+    """
+    state, code = _installed, exit_code(leaving)
+    if state is None or state.all_agree is None or code in (0, REQUEUE, INTERRUPTED) or state.pid != os.getpid():
+        return
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_finalized():
+        return  # which all ranks have done
+    with suppress(Exception):  # messages fail as well
+        if state.all_agree(f"exit code {code}", EXIT_S):
+            return
+    fail(leaving, headline=f"rank {state.rank} ended with exit code {code} while others go on")
+
+
 def _leave_by(limit: float, code: int) -> None:
     """Leave with ``code`` when the process still runs at ``limit``, in monotonic seconds."""
     # os._exit from a thread: no atexit hook, no MPI_Finalize and no lock of the main thread can delay it.
@@ -302,17 +281,7 @@ def agreed_exit(code: int) -> NoReturn:
     raise AgreedExit(code)
 
 
-def exit_code(error: BaseException) -> int:
-    """Return the exit code of a process that ends by ``error``; 0 for a SystemExit that is no failure."""
-    if isinstance(error, SystemExit):
-        code = error.code
-        return 0 if code is None else code & 0xFF if isinstance(code, int) else FAILURE
-    if isinstance(error, HpcdistError):
-        return error.exit_code
-    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILURE
-
-
-def fail(error: BaseException, thread: str | None = None) -> NoReturn:
+def fail(error: BaseException, thread: str | None = None, headline: str = "") -> NoReturn:
     """Report ``error`` for this rank and end the job with its exit code; the first failing thread wins (local)."""
     assert _installed is not None, "install comes first"
     state = _installed
@@ -321,7 +290,7 @@ def fail(error: BaseException, thread: str | None = None) -> NoReturn:
     # A failure in the report, or an abort that waits for a lock of the failed thread, must not keep the process alive.
     _leave_by(time.monotonic() + GIVE_WAY_S + READ_S + DRAIN_S + ABORT_S, code)
     try:
-        copy = _report(state, error, code, thread)
+        copy = _report(state, error, code, thread, headline)
         if copy and state.title is not None:
             # Launchers drop what is in their pipes at an abort, but not MPI's message about it.
             with suppress(Exception):
@@ -335,7 +304,7 @@ def fail(error: BaseException, thread: str | None = None) -> NoReturn:
     os._exit(code)
 
 
-def _report(state: _Installed, error: BaseException, code: int, thread: str | None) -> str:
+def _report(state: _Installed, error: BaseException, code: int, thread: str | None, headline: str) -> str:
     """Publish ``error``; return the path of its copy, as `publish` does."""
     # Before the job has begun the ranks cannot agree, and most likely all have the same error of the user.
     launched = state.all_agree is None and environment.launch_environment() is not None
@@ -347,7 +316,8 @@ def _report(state: _Installed, error: BaseException, code: int, thread: str | No
     where = f"rank {state.rank}" + (f", thread {thread}" if thread else "")
     if state.recorder is not None:
         state.recorder.note("raised", error_summary(error, thread))
-    return publish(state.rank, f"{where} failed: exit code {code}", "".join(error_lines(error)), alone=alike)
+    headline = headline or f"{where} failed: exit code {code}"
+    return publish(state.rank, headline, "".join(error_lines(error)), alone=alike)
 
 
 def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> str:

@@ -24,7 +24,7 @@ from threading import get_ident
 from types import CodeType, FrameType
 from typing import Final
 
-from hpcdist.comm.events import CallSite, EventSink
+from hpcdist.comm.events import EventSink, attributed
 from hpcdist.comm.launch.environment import process_fields
 from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
@@ -311,7 +311,6 @@ class Recorder(EventSink):
         self._clocks: dict[tuple[str, bool], Callable[[], int]] = {}
         self._labels: dict[tuple[str, str, str], tuple[int, Callable[[], int]]] = {}
         self._sites: dict[tuple[int, ...], int] = {}
-        self._attributed: dict[int, CallSite] = {}  # by thread
         self._codes: list[CodeType] = []  # kept alive: their ids are keys of _sites, and must not be reused
         self._ids = {SITE: 0, LABEL: 0}
         self._text_used = 0
@@ -331,7 +330,7 @@ class Recorder(EventSink):
         label = self._labels.get((comm, op, dtype))
         if label is None:
             label = self._new_label(comm, op, dtype)
-        asked = self._attributed.get(get_ident()) if self._attributed else None
+        asked = attributed.get(get_ident()) if attributed else None
         inside, algorithms = self._inside, self._algorithms
         frame: FrameType | None = sys._getframe(1) if asked is None else None
         while frame is not None and frame.f_code.co_filename in inside:
@@ -390,12 +389,6 @@ class Recorder(EventSink):
                 self._codes += [code for code, _ in lines]
                 self._sites[key] = self._add_text(SITE, " via ".join(_describe(*line) for line in lines))
             return self._sites[key]
-
-    def attribute(self, site: CallSite | None) -> None:
-        """Let ``site`` be the line of what this thread begins from now on; None: the line that calls."""
-        self._attributed.pop(get_ident(), None)
-        if site is not None:
-            self._attributed[get_ident()] = site
 
     def _add_text(self, kind: int, text: str) -> int:
         data = text.encode()[:1000]

@@ -2,12 +2,17 @@
 
 import re
 import socket
+import sys
 import textwrap
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+import hpcdist
+from harness import jobs
+from harness.jobs import clean_environment
 from hpcdist.comm.record.flight_recorder import read, start_ticks
 from hpcdist.telemetry.hang import analyse, load
 
@@ -141,6 +146,35 @@ def test_system_exit_on_one_rank_ends_the_job(die, tmp_path):
     assert ended.code == 3, ended.output
     assert "rank 0 failed: exit code 3" in ended.stderr
     assert (cause(tmp_path).kind, cause(tmp_path).ranks) == ("raised", (0,))
+
+
+SCRIPT = """
+import sys
+import numpy as np, hpcdist
+
+with hpcdist.session() as world:
+    if "all" in sys.argv or world.rank == 1:
+        sys.exit(3)
+    hpcdist.allreduce(np.ones(3))
+"""
+ALONE = "rank 1 ended with exit code 3 while others go on"
+
+
+def test_an_exit_of_a_script_on_one_rank_ends_the_job(launch):
+    ended = launch(2, SCRIPT)
+    assert ended.code == 3, ended.output
+    assert ALONE in ended.stderr and "program.py" in ended.stderr
+
+
+def test_an_exit_of_a_script_on_all_ranks_is_that_of_the_job(launch, tmp_path):
+    ended = launch(2, SCRIPT, "all")
+    assert ended.code == 3, ended.output
+    assert "MPI_ABORT" not in ended.output and "others go on" not in ended.output
+    run = [sys.executable, "-m", "hpcdist", "run", "-n", "2", "--", sys.executable, tmp_path / "program.py"]
+    environment = clean_environment() | {"PYTHONPATH": str(Path(hpcdist.__file__).parents[1])}
+    for arguments in ["all"], []:
+        done = jobs.run([*run, *arguments], env=environment)
+        assert done.returncode == 3 and (ALONE in done.stderr) is not bool(arguments), done.stderr
 
 
 def test_killed_rank(die, tmp_path):

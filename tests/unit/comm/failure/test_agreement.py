@@ -59,11 +59,11 @@ def abort(code):
     os._exit(code)
 
 def main():
-    raise {error}
+    {statement}
 
 rank, agree = int(sys.argv[1]), sys.argv[2] == "yes"
 failfast.install(abort, rank)
-failfast.set_agreement(lambda text: print("asked", text) or agree, lambda: print("withdrawn", flush=True))
+failfast.set_agreement(lambda text, *_: print("asked", text) or agree, lambda: print("withdrawn", flush=True))
 failfast.guarded(main)
 """
 SCRIPT = PROGRAM.replace("failfast.guarded(main)", "main()")  # not a command of ours: its error is not caught
@@ -71,9 +71,15 @@ EARLY = "\n".join(line for line in SCRIPT.splitlines() if "set_agreement" not in
 
 
 def run(rank, agree, error="DataError('no data')", program=PROGRAM, **environment):
+    return run_statement(rank, agree, f"raise {error}", program, **environment)
+
+
+def run_statement(rank, agree, statement, program, **environment):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HPCDIST_")}
     kept["PYTHONPATH"] = str(Path(hpcdist.__file__).parents[1])
-    done = jobs.run([sys.executable, "-c", program.format(error=error), str(rank), agree], env=kept | environment)
+    done = jobs.run(
+        [sys.executable, "-c", program.format(statement=statement), str(rank), agree], env=kept | environment
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -93,6 +99,31 @@ def test_a_rank_that_fails_alone_speaks_and_aborts(program):
     assert "[rank 3] rank 3 failed: exit code 78" in errors and "no data" in errors
 
 
+def test_an_exit_that_others_do_not_share_ends_the_job():
+    code, out, errors = run_statement(3, "no", "sys.exit(4)", SCRIPT)
+    assert code == 4 and out == "asked exit code 4\nabort 4\n"
+    assert "[rank 3] rank 3 ended with exit code 4 while others go on" in errors and "SystemExit: 4" in errors
+
+
+@pytest.mark.parametrize(("agree", "statement", "expected"), [
+    ("yes", "sys.exit(4)", (4, "asked exit code 4\n")),
+    ("yes", "sys.exit((1, 2))", (1, "asked exit code 1\n")),
+    ("no", "sys.exit(75)", (75, "")),  # all have agreed to stop, and one may still save
+    ("no", "sys.exit()", (0, "")),
+    ("no", "__import__('threading').Thread(target=sys.exit).start()", (0, "")),
+])  # fmt: skip
+def test_exits_that_are_shared_or_no_failures_pass(agree, statement, expected):
+    code, out, errors = run_statement(3, agree, statement, SCRIPT)
+    assert (code, out) == expected and "rank 3" not in errors
+
+
+def test_an_exit_that_is_caught_ends_nothing():
+    program = SCRIPT.replace(
+        "\nmain()", "\ntry:\n    main()\nexcept SystemExit as left:\n    print(left.code, repr(left))"
+    )
+    assert run_statement(3, "no", "sys.exit(4)", program) == (0, "4 SystemExit(4)\n", "")
+
+
 def test_an_error_of_the_code_is_not_put_to_a_vote():
     """Its traceback differs from rank to rank, and the first one matters."""
     code, out, errors = run(3, "yes", "RuntimeError('a bug')")
@@ -100,7 +131,7 @@ def test_an_error_of_the_code_is_not_put_to_a_vote():
 
 
 def test_a_vote_that_fails_itself_hides_nothing():
-    program = PROGRAM.replace('print("asked", text) or agree', "1 / 0").format(error="DataError('no data')")
+    program = PROGRAM.replace('print("asked", text) or agree', "1 / 0").format(statement="raise DataError('no data')")
     done = jobs.python(program, "1", "yes")
     assert done.returncode == 78 and "no data" in done.stderr and "abort 78" in done.stdout
 

@@ -14,6 +14,7 @@ from harness import jobs
 from harness.jobs import LIMIT_S
 from harness.marks import cases
 from hpcdist.comm.failure import failfast
+from hpcdist.comm.failure.exits import exit_code
 from hpcdist.comm.record import flight_recorder
 from hpcdist.errors import CommunicationError, ConfigurationError, StorageError
 
@@ -281,4 +282,4 @@ print("on it goes")
     (SystemExit(259), 3),
 )
 def test_exit_code(error, code):
-    assert failfast.exit_code(error) == code
+    assert exit_code(error) == code

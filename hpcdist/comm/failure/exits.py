@@ -1,0 +1,112 @@
+"""Ends of a process by an error: exit codes, the text to show for each, and a SystemExit that nothing has caught."""
+
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+
+from hpcdist.errors import (
+    FAILURE,
+    INTERRUPTED,
+    ConfigurationError,
+    DataError,
+    HpcdistError,
+    MissingCapabilityError,
+    NonFiniteError,
+    StorageError,
+    TooFewRanksError,
+    UsageError,
+)
+
+# The message is complete: a traceback through hpcdist would only hide it.
+USER_ERRORS: Final = (
+    ConfigurationError,
+    DataError,
+    MissingCapabilityError,
+    NonFiniteError,
+    StorageError,
+    TooFewRanksError,
+    UsageError,
+)
+
+
+def error_lines(error: BaseException) -> list[str]:
+    """Return the text to show for ``error``: its message where that is complete, else its traceback."""
+    if isinstance(error, USER_ERRORS):
+        return [f"{type(error).__name__}: {error}"]
+    if isinstance(error, SystemExit) and isinstance(error.code, str):
+        return [error.code, "\n", *traceback.format_exception(error)]
+    if isinstance(error, Exit) and error.__traceback__ is None:  # the interpreter has dropped it
+        return [f"SystemExit: {error.code}{error.site}"]
+    lines = traceback.format_exception(error)
+    if "ERR_TRUNCATE" in lines[-1]:
+        lines.append("buffers of two ranks differ in size: HPCDIST_CHECK_COLLECTIVES=1 names the ranks and lines\n")
+    return lines
+
+
+def error_summary(error: BaseException, thread: str | None) -> str:
+    """Return the exception and the innermost line of its traceback as one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = getattr(error, "site", "")
+    if frames:
+        where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})"
+    what = " ".join("".join(traceback.format_exception_only(error)).split())
+    return what.removeprefix("hpcdist.errors.") + where + (f" in thread {thread}" if thread else "")
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a process that ends by ``error``; 0 for a SystemExit that is no failure."""
+    if isinstance(error, SystemExit):
+        code = error.code
+        return 0 if code is None else code & 0xFF if isinstance(code, int) else FAILURE
+    if isinstance(error, HpcdistError):
+        return error.exit_code
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILURE
+
+
+class AgreedExit(SystemExit):
+    """Exit with a code that all ranks have agreed on, after MPI_Finalize: no abort is needed."""
+
+
+class Exit(SystemExit):
+    """SystemExit of `sys.exit` in a job: nothing has caught it when the interpreter itself asks for its code.
+
+    No hook sees a SystemExit, and functions of `atexit` do not know the code.
+    """
+
+    site = ""  # where `sys.exit` was called
+    at_end: Callable[["Exit"], None]
+
+    @property
+    def code(self) -> Any:
+        """The argument of `sys.exit`."""
+        code = _code_of.__get__(self)
+        try:
+            sys._getframe(1)
+        except ValueError:  # no Python above: the main thread is at its end
+            self.at_end(self)
+        return code
+
+    @code.setter
+    def code(self, code: Any) -> None:
+        _code_of.__set__(self, code)
+
+    def __reduce__(self) -> Any:
+        return SystemExit, self.args
+
+
+_code_of: Final[Any] = SystemExit.__dict__["code"]
+for _name in ("__module__", "__qualname__", "__name__"):  # as tracebacks show it
+    setattr(Exit, _name, getattr(SystemExit, _name))
+
+
+def exit_function(at_end: Callable[[Exit], None]) -> Callable[..., NoReturn]:
+    """Return a function for the place of `sys.exit`, whose SystemExit is given to ``at_end`` unless it is caught."""
+
+    def exit(status: Any = None, /) -> NoReturn:  # noqa: A001 (as tracebacks show it)
+        error = Exit(*status) if isinstance(status, tuple) else Exit() if status is None else Exit(status)
+        code, line = sys._getframe(1).f_code, sys._getframe(1).f_lineno
+        error.at_end, error.site = at_end, f" at {code.co_filename}:{line} ({code.co_name})"
+        raise error
+
+    return exit
