@@ -20,6 +20,7 @@ STUDIES: Final = {
     "energy_sensor": "operations.energy_sensor",
     "exchanges": "training.exchanges",
     "experts": "training.experts",
+    "experts.rows": "training.expert_rows",
     "experts.losses": "training.expert_losses",
     "gpu.attention": "gpu.attention",
     "gpu.campaign": "gpu.campaign.study",

@@ -24,7 +24,7 @@ from hpcdist.comm.events import NULL_SINK, EventSink
 from hpcdist.comm.start import Session
 
 SCHEMA, RANKS = "hpcdist-benchmark-process-group-overhead", 2
-COMMITTED = "wrapped/2026-11-27-overhead.h5"
+COMMITTED = "wrapped/2026-11-28-overhead.h5"
 SMALL, WORSE = {"rounds": 40}, 1.5
 BASE, RECORDED, GLOO = "collective", "all_reduce", "gloo"
 MOST_S: Final = 25e-6  # more than the collective

@@ -1,0 +1,127 @@
+"""Rows of tokens that go to the experts of other ranks and back: memory of the node beside MPI's Alltoallv.
+
+    python -m benchmarks experts.rows
+    python -m benchmarks experts.rows --ranks 4 --output rows.h5 --anonymous
+
+"node memory" and "messages" are what a mixture of experts does with its rows, once packed by expert: their numbers are
+exchanged, rows come to the ranks of their experts and are sorted by expert there, and results go the same way back.
+"Alltoallv" is two calls of MPI's alone, without numbers and sorting. A size is that of the rows of a rank, float32.
+Loads are even, so nothing is lent. "x Alltoallv" below 1 is faster.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.harness import Results
+from hpcdist import collectives
+from hpcdist.arrays.ranges import Range
+from hpcdist.collectives.node.published import PublishedMemory
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.start import Session
+from hpcdist.models.experts.mixture import StayingRows
+from hpcdist.models.runtime.arena import Arena
+from hpcdist.reporting.table import aligned
+from hpcdist.reporting.units import format_bytes
+from hpcdist.strategies.expert.axis import NODE_SHARED, ExpertAxis
+from hpcdist.strategies.expert.model import TravellingRows
+from hpcdist.strategies.expert.shared import TENSORS, SharedRows
+from hpcdist.strategies.schedule.observers import NanFinder
+
+SCHEMA, RANKS = "hpcdist-benchmark-expert-rows", 2
+COMMITTED = "training/2026-11-28-expert-rows-2-ranks.h5"
+SMALL = {"bytes": [1 << 20, 16 << 20], "rounds": 10}
+NAMES: Final = ("node memory", "messages", "Alltoallv")
+OPTIONS: Final = {"bytes": [1 << 20, 4 << 20, 16 << 20, 64 << 20], "hidden": 256, "experts": 8, "rounds": 30}
+
+
+def round_trip(travel: StayingRows, tokens: np.ndarray, starts: np.ndarray, comm: Communicator) -> Callable[[], float]:
+    """Return what sends ``tokens`` out and back, less the seconds of filling the buffers, which experts do."""
+    nothing = np.zeros((1, 1, 1), np.float32)
+    parameters, arena = dict.fromkeys(TENSORS, nothing), Arena()
+
+    def run() -> float:
+        saved = arena.saved(0)
+        comm.barrier()
+        begin = time.perf_counter()
+        rows = travel.send_buffer(starts, tokens, parameters, saved)
+        filling = harness.seconds(lambda: np.copyto(rows, tokens))
+        own, _ = travel.send_out(rows, starts, parameters, saved)()
+        results = travel.result_buffer("results", own.shape, own.dtype, saved)
+        filling += harness.seconds(lambda: np.copyto(results, own))
+        back = travel.bring_back(results, "back", saved)
+        spent = time.perf_counter() - begin - filling
+        if not np.array_equal(back, tokens):
+            raise SystemExit(f"rows came back as others with {type(travel).__name__}")
+        saved.release()
+        return spent
+
+    return run
+
+
+def two_calls(tokens: np.ndarray, counts: np.ndarray, comm: Communicator) -> Callable[[], float]:
+    """Return two calls of MPI's Alltoallv, the second one back; ``counts`` (ranks, ranks) are rows from and to each."""
+    width, rank = tokens.shape[1], comm.rank
+    sent, received = (_ranges(each * width) for each in (counts[rank], counts[:, rank]))
+    there, back = np.empty(received[-1].stop, np.float32), np.empty_like(tokens).reshape(-1)
+
+    def calls() -> None:
+        collectives.all_to_all(comm, tokens.reshape(-1), there, sent, received, "native")
+        collectives.all_to_all(comm, there, back, received, sent, "native")
+
+    return lambda: harness.seconds(calls, comm)
+
+
+def _ranges(counts: np.ndarray) -> list[Range]:
+    ends = [0, *np.cumsum(counts).tolist()]
+    return [Range(start, stop) for start, stop in pairwise(ends)]
+
+
+def measure(chosen: argparse.Namespace, session: Session) -> Results:
+    """Return seconds of a way out and back, of the slowest rank. Collective."""
+    comm = session.comm
+    if comm.size == 1 or chosen.experts % comm.size:
+        sys.exit("rows travel between several ranks, which have the same number of experts; choose --ranks 2")
+    times = []
+    for nbytes in chosen.bytes:
+        count = nbytes // (4 * chosen.hidden)
+        starts = np.arange(chosen.experts + 1) * count // chosen.experts
+        tokens = np.random.default_rng(comm.rank).standard_normal((count, chosen.hidden), np.float32)
+        memory = PublishedMemory(comm, chosen.experts + 1)
+        calls = {
+            "node memory": SharedRows(ExpertAxis(comm, NODE_SHARED, NanFinder()), memory),
+            "messages": TravellingRows(ExpertAxis(comm, "native", NanFinder())),
+        }
+        runs = {name: round_trip(travel, tokens, starts, comm) for name, travel in calls.items()}
+        runs["Alltoallv"] = two_calls(
+            tokens, np.tile(np.diff(starts[:: chosen.experts // comm.size]), (comm.size, 1)), comm
+        )
+        times.append(harness.of_ranks(comm, harness.alternate(runs, chosen.rounds)).max(axis=2))
+    arrays = {"time_s": np.array(times), "bytes": np.array(chosen.bytes)}
+    about = {"contenders": ";".join(NAMES), "ranks": comm.size, "hidden": chosen.hidden, "experts": chosen.experts}
+    return Results(arrays, {"time_s": "bytes, contenders, rounds", "bytes": "bytes"}, about)
+
+
+def ratios(results: Results) -> harness.Ratios:
+    """Return the times over those of Alltoallv in the same round."""
+    return {
+        f"{name} {format_bytes(nbytes)}": rows[place] / rows[-1]
+        for nbytes, rows in zip(results.arrays["bytes"].tolist(), results.arrays["time_s"], strict=True)
+        for place, name in enumerate(NAMES[:-1])
+    }
+
+
+def lines(results: Results) -> Sequence[str]:
+    table = [("rows", *(f"{name}, us" for name in NAMES), *(f"{name} x Alltoallv" for name in NAMES[:-1]))]
+    both = ratios(results)
+    for nbytes, rows in zip(results.arrays["bytes"].tolist(), results.arrays["time_s"], strict=True):
+        size, medians = format_bytes(nbytes), [f"{1e6 * median:,.0f}" for median in np.median(rows, axis=1)]
+        apart = ["{:.2f} ({:.2f} to {:.2f})".format(*harness.interval(both[f"{name} {size}"])) for name in NAMES[:-1]]
+        table.append((size, *medians, *apart))
+    return aligned(table)
