@@ -32,6 +32,12 @@ SEED_VARIABLE = "HPCDIST_TEST_SEED"
 _fixed = SEED_VARIABLE in os.environ
 SEED = int(os.environ.setdefault(SEED_VARIABLE, str(secrets.randbits(32))))
 
+# Several processes share few cores: threads that wait for work of BLAS, or of PyTorch's loops, do not spin.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+gc.set_threshold(100_000, 20, 20)  # hardly anything that collecting thousands of tests makes is garbage
+
 # Trainings of tests neither measure at their start nor read what this user has measured: `auto` is native.
 os.environ["HPCDIST_TUNING"] = "off"
 
@@ -126,6 +132,10 @@ def pytest_collection_finish() -> None:
     # Thousands of collected tests stay to the end: a test that collects garbage need not go through them each time.
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.freeze()  # what ends with the process is not looked through once more
 
 
 @pytest.hookimpl(optionalhook=True)

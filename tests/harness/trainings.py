@@ -5,6 +5,7 @@ A recipe is a dictionary of keys, over `SMALL` where nothing else is said. All t
 
 import hashlib
 import math
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -388,8 +389,12 @@ def survive(
     spares: int = 0,
     ranks_per_node: int | None = None,
     resume: str = "never",
+    together: int = 1,
 ) -> step_metrics.MetricsData:
-    """Train on ``size`` threads, of which chaos may kill some; return the metrics that the living have written."""
+    """Train on ``size`` threads, of which chaos may kill some; return the metrics that the living have written.
+
+    Whoever is to die waits until so many are: else the others may mend the run before the second death.
+    """
     recipe = recipe_of({**SMALL, "run.steps": 10, "energy.sources": "none", "data.path": path, **keys})
     mode = "replace" if spares else "shrink"
 
@@ -405,14 +410,16 @@ def survive(
             None if run.resume_from is None else CheckpointSource(run.resume_from)
         )
 
-    before, injection.kill_process = injection.kill_process, _die
+    dying = threading.Barrier(together)
+
+    def die() -> None:
+        dying.wait(LIMIT_S)
+        raise RankDeath
+
+    before, injection.kill_process = injection.kill_process, die
     try:
         codes = run_threads(size + spares, body, deadline_s=LIMIT_S, fault_tolerant=True, ranks_per_node=ranks_per_node)
     finally:
         injection.kill_process = before
     assert {code for code in codes if code is not None} == {0}
     return step_metrics.read(out / "metrics.h5")
-
-
-def _die() -> None:
-    raise RankDeath

@@ -173,8 +173,9 @@ def select(
 
     ``comm`` is one of several of the same size that together are ``everyone``: all measure at the same time, as they
     will reduce. ``library`` is the version string of the MPI library. With ``cached`` an earlier result for the same
-    ranks, machines and software is taken, unless it is to be ``renewed``, and a new one is kept; ``announce`` is called
-    before a measurement. Scratch memory stays until `collectives.release`.
+    ranks, machines and software is taken, unless it is to be ``renewed`` or was measured on a busy machine that is idle
+    now, and a new one is kept; ``announce`` is called before a measurement. Scratch memory stays until
+    `collectives.release`.
     """
     began = clock()
     if slowest_rank(everyone, comm.size) == 1:
@@ -189,9 +190,9 @@ def select(
         request.buffer,
         request.max_bytes,
     )
-    note = ""
+    note, load = "", slowest_rank(everyone, cache.load_average())
     if cached and not renewed:
-        stored, note = everyone.broadcast_object(cache.read(key) if everyone.rank == 0 else None)
+        stored, note = everyone.broadcast_object(cache.read(key, load) if everyone.rank == 0 else None)
         if stored is not None and usable(stored.text, request.kind, topology.nodes):
             earlier: Tuning = stored
             return earlier
@@ -200,7 +201,7 @@ def select(
     rows, machine = measure(comm, everyone, request, topology, clock)
     seconds = slowest_rank(everyone, clock() - began)
     tuning = Tuning(
-        str(AlgorithmTable.of(_limits(rows, request.kind))), tuple(rows), machine, seconds, "measured", note
+        str(AlgorithmTable.of(_limits(rows, request.kind))), tuple(rows), machine, seconds, "measured", note, load
     )
     if cached and everyone.rank == 0:
         tuning = cache.save(tuning, key)

@@ -2,9 +2,9 @@
 
 The name of a file is a hash of its key: ranks by node, processors, fabric, MPI library, its settings, kind and type of
 the buffer. The whole key stands in the file, with the versions of the software, and is compared. So does the greatest
-size: a table of allreduces serves all jobs whose buffers are no larger. A file that does not fit,
-cannot be read, or could have been written by somebody else is not used, and the reason is reported. No error here
-ends a job.
+size: a table of allreduces serves all jobs whose buffers are no larger. A file that does not fit, was measured beside
+other work while the machine is idle now, cannot be read, or could have been written by somebody else is not used, and
+the reason is reported. No error here ends a job.
 """
 
 import datetime
@@ -22,7 +22,8 @@ from hpcdist.errors import StorageError
 from hpcdist.reporting import user_cache
 from hpcdist.reporting.machine import package_version, processor
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+BUSY, IDLE = 0.5, 0.25  # processes that want a processor, for each that there is
 TABLES: Final = "allreduce"  # the kind that chooses by size; others are for one size
 LARGEST_SIZE: Final = "max_bytes"
 PACKAGES: Final = ("hpcdist", "mpi4py", "numpy")
@@ -42,7 +43,8 @@ class TuningRow:
 class Tuning:
     """Selected algorithms and their measurement. ``source`` is "measured", "cache", or "default" on a single rank.
 
-    ``seconds`` is what the measurement took, this start's or that of the start that made the cache.
+    ``seconds`` is what the measurement took, this start's or that of the start that made the cache; ``load`` what
+    `load_average` said before it on the busiest node.
     """
 
     text: str
@@ -51,6 +53,7 @@ class Tuning:
     seconds: float = 0.0
     source: str = "measured"
     note: str = ""
+    load: float = 0.0
     created_utc: str = field(
         default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), compare=False
     )
@@ -59,6 +62,14 @@ class Tuning:
     def choice(self) -> AlgorithmTable:
         """The table that ``text`` stands for."""
         return parse_algorithm(self.text)
+
+
+def load_average() -> float:
+    """Return the processes of the last minute that wanted a processor of this node, for each that it has (local)."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except OSError:
+        return 0.0  # the system does not count them
 
 
 def directory(environment: Mapping[str, str] = os.environ) -> Path:
@@ -116,8 +127,11 @@ def _largest_size(wanted: Mapping[str, Any]) -> tuple[str, ...]:
     return (LARGEST_SIZE,) if wanted["kind"] == TABLES else ()
 
 
-def read(wanted: Mapping[str, Any]) -> tuple[Tuning | None, str]:
-    """Return the stored selection for the key ``wanted``; else None, and why an existing file was not used (local)."""
+def read(wanted: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]:
+    """Return the stored selection for the key ``wanted``; else None, and why an existing file was not used (local).
+
+    ``load_now`` is the `load_average` of the busiest node.
+    """
     try:
         path = path_of(wanted)
     except StorageError:
@@ -142,6 +156,8 @@ def read(wanted: Mapping[str, Any]) -> tuple[Tuning | None, str]:
     ):
         reaches = f"it reaches {stored_key.get(LARGEST_SIZE)} bytes, and this job has buffers of {wanted[LARGEST_SIZE]}"
         return None, f"{path} is not used: {reaches}"
+    if tuning.load > BUSY and load_now < IDLE:
+        return None, f"{path} is not used: it was measured beside other work, and the machine is idle now"
     return replace(tuning, source="cache"), ""
 
 
@@ -168,7 +184,14 @@ def _tuning(content: Mapping[str, Any]) -> Tuning:
         TuningRow(int(row["nbytes"]), _seconds(row["predicted"]), _seconds(row["measured"]), str(row["chosen"]))
         for row in content["rows"]
     )
-    return Tuning(content["text"], rows, machine, float(content["seconds"]), created_utc=str(content["created_utc"]))
+    return Tuning(
+        content["text"],
+        rows,
+        machine,
+        float(content["seconds"]),
+        load=float(content["load"]),
+        created_utc=str(content["created_utc"]),
+    )
 
 
 def _seconds(times: Mapping[str, Any]) -> dict[str, float]:
@@ -184,6 +207,7 @@ def content_of(tuning: Tuning, wanted: Mapping[str, Any]) -> dict[str, Any]:
         "text": tuning.text,
         "created_utc": tuning.created_utc,
         "seconds": tuning.seconds,
+        "load": tuning.load,
         "machine": None
         if machine is None
         else {

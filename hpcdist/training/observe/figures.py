@@ -1,11 +1,7 @@
-"""Figures and texts about a run: architecture, utilisation (MFU), consensus, stragglers, text entropies.
-
-They are in the introduction and the summary of a run. Entropies of n-grams are the losses of models that see no, one
-or two tokens of context.
-"""
+"""Figures and texts about a run, in its introduction and its summary: architecture, utilisation, stragglers."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -25,7 +21,6 @@ from hpcdist.strategies.tensor.model import CutModel
 from hpcdist.strategies.zero.config import STAGES, ZeroConfig
 from hpcdist.telemetry.metrics import side_tables
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.data.samples import Sliceable
 from hpcdist.training.observe.metrics import RunMetrics
 from hpcdist.training.recipe.config import HALVES
 from hpcdist.training.recipe.recipe import Recipe
@@ -266,78 +261,3 @@ def describe_stragglers(summary: Mapping[str, Any]) -> list[str]:
     if summary.get("servers_fullest", 1.0) > 1.01:
         lines.append(f"the server that holds most has {summary['servers_fullest']:.2f} of an even share")
     return lines
-
-
-NGRAM_NAMES: Final = ("unigram", "bigram", "trigram")
-SAMPLE_TOKENS: Final = 1 << 25
-BLOCK_TOKENS: Final = 1 << 20
-CHUNK_TOKENS: Final = 1 << 21
-# Counting more kinds of n-grams than this takes too much memory, and a text too short to show them all says too little.
-MOST_NGRAM_KINDS: Final = 1 << 24
-
-
-def conditional_entropies(tokens: Sliceable) -> dict[str, float | None]:
-    """Return the entropy of a token given the 0, 1 and 2 tokens before it, in nats.
-
-    Longer texts than SAMPLE_TOKENS are sampled: blocks of BLOCK_TOKENS at even distances. None stands for n-grams of
-    which there are too many kinds to be counted.
-    """
-    blocks = _sampled_blocks(tokens)
-    chunks = (block[start : start + CHUNK_TOKENS] for block in blocks for start in range(0, len(block), CHUNK_TOKENS))
-    small = tokens.dtype.itemsize <= 2
-    used = np.unique(
-        np.concatenate([np.flatnonzero(np.bincount(chunk)) if small else np.unique(chunk) for chunk in chunks])
-    )
-    kinds = used.size
-    order = max((n for n in range(1, len(NGRAM_NAMES) + 1) if kinds**n <= MOST_NGRAM_KINDS), default=0)
-    entropies: dict[str, float | None] = dict.fromkeys(NGRAM_NAMES)
-    if order == 0:
-        return entropies
-    # The longest n-grams are counted; dropping their last tokens gives the counts of the shorter ones.
-    counts = np.zeros(kinds**order, np.int64)
-    for code in _ngram_codes(blocks, used, order):
-        counts += np.bincount(code, minlength=counts.size)
-    while order:
-        contexts = counts.reshape(-1, kinds).sum(axis=1)
-        entropies[NGRAM_NAMES[order - 1]] = _conditional_entropy(counts, contexts)
-        order -= 1
-        if order:
-            for block in blocks:  # the last (n-1)-gram of a block is the prefix of no n-gram
-                for code in _ngram_codes([block[-order:]], used, order):
-                    contexts[code] += 1
-        counts = contexts
-    return entropies
-
-
-def _sampled_blocks(tokens: Sliceable) -> list[np.ndarray]:
-    if len(tokens) <= SAMPLE_TOKENS:
-        return [np.asarray(tokens[:])]
-    count = SAMPLE_TOKENS // BLOCK_TOKENS
-    starts = (index * (len(tokens) - BLOCK_TOKENS) // (count - 1) for index in range(count))
-    return [np.asarray(tokens[start : start + BLOCK_TOKENS]) for start in starts]
-
-
-def _ngram_codes(blocks: list[np.ndarray], used: np.ndarray, order: int) -> Iterator[np.ndarray]:
-    """Yield the n-grams that lie within a block as numbers below ``len(used) ** order``, a chunk at a time."""
-    # Tokens numbered without gaps make the table of counts as small as it can be.
-    table = np.searchsorted(used, np.arange(1 << 16)).astype(np.int32) if used[-1] < 1 << 16 else None
-    for block in blocks:
-        for start in range(0, len(block) - order + 1, CHUNK_TOKENS):
-            chunk = block[start : start + CHUNK_TOKENS + order - 1]
-            ranks = table[chunk] if table is not None else np.searchsorted(used, chunk).astype(np.int32)
-            size = len(ranks) - order + 1
-            code = ranks[:size]
-            for place in range(1, order):
-                code = code * np.int32(used.size) + ranks[place : size + place]
-            yield code
-
-
-def _conditional_entropy(counts: np.ndarray, contexts: np.ndarray) -> float:
-    """Return the sum over n-grams of -p ln(p / p(context)), with the counts left undivided to the end."""
-    total = int(counts.sum())
-    return max(0.0, (_n_log_n(contexts) - _n_log_n(counts)) / total) if total else 0.0
-
-
-def _n_log_n(counts: np.ndarray) -> float:
-    seen = counts[counts > 0].astype(np.float64)
-    return float((seen * np.log(seen)).sum())

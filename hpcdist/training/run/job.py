@@ -4,6 +4,7 @@ It holds what stays the same while a run goes on, whichever ranks train it: the 
 the stop requests. Called by the entry point, by a user's script, and by the elastic job for each incarnation.
 """
 
+import gc
 import json
 import math
 import os
@@ -30,6 +31,7 @@ from hpcdist.training import run_directory
 from hpcdist.training.build.assemble import assemble
 from hpcdist.training.build.state_source import CheckpointSource, StateSource, from_intact_source
 from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.data.entropy import conditional_entropies
 from hpcdist.training.observe import figures, noise_scale
 from hpcdist.training.observe.energy import EnergyRecorder, energy_attributes
 from hpcdist.training.observe.instrumentation import ConsoleProgress
@@ -108,7 +110,7 @@ class TrainingJob:
     def _entropies(self, trainer: Trainer) -> dict[str, float | None]:
         if self.entropies is None:
             text = trainer.source.tokens  # None for data that is none
-            self.entropies = {} if text is None else figures.conditional_entropies(text)
+            self.entropies = {} if text is None else conditional_entropies(text)
         return self.entropies
 
     def loop(
@@ -123,6 +125,7 @@ class TrainingJob:
 
     def steps(self, loop: TrainingLoop) -> tuple[RunOutcome, float]:
         """Make the steps that are left; return their outcome and the validation loss, NaN for none. Collective."""
+        gc.enable()  # after the start of `hpcdist train`: modules of users may make cycles that hold large arrays
         energy = loop.energy
         with energy.monitor:
             try:

@@ -197,5 +197,5 @@ def test_any_damage_of_a_measurement_only_costs_another():
     for number in range(100):
         path.write_bytes(text)
         (flipped if number % 3 == 0 else forged)(path, random_of)
-        found, reason = read_tuning(TUNED_FOR)
+        found, reason = read_tuning(TUNED_FOR, 0.0)
         assert found is not None or reason.startswith(str(path))

@@ -4,6 +4,7 @@ import json
 import os
 import pwd
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def changed(**content):
 
 
 def refusal():
-    found, reason = read(KEY)
+    found, reason = read(KEY, 0.0)
     assert found is None
     assert "\n" not in reason
     return reason
@@ -58,7 +59,7 @@ def refusal():
 
 def test_what_is_kept_comes_back(folder):
     assert save(TUNED, KEY) == TUNED
-    found, reason = read(KEY)
+    found, reason = read(KEY, 0.0)
     assert reason == ""
     assert found is not None and found.source == "cache"
     assert (found.text, found.rows, found.machine, found.seconds) == (TUNED.text, TUNED.rows, TUNED.machine, 0.5)
@@ -67,51 +68,58 @@ def test_what_is_kept_comes_back(folder):
 
 
 def test_nothing_kept_is_no_complaint():
-    assert read(KEY) == (None, "")
+    assert read(KEY, 0.0) == (None, "")
 
 
 @pytest.mark.parametrize("name", [name for name in KEY if name not in ("software", "max_bytes")])
 def test_each_part_of_the_key_has_a_file_of_its_own(name):
     save(TUNED, KEY)
-    assert read(KEY | {name: "other"}) == (None, "")
+    assert read(KEY | {name: "other"}, 0.0) == (None, "")
 
 
 def test_a_table_is_for_all_sizes_up_to_its_greatest():
     save(TUNED, KEY)
-    assert read(KEY | {"max_bytes": 64})[0] is not None
-    found, reason = read(KEY | {"max_bytes": 4097})
+    assert read(KEY | {"max_bytes": 64}, 0.0)[0] is not None
+    found, reason = read(KEY | {"max_bytes": 4097}, 0.0)
     assert found is None and "reaches 4096 bytes, and this job has buffers of 4097" in reason
     changed(key=KEY | {"max_bytes": "far"})
     assert "reaches far bytes" in refusal()
 
 
+@pytest.mark.parametrize(("then", "now", "is_used"), [(0.6, 0.2, False), (0.6, 0.3, True), (0.4, 0.0, True)])
+def test_what_a_busy_machine_chose_is_chosen_again_on_an_idle_one(then, now, is_used):
+    save(replace(TUNED, load=then), KEY)
+    found, reason = read(KEY, now)
+    assert (found is not None, "beside other work" in reason) == (is_used, not is_used)
+
+
 def test_shards_are_for_one_size():
     save(TUNED, KEY | {"kind": "sharded"})
-    assert read(KEY | {"kind": "sharded"})[0] is not None
-    assert read(KEY | {"kind": "sharded", "max_bytes": 64}) == (None, "")
+    assert read(KEY | {"kind": "sharded"}, 0.0)[0] is not None
+    assert read(KEY | {"kind": "sharded", "max_bytes": 64}, 0.0) == (None, "")
 
 
 def test_other_software_is_stale_and_replaced():
     save(TUNED, KEY)
     newer = KEY | {"software": {"hpcdist": "2"}}
-    found, reason = read(newer)
+    found, reason = read(newer, 0.0)
     assert found is None and "measured with" in reason
     save(TUNED, newer)
-    assert read(newer)[0] is not None
-    assert read(KEY)[0] is None
+    assert read(newer, 0.0)[0] is not None
+    assert read(KEY, 0.0)[0] is None
 
 
 def test_a_copied_file_is_foreign():
     save(TUNED, KEY)
     other = KEY | {"hosts": ["another processor"]}
     path_of(KEY).rename(path_of(other))
-    found, reason = read(other)
+    found, reason = read(other, 0.0)
     assert found is None and "for other hosts" in reason
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "null", "[]", "1", '"text"', "{}", "\x00", '{"format": 1}', "[" * 100_000, "é", '{"format": 1e999}'],
+    ["", "{", "null", "[]", "1", '"text"', "{}", "\x00", '{"format": 2}', "[" * 100_000, "é", '{"format": 1e999}'],
 )
 def test_a_damaged_file_is_not_used(text):
     save(TUNED, KEY)
@@ -132,7 +140,8 @@ def test_a_damaged_file_is_not_used(text):
     {"machine": {}},
     {"machine": {"links": {"node": [1]}, "reduce_s_per_byte": 1}},
     {"seconds": "soon"},
-    {"format": 2},
+    {"load": "high"},
+    {"format": 1},
     {"key": 5},
     {"key": KEY | {"more": 1}},
 )
@@ -189,7 +198,7 @@ def test_clear_removes_everything(folder):
     save(TUNED, KEY | {"ranks": 5})
     assert cache.clear() == 2
     assert list(folder.iterdir()) == []
-    assert read(KEY) == (None, "")
+    assert read(KEY, 0.0) == (None, "")
 
 
 def test_the_directory_follows_the_environment():
@@ -202,7 +211,7 @@ def test_a_user_without_a_home_keeps_nothing_and_is_told(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # no entry either, as in a container of another user
-    assert read(KEY) == (None, "")
+    assert read(KEY, 0.0) == (None, "")
     found = save(TUNED, KEY)
     assert found.text == TUNED.text
     assert "not kept" in found.note and "set HOME" in found.note

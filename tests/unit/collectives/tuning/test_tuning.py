@@ -11,7 +11,7 @@ import pytest
 
 from harness.marks import cases
 from hpcdist import collectives
-from hpcdist.collectives.tuning import autotune
+from hpcdist.collectives.tuning import autotune, cache
 from hpcdist.collectives.tuning.autotune import CostModel, Tournament, TuningRequest, choose, select, sizes
 from hpcdist.collectives.tuning.cost_model import NODE, LinkParameters, MachineCosts, Topology
 from hpcdist.comm.threads.communicator import run_threads
@@ -73,6 +73,14 @@ def test_a_second_start_takes_what_the_first_measured():
     assert of(2, renewed=True)[0].source == "measured", "asked for"
     assert of(3)[0].source == "measured", "other ranks, another choice"
     assert of(2, max_bytes=8192)[0].source == "measured"
+
+
+def test_the_load_of_the_busiest_node_counts(monkeypatch):
+    loads = iter([0.1, 0.7, *[0.1] * 4])
+    monkeypatch.setattr(cache, "load_average", lambda: next(loads))
+    busy, idle, after = of(2), of(2), of(2)
+    assert [found[0].source for found in (busy, idle, after)] == ["measured", "measured", "cache"]
+    assert busy[0].load == 0.7 and "beside other work" in idle[0].note
 
 
 def test_a_kept_choice_that_cannot_run_is_made_anew(tmp_path):

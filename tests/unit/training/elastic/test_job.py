@@ -92,7 +92,7 @@ def test_where_a_copy_is_lost_with_its_keeper_the_newest_checkpoint_serves(tmp_p
     keys = {"run.seed": int(rng.integers(1000)), "parallel.strategy": "zero1", "checkpoint.every_steps": 3}
     calm = survive(4, tmp_path / "calm", text, keys)
     kills = {"chaos.kill": ["1@5", "2@5"]}  # on nodes of their own, each rank keeps for the one before
-    found = survive(4, tmp_path / "killed", text, keys | kills, spares=2, ranks_per_node=1)
+    found = survive(4, tmp_path / "killed", text, keys | kills, spares=2, ranks_per_node=1, together=2)
     np.testing.assert_array_equal(losses(found.steps), losses(calm.steps))
     assert "from " + str(tmp_path / "killed" / "checkpoints" / "step-3") in capfd.readouterr().err
 
@@ -107,7 +107,7 @@ def test_where_no_checkpoint_can_serve_it_does_not_begin_again(tmp_path, text, m
     monkeypatch.setattr(elastic_job, "newest_complete", damaged)
     keys = {"parallel.strategy": "zero1", "checkpoint.every_steps": 3, "chaos.kill": ["1@5", "2@5"]}
     with pytest.raises(StorageError, match="none of them can be used"):
-        survive(4, tmp_path / "run", text, keys, spares=2, ranks_per_node=1)
+        survive(4, tmp_path / "run", text, keys, spares=2, ranks_per_node=1, together=2)
 
 
 @pytest.mark.full

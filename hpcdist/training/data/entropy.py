@@ -1,0 +1,91 @@
+"""Entropies of a text: the losses of models that see no, one or two tokens of context."""
+
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.arrays.jit import jit
+from hpcdist.training.data.samples import Sliceable
+
+NGRAM_NAMES: Final = ("unigram", "bigram", "trigram")
+SAMPLE_TOKENS: Final = 1 << 25
+BLOCK_TOKENS: Final = 1 << 20
+CHUNK_TOKENS: Final = 1 << 21
+# Counting more kinds of n-grams than this takes too much memory, and a text too short to show them all says too little.
+MOST_NGRAM_KINDS: Final = 1 << 24
+
+
+def conditional_entropies(tokens: Sliceable) -> dict[str, float | None]:
+    """Return the entropy of a token given the 0, 1 and 2 tokens before it, in nats.
+
+    Longer texts than SAMPLE_TOKENS are sampled: blocks of BLOCK_TOKENS at even distances. None stands for n-grams of
+    which there are too many kinds to be counted.
+    """
+    blocks = _sampled_blocks(tokens)
+    chunks = (block[start : start + CHUNK_TOKENS] for block in blocks for start in range(0, len(block), CHUNK_TOKENS))
+    small = tokens.dtype.itemsize <= 2
+    used = np.unique(
+        np.concatenate([np.flatnonzero(np.bincount(chunk)) if small else np.unique(chunk) for chunk in chunks])
+    )
+    kinds = used.size
+    order = max((n for n in range(1, len(NGRAM_NAMES) + 1) if kinds**n <= MOST_NGRAM_KINDS), default=0)
+    entropies: dict[str, float | None] = dict.fromkeys(NGRAM_NAMES)
+    if order == 0:
+        return entropies
+    # The longest n-grams are counted; dropping their last tokens gives the counts of the shorter ones.
+    counts = np.zeros(kinds**order, np.int64)
+    _count_ngrams(blocks, used, order, counts)
+    while order:
+        contexts = counts.reshape(-1, kinds).sum(axis=1)
+        entropies[NGRAM_NAMES[order - 1]] = _conditional_entropy(counts, contexts)
+        order -= 1
+        if order:  # the last (n-1)-gram of a block is the prefix of no n-gram
+            _count_ngrams([block[-order:] for block in blocks], used, order, contexts)
+        counts = contexts
+    return entropies
+
+
+def _sampled_blocks(tokens: Sliceable) -> list[np.ndarray]:
+    if len(tokens) <= SAMPLE_TOKENS:
+        return [np.asarray(tokens[:])]
+    count = SAMPLE_TOKENS // BLOCK_TOKENS
+    starts = (index * (len(tokens) - BLOCK_TOKENS) // (count - 1) for index in range(count))
+    return [np.asarray(tokens[start : start + BLOCK_TOKENS]) for start in starts]
+
+
+def _count_ngrams(blocks: list[np.ndarray], used: np.ndarray, order: int, counts: np.ndarray) -> None:
+    """Add to ``counts`` the n-grams that lie within a block, a chunk at a time."""
+    # Tokens numbered without gaps make the table of counts as small as it can be.
+    narrow = used[-1] < 1 << 16
+    numbers = np.searchsorted(used, np.arange(1 << 16)) if narrow else np.arange(used.size)
+    for block in blocks:
+        for start in range(0, len(block) - order + 1, CHUNK_TOKENS):
+            chunk = block[start : start + CHUNK_TOKENS + order - 1]
+            places = chunk.astype(np.uint16) if narrow else np.searchsorted(used, chunk)
+            _count(places, numbers, used.size, order, counts)
+
+
+@jit
+def _count(places: Any, numbers: Any, kinds: Any, order: Any, counts: Any) -> Any:
+    """Add to ``counts`` the n-grams, of at most 3 tokens, of the tokens whose numbers lie at ``places``."""
+    third, second = kinds * kinds if order == 3 else 0, kinds if order >= 2 else 0
+    two_before, before = 0, 0
+    for i in range(len(places)):
+        number = numbers[places[i]]
+        if i >= order - 1:
+            counts[two_before * third + before * second + number] += 1
+        two_before, before = before, number
+
+
+_count.sample(lambda: (np.zeros(1, np.uint16), np.zeros(1, np.int64), 1, 1, np.zeros(1, np.int64)))
+
+
+def _conditional_entropy(counts: np.ndarray, contexts: np.ndarray) -> float:
+    """Return the sum over n-grams of -p ln(p / p(context)), with the counts left undivided to the end."""
+    total = int(counts.sum())
+    return max(0.0, (_n_log_n(contexts) - _n_log_n(counts)) / total) if total else 0.0
+
+
+def _n_log_n(counts: np.ndarray) -> float:
+    seen = counts[counts > 0].astype(np.float64)
+    return float((seen * np.log(seen)).sum())
