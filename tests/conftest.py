@@ -130,7 +130,6 @@ def covering_cases(cases: Sequence[set[Any]]) -> set[int]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     # Thousands of collected tests stay to the end: a test that collects garbage need not go through them each time.
-    gc.collect()
     gc.freeze()
 
 
