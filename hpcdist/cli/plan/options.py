@@ -98,7 +98,7 @@ class PlanOption(NamedTuple):
         """Return the option with another default in its help."""
         return self._replace(text=f"{self.text.partition('  [default')[0]}  [default: {default}]")
 
-    def decorator(self, section: str) -> Decorator:
+    def decorator(self, section: str, *, hidden: bool = False) -> Decorator:
         """Return the option of click, under the heading ``section``."""
         settings: dict[str, Any] = {"type": self.kind, "metavar": "N"}
         if self.kind is None:
@@ -107,7 +107,7 @@ class PlanOption(NamedTuple):
             settings = {"type": click.Choice(self.kind)}
         elif isinstance(self.kind, click.FloatRange):
             settings["metavar"] = "X"
-        return section_option(section, self.flags, help=self.text, show_default=False, **settings)
+        return section_option(section, self.flags, help=self.text, show_default=False, hidden=hidden, **settings)
 
 
 def section_option(section: str, *names: str, **settings: Any) -> Decorator:
@@ -199,6 +199,7 @@ _LAYOUT: Final = (
 # Option of the layout -> the field of `SearchSpec` that has only its value, where it is given.
 SEARCH_AXES: Final = {option.name: option.axis for option in _LAYOUT if option.axis}
 _VARIED: Final = {*SEARCH_AXES, "strategy", "zero"} - {"expert_ranks", "compression"}  # where they are left out
+FOUND: Final = ("data", "servers")  # by a search, which says so where one is given
 
 
 def _complete_names(module: str) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
@@ -224,7 +225,9 @@ plot_option = click.option("--plot", type=FILE, help="Draw memory and timeline i
 layout_options = stacked(*(option.decorator(LAYOUT_SECTION) for option in _LAYOUT))
 search_layout_options = stacked(
     *(
-        (option.with_default("varied") if option.name in _VARIED else option).decorator(LAYOUT_SECTION)
+        (option.with_default("varied") if option.name in _VARIED else option).decorator(
+            LAYOUT_SECTION, hidden=option.name in FOUND
+        )
         for option in _LAYOUT
     )
 )

@@ -15,6 +15,7 @@ import click
 
 from hpcdist.cli.common import COUNT, check_plot, json_option, recipe_argument
 from hpcdist.cli.plan.options import (
+    FOUND,
     SEARCH_AXES,
     SectionedCommand,
     cluster_option,
@@ -39,7 +40,6 @@ OBJECTIVES: Final = ("time", "energy", "cost", "energy-delay")
 # Which layouts were searched, as a note:
 WITH_OTHERS: Final = "layouts that this version of hpcdist cannot run were searched as well; --runnable leaves them out"
 RUNNABLE_ALONE: Final = "only layouts that this version of hpcdist runs were searched; others too without --runnable"
-_DERIVED_OPTIONS: Final = ("data", "servers")
 # Of the command that plans the best layout again: options that are written where the layout has another value than it
 # would have without them,
 _LAYOUT_FIELDS: Final = tuple(name for name in LAYOUT_FIELDS if name not in ("data", "microbatch", "zero"))
@@ -127,7 +127,7 @@ def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str
     from hpcdist.planner.report.text import ONE_REPLICA
     from hpcdist.training.use_cases.plan_subject import options_given, subject_from_options
 
-    for name in options_given(options, _DERIVED_OPTIONS):
+    for name in options_given(options, FOUND):
         raise UsageError(f"{name} is what a search finds; leave it out, and give --devices")
     varied = {*SEARCH_AXES, "strategy", "zero", "devices"}
     fixed = {name: value for name, value in options.items() if name not in varied}

@@ -24,14 +24,16 @@ from hpcdist.planner.report.quantities import (
     share,
     wrapped,
 )
+from hpcdist.strategies.zero.config import STAGES
 
 _LESS: Final = {  # term -> what makes it smaller
     "parameters": "more tensor or pipeline devices, or ZeRO 3",
-    "gradients": "ZeRO 2 or 3, or more tensor or pipeline devices",
+    "gradients": "more tensor or pipeline devices, or ZeRO 2 or 3",
     "optimizer": "ZeRO 1 to 3, which cut it over the data devices",
     "messages": "more tensor or pipeline devices",
     "reserved": "a device with more memory",
 }
+_CUT_BY: Final = {"parameters": 3, "gradients": 2, "optimizer": 1}  # stages of ZeRO that cut a term, from this one on
 _FASTER: Final = {  # term -> what makes it shorter
     "forward": "more devices, or products of larger matrices",
     "backward": "more devices, or products of larger matrices",
@@ -144,6 +146,8 @@ def _less(term: str, estimate: PlanEstimate) -> str:
     if term in ("activations", "scratch"):
         *others, last = [way for way, is_left in ways.items() if is_left]
         return f"{', '.join(others)} or {last}" if others else last
+    if term in _CUT_BY and STAGES.get(layout.strategy, 0) >= _CUT_BY[term]:
+        return "more data, tensor or pipeline devices"
     return _LESS.get(term, "another layout")
 
 

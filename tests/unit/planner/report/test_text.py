@@ -112,6 +112,12 @@ def test_pairs_that_are_looked_at_are_told_where_they_are_fewer():
         "recomputation, a smaller micro-batch, sequence parallelism or more tensor devices",
     ),
     ("scratch", {"microbatch": 2, "tokens": 512}, "a smaller micro-batch or more tensor devices"),
+    ("parameters", {"strategy": "zero2"}, "more tensor or pipeline devices, or ZeRO 3"),
+    ("parameters", {"strategy": "zero3"}, "more data, tensor or pipeline devices"),
+    ("gradients", {"strategy": "zero1"}, "more tensor or pipeline devices, or ZeRO 2 or 3"),
+    ("gradients", {"strategy": "zero2"}, "more data, tensor or pipeline devices"),
+    ("optimizer", {"strategy": "allreduce"}, "ZeRO 1 to 3, which cut it over the data devices"),
+    ("optimizer", {"strategy": "zero1"}, "more data, tensor or pipeline devices"),
 )
 def test_only_what_a_layout_has_not_yet_makes_it_smaller(term, changes, told):
     asked = dict(changes)
