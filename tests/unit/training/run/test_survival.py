@@ -112,7 +112,7 @@ def test_a_signal_is_a_wish_again_once_there_is_something_to_save(tmp_path, monk
 
 # The command line has not been imported yet; what it would do is given.
 EARLY = """
-import atexit, os, signal, sys, time, types
+import atexit, gc, os, signal, sys, time, types
 sys.argv[1:] = [sys.argv[1]]
 command = types.ModuleType("hpcdist.cli.main")
 command.main = {command}
@@ -129,6 +129,13 @@ def test_a_signal_while_a_job_is_imported(command, code):
     source = EARLY.format(command="lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))")
     ended = subprocess.run([sys.executable, "-c", source, command], timeout=LIMIT_S, check=False)
     assert ended.returncode == code
+
+
+@pytest.mark.parametrize(("command", "collects"), [("train", 0), ("plan", 1)], ids=["train", "plan"])
+def test_the_start_of_a_training_collects_no_garbage(command, collects):
+    source = EARLY.format(command="lambda: sys.exit(gc.isenabled())")
+    ended = subprocess.run([sys.executable, "-c", source, command], timeout=LIMIT_S, check=False)
+    assert ended.returncode == collects
 
 
 def test_a_signal_at_the_end_leaves_the_exit_code():
