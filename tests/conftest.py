@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from harness.inputs import write_text
+from hpcdist.comm.launch import garbage
 
 # Begun first, so that none is the last: tests of Slurm, which mostly wait, and the longest files.
 FIRST = tuple(
@@ -32,11 +33,12 @@ SEED_VARIABLE = "HPCDIST_TEST_SEED"
 _fixed = SEED_VARIABLE in os.environ
 SEED = int(os.environ.setdefault(SEED_VARIABLE, str(secrets.randbits(32))))
 
-# Several processes share few cores: threads that wait for work of BLAS, or of PyTorch's loops, do not spin.
+# In processes of `pytest -n` and of tests, which share few cores, threads that wait for work of BLAS, or of PyTorch's
+# loops, do not spin.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-gc.set_threshold(100_000, 20, 20)  # hardly anything that collecting thousands of tests makes is garbage
+garbage.collect_seldom()  # hardly anything that collecting thousands of tests makes is garbage
 
 # Trainings of tests neither measure at their start nor read what this user has measured: `auto` is native.
 os.environ["HPCDIST_TUNING"] = "off"
@@ -131,6 +133,7 @@ def covering_cases(cases: Sequence[set[Any]]) -> set[int]:
 def pytest_collection_finish() -> None:
     # Thousands of collected tests stay to the end: a test that collects garbage need not go through them each time.
     gc.freeze()
+    garbage.collect_as_usual()
 
 
 def pytest_unconfigure() -> None:

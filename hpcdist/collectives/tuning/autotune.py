@@ -190,7 +190,7 @@ def select(
         request.buffer,
         request.max_bytes,
     )
-    note, load = "", slowest_rank(everyone, cache.load_average())
+    note, load = "", slowest_rank(everyone, cache.load_per_processor())
     if cached and not renewed:
         stored, note = everyone.broadcast_object(cache.read(key, load) if everyone.rank == 0 else None)
         if stored is not None and usable(stored.text, request.kind, topology.nodes):

@@ -44,7 +44,7 @@ class Tuning:
     """Selected algorithms and their measurement. ``source`` is "measured", "cache", or "default" on a single rank.
 
     ``seconds`` is what the measurement took, this start's or that of the start that made the cache; ``load`` what
-    `load_average` said before it on the busiest node.
+    `load_per_processor` said before it on the busiest node.
     """
 
     text: str
@@ -64,11 +64,11 @@ class Tuning:
         return parse_algorithm(self.text)
 
 
-def load_average() -> float:
+def load_per_processor() -> float:
     """Return the processes of the last minute that wanted a processor of this node, for each that it has (local)."""
     try:
         return os.getloadavg()[0] / (os.cpu_count() or 1)
-    except OSError:
+    except (AttributeError, OSError):
         return 0.0  # the system does not count them
 
 
@@ -130,7 +130,7 @@ def _largest_size(wanted: Mapping[str, Any]) -> tuple[str, ...]:
 def read(wanted: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]:
     """Return the stored selection for the key ``wanted``; else None, and why an existing file was not used (local).
 
-    ``load_now`` is the `load_average` of the busiest node.
+    ``load_now`` is the `load_per_processor` of the busiest node.
     """
     try:
         path = path_of(wanted)

@@ -56,7 +56,7 @@ def _sampled_blocks(tokens: Sliceable) -> list[np.ndarray]:
 def _count_ngrams(blocks: list[np.ndarray], used: np.ndarray, order: int, counts: np.ndarray) -> None:
     """Add to ``counts`` the n-grams that lie within a block, a chunk at a time."""
     # Tokens numbered without gaps make the table of counts as small as it can be.
-    narrow = used[-1] < 1 << 16
+    narrow = used[0] >= 0 and used[-1] < 1 << 16
     numbers = np.searchsorted(used, np.arange(1 << 16)) if narrow else np.arange(used.size)
     for block in blocks:
         for start in range(0, len(block) - order + 1, CHUNK_TOKENS):
@@ -78,6 +78,7 @@ def _count(places: Any, numbers: Any, kinds: Any, order: Any, counts: Any) -> An
 
 
 _count.sample(lambda: (np.zeros(1, np.uint16), np.zeros(1, np.int64), 1, 1, np.zeros(1, np.int64)))
+_count.sample(lambda: (np.zeros(1, np.int64), np.zeros(1, np.int64), 1, 1, np.zeros(1, np.int64)))
 
 
 def _conditional_entropy(counts: np.ndarray, contexts: np.ndarray) -> float:

@@ -4,7 +4,6 @@ It holds what stays the same while a run goes on, whichever ranks train it: the 
 the stop requests. Called by the entry point, by a user's script, and by the elastic job for each incarnation.
 """
 
-import gc
 import json
 import math
 import os
@@ -17,7 +16,7 @@ from typing import Any
 from hpcdist.arrays import jit
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.launch import exit_file, standard_streams
+from hpcdist.comm.launch import exit_file, garbage, standard_streams
 from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.start import Session
 from hpcdist.errors import OK
@@ -125,7 +124,7 @@ class TrainingJob:
 
     def steps(self, loop: TrainingLoop) -> tuple[RunOutcome, float]:
         """Make the steps that are left; return their outcome and the validation loss, NaN for none. Collective."""
-        gc.enable()  # after the start of `hpcdist train`: modules of users may make cycles that hold large arrays
+        garbage.collect_as_usual()  # modules of users may make cycles that hold large arrays
         energy = loop.energy
         with energy.monitor:
             try:

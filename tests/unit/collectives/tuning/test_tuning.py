@@ -77,7 +77,7 @@ def test_a_second_start_takes_what_the_first_measured():
 
 def test_the_load_of_the_busiest_node_counts(monkeypatch):
     loads = iter([0.1, 0.7, *[0.1] * 4])
-    monkeypatch.setattr(cache, "load_average", lambda: next(loads))
+    monkeypatch.setattr(cache, "load_per_processor", lambda: next(loads))
     busy, idle, after = of(2), of(2), of(2)
     assert [found[0].source for found in (busy, idle, after)] == ["measured", "measured", "cache"]
     assert busy[0].load == 0.7 and "beside other work" in idle[0].note

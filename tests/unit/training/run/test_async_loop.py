@@ -13,6 +13,7 @@ from harness.jobs import LIMIT_S
 from harness.marks import cases
 from harness.trainings import assembled, recipe_keys, session_of
 from hpcdist.checkpoint.lock import RunLock
+from hpcdist.comm.launch import garbage
 from hpcdist.comm.record.timing import OperationTiming
 from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads
 from hpcdist.errors import NonFiniteError
@@ -140,9 +141,11 @@ def test_no_worker_waits_for_another_though_rows_are_always_due(placement, slow,
 
 def test_the_end_of_a_job_frees_the_channel_of_rows(text, tmp_path, monkeypatch):
     """No collection of garbage would: a communicator of MPI lasts until it is freed."""
-    freed, collecting = [], []
+    freed = []
     monkeypatch.setattr(ThreadCommunicator, "free", lambda comm: freed.append(comm.name))
-    monkeypatch.setattr(gc, "enable", lambda: collecting.append(True))  # which `hpcdist train` has disabled
+    monkeypatch.setattr(gc, "get_threshold", lambda: garbage.SELDOM)  # as after the start of `hpcdist train`
+    thresholds = []
+    monkeypatch.setattr(gc, "set_threshold", lambda *those: thresholds.append(those))
 
     def body(comm):
         loop = loop_on(comm, text, tmp_path)
@@ -150,7 +153,7 @@ def test_the_end_of_a_job_frees_the_channel_of_rows(text, tmp_path, monkeypatch)
         job = TrainingJob(loop.trainer.recipe, run, loop.stop_requests, RunLock({}), as_json=True)
         made = job.steps(loop)
         comm.barrier()
-        assert not freed and collecting
+        assert not freed and thresholds == [garbage.USUAL] * 2
         comm.barrier()
         return job.finish(loop, *made)
 

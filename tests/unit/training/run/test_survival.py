@@ -1,5 +1,6 @@
 """Wishes to stop: flags set by signals and a file, decided by all ranks together."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from harness import jobs
 from harness.jobs import LIMIT_S
 from harness.marks import cases
+from hpcdist.comm.launch import garbage
 from hpcdist.training.run.stop_requests import EXIT_CODES, STOP_FILE, StopReason, StopRequests, agreed_reason
 
 NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
@@ -131,11 +133,23 @@ def test_a_signal_while_a_job_is_imported(command, code):
     assert ended.returncode == code
 
 
-@pytest.mark.parametrize(("command", "collects"), [("train", 0), ("plan", 1)], ids=["train", "plan"])
-def test_the_start_of_a_training_collects_no_garbage(command, collects):
-    source = EARLY.format(command="lambda: sys.exit(gc.isenabled())")
+@pytest.mark.parametrize(("command", "seldom"), [("train", 3), ("plan", 4)], ids=["train", "plan"])
+def test_the_start_of_a_training_seldom_looks_for_garbage(command, seldom):
+    source = EARLY.format(command="lambda: sys.exit(3 if gc.get_threshold()[0] > 10_000 else 4)")
     ended = subprocess.run([sys.executable, "-c", source, command], timeout=LIMIT_S, check=False)
-    assert ended.returncode == collects
+    assert ended.returncode == seldom
+
+
+def test_steps_look_for_garbage_as_usual_unless_somebody_chose_otherwise():
+    try:
+        garbage.collect_seldom()
+        garbage.collect_as_usual()
+        assert gc.get_threshold() == garbage.USUAL
+        gc.set_threshold(50_000, 5, 5)
+        garbage.collect_as_usual()
+        assert gc.get_threshold() == (50_000, 5, 5)
+    finally:
+        gc.set_threshold(*garbage.USUAL)
 
 
 def test_a_signal_at_the_end_leaves_the_exit_code():
