@@ -1,6 +1,8 @@
-"""Model of the CPU, and the versions of packages."""
+"""Model of the CPU, its load, and the versions of packages."""
 
 import importlib.metadata
+import math
+import os
 import platform
 from pathlib import Path
 
@@ -13,6 +15,14 @@ def processor() -> str:
         lines = []  # not Linux
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def load_average() -> float:
+    """Return the load average of the last minute, or NaN where the system has none (local)."""
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):
+        return math.nan
 
 
 def package_version(package: str, absent: str = "") -> str:

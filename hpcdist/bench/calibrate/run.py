@@ -31,6 +31,7 @@ from hpcdist.bench.calibrate.device import (
 )
 from hpcdist.bench.output_file import ResultsFormat
 from hpcdist.comm.communicator import Communicator
+from hpcdist.reporting.machine import load_average
 
 MINUTE_S: Final = 60.0
 LEAST_S: Final = 30.0  # of measuring, below which an average over a minute does not tell it from what was before
@@ -60,14 +61,6 @@ def sample_load(comm: Communicator, threads: int) -> tuple[LoadSample, ...]:
         own = [of_rank for of_rank in by_rank if of_rank[0] == machine]
         samples.append(LoadSample(load=own[0][1], own=sum(of_rank[2] for of_rank in own), cores=own[0][3]))
     return tuple(samples)
-
-
-def load_average() -> float:
-    """Return the average of the last minute, or NaN where the system has none (local)."""
-    try:
-        return os.getloadavg()[0]
-    except OSError:
-        return math.nan
 
 
 def _machine(comm: Communicator) -> str:

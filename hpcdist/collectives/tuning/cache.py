@@ -20,7 +20,7 @@ from hpcdist.collectives.tuning.cost_model import LinkParameters, MachineCosts
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
 from hpcdist.reporting import user_cache
-from hpcdist.reporting.machine import package_version, processor
+from hpcdist.reporting.machine import load_average, package_version, processor
 
 FORMAT: Final = 2
 BUSY, IDLE = 0.5, 0.25  # processes that want a processor, for each that there is
@@ -65,11 +65,8 @@ class Tuning:
 
 
 def load_per_processor() -> float:
-    """Return the processes of the last minute that wanted a processor of this node, for each that it has (local)."""
-    try:
-        return os.getloadavg()[0] / (os.cpu_count() or 1)
-    except (AttributeError, OSError):
-        return 0.0  # the system does not count them
+    """Return the load average of this node for each of its processors, or NaN (local)."""
+    return load_average() / (os.cpu_count() or 1)
 
 
 def directory(environment: Mapping[str, str] = os.environ) -> Path:

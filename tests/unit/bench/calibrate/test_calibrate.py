@@ -18,6 +18,7 @@ from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.planner.calibrate import cluster_fit
 from hpcdist.planner.cluster import toml_file
+from hpcdist.reporting.machine import load_average
 
 TINY = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=17)
 APART = calibrate_run.APART
@@ -243,7 +244,7 @@ def test_ranks_of_a_machine_are_counted_together(monkeypatch):
         raise OSError
 
     monkeypatch.setattr(os, "getloadavg", none)
-    assert np.isnan(calibrate_run.load_average())
+    assert np.isnan(load_average())
 
 
 def test_a_busy_machine_is_warned_of_and_flagged_in_the_file(monkeypatch, tmp_path, capsys):
