@@ -177,32 +177,39 @@ class _Launch:
             exit_file.disable_leave_at_signals()
             _remove_abandoned()
             if run_dir is None or not most_restarts:
-                return self.start(command, mask, last=True).code
+                return self.start(command, mask).code
             kind = self.starter.kind
             nodes = SlurmAllocation(self.starter.layout.nodes, whole=not kind.without and kind is not launchers.MPIRUN)
 
             def start(number: int) -> supervisor.LaunchOutcome:
                 if number == 1:
-                    return self.start(command, mask, last=False)
-                return self.start_again(nodes, command, mask, last=number > most_restarts)
+                    return self.start(command, mask, repeated=True)
+                return self.start_again(nodes, command, mask)
+
+            def say(text: str) -> None:
+                click.echo(f"hpcdist run: {text}", err=True)
+
+            def give_up(why: str) -> None:
+                say(why)
+                _print_resume_command(run_dir, self.typed, self.script)
 
             return restarts.repeat(
-                start,
-                most_restarts,
-                lambda: checkpoints(run_dir),
-                supervisor.pause,
-                lambda text: click.echo(f"hpcdist run: {text}", err=True),
-                nodes,
+                start, most_restarts, lambda: checkpoints(run_dir), supervisor.pause, say, give_up, nodes
             )
 
     def start(
-        self, command: Sequence[str], mask: set[signal.Signals], where: Sequence[str] | None = None, *, last: bool
+        self,
+        command: Sequence[str],
+        mask: set[signal.Signals],
+        where: Sequence[str] | None = None,
+        *,
+        repeated: bool = False,
     ) -> supervisor.LaunchOutcome:
         """Run the hpcdist ``command`` to its end, and show its first failure.
 
         A start that follows another says ``where``, by options of the launcher: on which nodes, none for all.
 
-        The ``last`` start tells what is left of a training that ended without a word of its own, and how it goes on.
+        One that is not ``repeated`` tells what is left of a training that failed, and the command that goes on.
         """
         began_ns = time.time_ns()
         with _launch_dir() as folder:
@@ -225,7 +232,7 @@ class _Launch:
             run_dir, stopped = exit_file.read_announcements(Path(folder))
             # What single ranks said before the others went on without them, and ended well, is no failure of the job.
             if outcome.code not in ((OK, REQUEUE, INTERRUPTED) if outcome.agreed else (OK,)):
-                if last and run_dir:
+                if run_dir and not repeated:
                     _print_resume_command(Path(run_dir), self.typed, self.script)
                 _show_first_failure(Path(folder), run_dir, began_ns)
             if stopped:
@@ -233,7 +240,7 @@ class _Launch:
         return outcome
 
     def start_again(
-        self, nodes: SlurmAllocation, command: Sequence[str], mask: set[signal.Signals], *, last: bool
+        self, nodes: SlurmAllocation, command: Sequence[str], mask: set[signal.Signals]
     ) -> supervisor.LaunchOutcome:
         """Run ``command`` as `start` does, from its newest checkpoint, and not on nodes that were lost."""
         where: list[str] = []
@@ -241,8 +248,9 @@ class _Launch:
             click.echo(f"hpcdist run: without {', '.join(nodes.lost)}, which the job has lost", err=True)
             where = self.starter.without(nodes.lost, nodes.left)
         if self.script:
-            return replace(self, settings={**self.settings, RESUME: "auto"}).start(command, mask, where, last=last)
-        return self.start(exit_file.resume_command(command), mask, where, last=last)
+            again = replace(self, settings={**self.settings, RESUME: "auto"})
+            return again.start(command, mask, where, repeated=True)
+        return self.start(exit_file.resume_command(command), mask, where, repeated=True)
 
     def _words(self, command: Sequence[str], settings: Mapping[str, str], where: Sequence[str] = ()) -> list[str]:
         return self.starter.line([*self.program, *command], settings, [*where, *self.options])
@@ -399,7 +407,8 @@ def _print_resume_command(run_dir: Path, words: Sequence[str], script: bool = Fa
     where = f"the newest checkpoint is {run_dir / 'checkpoints' / newest}" if newest else "there is no checkpoint yet"
     typed = shlex.join(exit_file.resume_command(words, run_dir, script=script))
     click.echo(f"hpcdist run: {where}; {'go on' if newest else 'begin again'} with {typed}", err=True)
-    click.echo(f"hpcdist run: what each rank did last: hpcdist hang {shlex.quote(str(run_dir))}", err=True)
+    if run_dir.is_dir():
+        click.echo(f"hpcdist run: what each rank did last: hpcdist hang {shlex.quote(str(run_dir))}", err=True)
 
 
 def checkpoints(run_dir: Path) -> dict[str, int]:

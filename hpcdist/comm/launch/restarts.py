@@ -43,13 +43,15 @@ def repeat(
     saved: Callable[[], Mapping[str, int]],
     pause: Callable[[float], signal.Signals | None],
     say: Callable[[str], None],
+    give_up: Callable[[str], None],
     nodes: NodePool,
 ) -> int:
     """Call ``start(1)``, and again after failures, ``most`` times at the most; return the exit code of the last one.
 
     ``saved()`` returns the existing checkpoints, the most recent first, with a number that differs between
     checkpoints of the same name. ``pause(seconds)`` waits, and returns the signal that ended it, if one did. Where too
-    few ``nodes`` are left, the exit code is 75: the scheduler may start the job again on others.
+    few ``nodes`` are left, the exit code is 75: the scheduler may start the job again on others. ``give_up(why)`` is
+    called once where a failure was the last, or a signal came between two starts, and ``say`` for all else.
     """
     fruitless = pauses = 0
     there = saved()
@@ -67,7 +69,7 @@ def repeat(
         ended = f"start {number} of at most {most + 1} ended with exit code {outcome.code} after {lasted_s:.1f} s"
         reason = _why_not_again(outcome, number > most, fruitless)
         if reason:
-            say(f"{ended}; {reason}")
+            give_up(f"{ended}; {reason}")
             return outcome.code
         pauses += in_vain
         pause_s = min(FIRST_PAUSE_S * 2 ** (pauses - 1), LONGEST_PAUSE_S) if in_vain else 0.0
@@ -76,10 +78,10 @@ def repeat(
         say(f"{ended}{new}; start {number + 1} follows {f'in {pause_s:g} s' if pause_s else 'at once'}, from {origin}")
         stop_signal = pause(pause_s) or nodes.wait(pause, say)
         if stop_signal is not None:
-            say(f"{stop_signal.name}: start {number + 1} is not made")
+            give_up(f"{stop_signal.name}: start {number + 1} is not made")
             return _code_after(stop_signal, outcome.code, bool(there))
         if shortage := nodes.shortage():
-            say(f"start {number + 1} is not made: {shortage}")
+            give_up(f"start {number + 1} is not made: {shortage}")
             return REQUEUE
     raise AssertionError("unreachable: the count is endless")
 

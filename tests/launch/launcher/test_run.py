@@ -558,10 +558,9 @@ def test_ctrl_c_under_hpcdist_run(training, tmp_path):
 
 
 def ranks_of(job):
-    """The process ids of its two ranks."""
+    """The process ids of the ranks that run."""
     found = [line for line in survivors(job.mark) if f"{sys.executable}\\x00-P\\x00-m\\x00hpcdist\\x00train" in line]
     direct = [line for line in found if not any(name in line for name in ("mpirun", "prterun", "hydra"))]
-    assert len(direct) == 2
     return [int(line.split()[0]) for line in direct]
 
 
@@ -600,8 +599,10 @@ def test_a_job_that_is_started_again_can_be_stopped_while_it_starts(training, tm
     job = training("run.steps=1000000", "checkpoint.every_steps=5", options=["--restarts", "3"])
     latest = tmp_path / "run" / "checkpoints" / "latest"
     until(latest.exists, "checkpoint", limit_s=120.0)
-    os.kill(ranks_of(job)[0], signal.SIGKILL)
-    until(lambda: "start 2 follows" in job.output, "second start")
+    one, _ = ranks_of(job)
+    os.kill(one, signal.SIGKILL)
+    # A signal before its ranks are there would be one between two starts, after which no second one is made.
+    until(lambda: "start 2 follows" in job.output and ranks_of(job), "second start")
     again = re.search(r"start 1 of at most 4 ended with .* start 2 follows at once, from (step-\d+)\n", job.output)
     assert again, job.output
     job.send(signal.SIGTERM)

@@ -14,7 +14,7 @@ class Story:
 
     def __init__(self, *ends, asked=None, pressed=None, died=(), waits=None, short=""):
         self.ends, self.asked, self.pressed = ends, asked, pressed
-        self.started, self.pauses, self.said = [], [], []
+        self.started, self.pauses, self.said, self.given_up = [], [], [], []
         self.there = {}
         # The nodes, too: which have died after each start, what ends the wait for them, and why they are too few.
         self.deaths, self.waits, self.short = list(died), waits, short
@@ -39,8 +39,16 @@ class Story:
         self.pauses.append(seconds)
         return self.pressed
 
+    def give_up(self, why):
+        self.said.append(why)
+        self.given_up.append(why)
+
     def run(self, most):
-        return restarts.repeat(self.start, most, lambda: dict(self.there), self.pause, self.said.append, self)
+        code = restarts.repeat(
+            self.start, most, lambda: dict(self.there), self.pause, self.said.append, self.give_up, self
+        )
+        assert self.given_up == [text for text in self.said if " follows " not in text] in ([], self.said[-1:])
+        return code
 
 
 @pytest.mark.parametrize("code", [0, 2, 69, 75, 78, 130])
