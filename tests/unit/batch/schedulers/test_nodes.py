@@ -180,11 +180,11 @@ def test_the_next_start_is_without_them(job, monkeypatch, capsys):
     found = Launcher(Path("mpirun"), OPEN_MPI, "5.0.11")
     tried = []
     monkeypatch.setattr(
-        run._Launch, "start", lambda self, *words, last: tried.append(words) or LaunchOutcome(0, None, False)
+        run._Launch, "start", lambda self, *words, repeated: tried.append(words) or LaunchOutcome(0, None, False)
     )
 
     def start_again(starter):
-        run._Launch(starter, [], [], {}, 1.0, False, False, []).start_again(allocation, ["train"], set(), last=True)
+        run._Launch(starter, [], [], {}, 1.0, False, False, []).start_again(allocation, ["train"], set())
         return tried.pop()[2]
 
     allocation = slurm_allocation.SlurmAllocation(2, environment=job.environment)
