@@ -209,7 +209,8 @@ class _Launch:
 
         A start that follows another says ``where``, by options of the launcher: on which nodes, none for all.
 
-        One that is not ``repeated`` tells what is left of a training that failed, and the command that goes on.
+        Where no other one follows, it tells what is left of a training that failed, and the command that goes on: one
+        that is ``repeated`` has another behind it, unless its exit code forbids that.
         """
         began_ns = time.time_ns()
         with _launch_dir() as folder:
@@ -232,7 +233,7 @@ class _Launch:
             run_dir, stopped = exit_file.read_announcements(Path(folder))
             # What single ranks said before the others went on without them, and ended well, is no failure of the job.
             if outcome.code not in ((OK, REQUEUE, INTERRUPTED) if outcome.agreed else (OK,)):
-                if run_dir and not repeated:
+                if run_dir and (not repeated or outcome.code in restarts.FINAL_CODES):
                     _print_resume_command(Path(run_dir), self.typed, self.script)
                 _show_first_failure(Path(folder), run_dir, began_ns)
             if stopped:

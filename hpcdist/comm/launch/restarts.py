@@ -51,7 +51,7 @@ def repeat(
     ``saved()`` returns the existing checkpoints, the most recent first, with a number that differs between
     checkpoints of the same name. ``pause(seconds)`` waits, and returns the signal that ended it, if one did. Where too
     few ``nodes`` are left, the exit code is 75: the scheduler may start the job again on others. ``give_up(why)`` is
-    called once where a failure was the last, or a signal came between two starts, and ``say`` for all else.
+    called where no start follows for another reason than an exit code of `FINAL_CODES`, ``say`` for all else.
     """
     fruitless = pauses = 0
     there = saved()

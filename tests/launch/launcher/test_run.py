@@ -557,6 +557,21 @@ def test_ctrl_c_under_hpcdist_run(training, tmp_path):
     assert len(losses) > 2 and np.isfinite(losses).all()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("options", [[], ["--restarts", "2"]], ids=["once", "restarts"])
+def test_after_a_second_ctrl_c_the_command_that_goes_on_is_named(training, options):
+    """It kills the ranks, one of which makes the others wait, so that none saves and says it itself."""
+    job = training("run.steps=1000000", "checkpoint.every_steps=5", 'chaos.stall=["1@8:600"]', options=options)
+    until(lambda: "hpcdist: chaos: " in job.output, "stall after the checkpoint", limit_s=120.0)
+    job.send(signal.SIGINT)
+    until(lambda: "Ctrl-C again kills them" in job.output, "first Ctrl-C")
+    job.send(signal.SIGINT)
+    assert job.end() == 130, job.output
+    expected = r"\nhpcdist run: the newest checkpoint is run/checkpoints/step-5; go on with .* train .*--resume auto\n"
+    assert re.search(expected, job.output), job.output
+    assert "start 2" not in job.output
+
+
 def ranks_of(job):
     """The process ids of the ranks that run."""
     found = [line for line in survivors(job.mark) if f"{sys.executable}\\x00-P\\x00-m\\x00hpcdist\\x00train" in line]
