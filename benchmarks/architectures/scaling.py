@@ -217,9 +217,9 @@ class Found:
 def study(scenario: Scenario, cluster: Cluster, counts: tuple[int, ...] = COUNTS) -> Found:
     """Return what each architecture does on ``cluster``; ideal is the best of all of them, on any number of devices.
 
-    Their formulas are what is compared: none is limited by the MFU of published trainings.
+    The study compares the formulas: plans on a calibrated cluster are neither corrected nor limited.
     """
-    cluster = replace(cluster, device=replace(cluster.device, best_mfu=0.0))
+    cluster = replace(cluster, calibrated="formulas alone")
     there, description = scenario.on(cluster), describe(transformer.named(scenario.model), scenario.model)
     points = {
         one.name: [best(one, devices, scenario.samples(devices), description, there) for devices in counts]

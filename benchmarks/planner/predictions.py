@@ -108,9 +108,8 @@ def _slack(row: Row, quantity: str) -> float:
 
 @cache
 def cluster_of(name: str) -> Cluster:
-    """Return the shipped cluster ``name``, without its limit of MFU: the formulas are what is held against papers."""
-    found = toml_file.read(name)
-    return replace(found, device=replace(found.device, best_mfu=0.0))
+    """Return the shipped cluster ``name`` as if it were calibrated: plans then hold the formulas, uncorrected."""
+    return replace(toml_file.read(name), calibrated="formulas alone")
 
 
 class Predicted:

@@ -19,7 +19,7 @@ layout does not use are idle. What is not known is left out, and `unknown` says 
 from typing import Final
 
 from hpcdist.planner.cluster.hardware import Cluster, Device
-from hpcdist.planner.estimate import UNPROVEN, StepEnergy, TimeEstimate
+from hpcdist.planner.estimate import CORRECTION, UNPROVEN, StepEnergy, TimeEstimate
 from hpcdist.planner.layout import ParallelLayout
 
 COMPUTE_FLOOR: Final = 0.75
@@ -27,7 +27,7 @@ MEMORY_UTILISATION: Final = 0.6
 MESSAGE_UTILISATION: Final = 0.35
 WAITING_UTILISATION: Final = 0.15
 COMPUTING: Final = ("forward", "backward", "recompute")
-SENDING: Final = ("tensor", "context", "expert", "pipeline", "data", "rows")
+SENDING: Final = ("tensor", "context", "expert", "pipeline", "data", "rows", CORRECTION)
 JOULES_PER_KWH: Final = 3.6e6
 ASSUMED: Final = (
     f"energy: assumption: of the power between idle and peak, a device draws {MEMORY_UTILISATION:.0%} in updates, "

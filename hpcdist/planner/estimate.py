@@ -10,8 +10,9 @@ from typing import Final
 from hpcdist.planner.layout import ParallelLayout
 
 UNPROVEN: Final = "unproven"  # a term of `TimeEstimate`
-# How much longer published steps with ZeRO-3 took than planned ones: `hpcdist.planner.time.exchange`.
-ZERO3_ERROR: Final = (1.26, 1.92)
+CORRECTION: Final = "correction"  # a term of `TimeEstimate`
+# Published over modelled time of a step with ZeRO-3: least, median, most (`hpcdist.planner.time.exchange`).
+ZERO3_RATIOS: Final = (1.26, 1.5, 1.92)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,8 @@ class TimeEstimate:
     a device sends in a step, by axis.
     ``algorithms`` tells by which collective most bytes of each axis go.
     ``bucket_bytes`` are those of gradients that an allreduce of the data axis sums at a time, 0 where nothing goes so.
-    "unproven": what is missing up to ``least_s``, a step with the best MFU that was published for such devices.
+    "correction": the time by which published steps with ZeRO-3 exceed the formulas, at the median (`ZERO3_RATIOS`).
+    "unproven": the time up to ``least_s``, a step with the best MFU that was published for such devices.
     """
 
     terms: Mapping[str, float]
@@ -74,8 +76,8 @@ class TimeEstimate:
 
     @property
     def modelled_s(self) -> float:
-        """The estimate of the formulas alone."""
-        return sum(seconds for name, seconds in self.terms.items() if name != UNPROVEN)
+        """Seconds of a step by the formulas, without the terms "correction" and "unproven"."""
+        return sum(seconds for name, seconds in self.terms.items() if name not in (CORRECTION, UNPROVEN))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +140,7 @@ class PlanEstimate:
     energy: StepEnergy
     run: RunEstimate
     peak_flops: float  # of all devices that compute
-    step_range_s: tuple[float, float] | None = None  # of seconds, where such plans are known to be too fast
+    step_range_s: tuple[float, float] | None = None  # least and most seconds of a step, if the step is corrected
     flags: tuple[str, ...] = ()
 
     @property

@@ -19,8 +19,9 @@ from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.energy import COMPUTING, JOULES_PER_KWH, devices_held, energy, nodes_of, unknown_terms, waiting_w
 from hpcdist.planner.estimate import (
+    CORRECTION,
     UNPROVEN,
-    ZERO3_ERROR,
+    ZERO3_RATIOS,
     FlopEstimate,
     MemoryEstimate,
     PlanEstimate,
@@ -74,7 +75,8 @@ def plan(
     needed = with_buckets(needed, layout, took.bucket_bytes)
     work_ = step_flops(description, layout, global_batch)
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
-    took = _capped(took, least_s(work_, layout, cluster))
+    least = least_s(work_, layout, cluster)
+    took = _capped(_corrected(took, layout, cluster), least)
     joules = energy(took, layout, cluster, peak_share(work_, took, peak_flops))
     mfu = work_.exact_flops / (took.step_s * peak_flops)  # of a long context, half of attention is not computed
     return PlanEstimate(
@@ -88,7 +90,7 @@ def plan(
         energy=joules,
         run=run(steps, took.step_s, joules, checkpoint_bytes(description, layout), layout, cluster),
         peak_flops=peak_flops,
-        step_range_s=_step_range_s(took, layout, cluster),
+        step_range_s=_step_range_s(took, least, layout, cluster),
         flags=(
             *took.flags,
             *_narrow(needed, took, layout),
@@ -102,11 +104,20 @@ def plan(
     )
 
 
-def _step_range_s(took: TimeEstimate, layout: ParallelLayout, cluster: Cluster) -> tuple[float, float] | None:
+def _step_range_s(
+    took: TimeEstimate, least: float, layout: ParallelLayout, cluster: Cluster
+) -> tuple[float, float] | None:
     if not errors_known(layout, cluster):
         return None
-    least, most = (max(took.step_s, error * took.modelled_s) for error in ZERO3_ERROR)
-    return least, most
+    fewest, _, most = (max(least, ratio * took.modelled_s) for ratio in ZERO3_RATIOS)
+    return fewest, most
+
+
+def _corrected(took: TimeEstimate, layout: ParallelLayout, cluster: Cluster) -> TimeEstimate:
+    """Return ``took`` with the time that published steps of such layouts took longer, at the median."""
+    if not errors_known(layout, cluster):
+        return took
+    return replace(took, terms={**took.terms, CORRECTION: (ZERO3_RATIOS[1] - 1) * took.modelled_s})
 
 
 def least_s(work_: FlopEstimate, layout: ParallelLayout, cluster: Cluster) -> float:
@@ -201,10 +212,10 @@ def _errors(took: TimeEstimate, layout: ParallelLayout, cluster: Cluster, modell
             f"{modelled_mfu:.1%}, which nobody has measured; `hpcdist plan calibrate` measures yours"
         )
     if errors_known(layout, cluster):
-        least, most = ZERO3_ERROR
+        least, median, most = ZERO3_RATIOS
         flags.append(
-            f"ZeRO-3: published steps took {least:g} to {most:g} times as long as their plans; its range is beside the "
-            "step"
+            f"ZeRO-3: published steps took {least:g} to {most:g} times as long as the formulas give; the step, its "
+            f"throughput, energy and price are computed with the median, {median:g}"
         )
     return tuple(flags)
 

@@ -143,6 +143,7 @@ def _complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str
 @subject_options
 @layout_options
 @click.option("--simulate/--no-simulate", default=True, help="Time a pipeline by the simulator of schedules.")
+@click.option("--explain", is_flag=True, help="Print every part of the plan, not only the answer in six lines.")
 @plot_option
 @json_option
 def command(
@@ -150,6 +151,7 @@ def command(
     cluster: str | None,
     overrides: tuple[str, ...],
     simulate: bool,
+    explain: bool,
     plot: Path | None,
     as_json: bool,
     **options: Any,
@@ -180,7 +182,7 @@ def command(
 
         click.echo(json.dumps(estimate_json(answer, subject.description, on)))
     else:
-        click.echo(text.text(answer, subject.description, on))
+        click.echo((text.text if explain else text.summary)(answer, subject.description, on))
     if not answer.memory.fits:
         click.get_current_context().exit(FAILURE)
 

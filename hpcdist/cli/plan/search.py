@@ -95,9 +95,7 @@ def command(
 
     check_plot(plot)
     on = read_cluster(cluster)
-    subject = _subject(recipe, overrides, options)
-    if not options["runnable"]:  # else this toolkit's own kernels are what is asked for
-        subject = with_published_kernels(subject, on, always=True)
+    subject = with_published_kernels(_subject(recipe, overrides, options), on, always=True)
     devices = options["devices"] or on.devices
     sought = _search_request(subject, on, options)
     result, closed = with_simulator(
@@ -109,8 +107,7 @@ def command(
     paid = {line for candidate in result.found for line in text.idle_devices_line(candidate.estimate.layout, on)}
     searched = RUNNABLE_ALONE if options["runnable"] else WITH_OTHERS
     notes = (searched, *closed, *sorted(paid), *subject.notes, *table.assumption_line(on))
-    kernels = subject.layout.implementation if options["runnable"] and on.device.is_accelerator else subject.kernels
-    replan = _replan(result, recipe, overrides, options | {"cluster": cluster, "implementation": kernels}, subject)
+    replan = _replan(result, recipe, overrides, options | {"cluster": cluster}, subject)
     if as_json:
         click.echo(json.dumps(_jsonable(result, subject, on, notes) | {"again": replan}))
     else:

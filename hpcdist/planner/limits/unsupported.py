@@ -48,9 +48,12 @@ _RULES: Final = tuple(filter(_may_refuse, (*PARALLEL_RULES, *rules.RULES)))
 
 
 def unsupported(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return what hpcdist itself cannot run of a layout that is possible; nothing where it runs (local)."""
-    if layout.implementation == "megatron":
-        return ()  # the estimate is of another program
+    """Return the reasons why this version cannot run a layout planned for hpcdist; () for another implementation."""
+    return () if layout.implementation == "megatron" else refusals(layout)
+
+
+def refusals(layout: ParallelLayout) -> tuple[str, ...]:
+    """Return the reasons why this version of hpcdist cannot run ``layout``, whichever kernels it is planned with."""
     return _refusals(*_relevant(layout), overlaps=layout.overlap > 0 and layout.data > 1, dedicated=layout.servers > 0)
 
 

@@ -184,7 +184,8 @@ def search_table(result: "SearchResult", notes: Sequence[str] = (), again: str |
     devices = counted(result.devices, "device")
     space = f"{large_count(result.layouts)} layouts on {devices}, {result.estimated:,} of them planned"
     plans = [ranked.estimate for ranked in result.found]
-    lines = [*capped_rows(plans), f"least {result.objective} among {space}"]
+    kernels = f"; kernels and memory of {plans[0].layout.implementation}" if plans else ""
+    lines = [*capped_rows(plans), f"least {result.objective} among {space}{kernels}"]
     lines += [f"no layout fits: {reason}" for reason in result.nothing]
     if result.found:
         unit = result.found[0].unit

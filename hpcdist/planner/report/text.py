@@ -1,4 +1,4 @@
-"""Plan of one layout as text for a terminal: memory, step, run, energy, price, and what breaks first."""
+"""Plan of one layout as text for a terminal: `summary` in six lines, `text` with every term and note."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -48,6 +48,7 @@ _FASTER: Final = {  # term -> what makes it shorter
     "update": "ZeRO, which cuts it over the data devices",
     "input": "faster storage, or reading ahead",
     "unproven": "a measurement of the device: hpcdist plan calibrate",
+    "correction": "ZeRO 1 or 2, or tensor and pipeline devices",
 }
 
 
@@ -63,9 +64,9 @@ def run_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
     steps = counted(run.steps, "step")
     lines = [f"{steps}{tokens}: {seconds(run.wall_s)}, of which {seconds(run.work_s)} are steps"]
     devices = estimate.layout.devices
-    what = "tokens" if estimate.tokens != estimate.global_batch else "samples"
+    each, what = _samples_or_tokens(estimate)
     hours = figures(devices * run.wall_s / 3600)
-    rate = figures(estimate.tokens / estimate.step_s / devices)
+    rate = figures(each / estimate.step_s / devices)
     lines.append(f"{counted(devices, 'device')} for that long: {hours} device hours; {rate} {what}/s a device")
     expected = "fewer than 0.01" if run.failures < 0.01 else figures(run.failures)
     lines.append(
@@ -166,6 +167,7 @@ ONE_REPLICA: Final = (
 )
 WIDTH: Final = 60  # characters of the bar of a memory
 PAIRS: Final = 0.05  # of MFU or HFU, that attention to later tokens may make without a word
+DEGREES: Final = ("data", "pipeline", "tensor", "context", "expert", "servers")  # fields of a layout
 _HEAD: Final = 11  # of the column of headings
 _NAME: Final = 13  # of that of terms
 _LETTERS: Final = {
@@ -179,8 +181,47 @@ _LETTERS: Final = {
 }
 
 
+def summary(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster) -> str:
+    """Return the answer of a plan in six lines: model, layout, memory, step, run, and how to see the rest."""
+    memory, run, layout = estimate.memory, estimate.run, estimate.layout
+    each, unit = _samples_or_tokens(estimate)
+    rate = f"{figures(each / estimate.step_s)} {unit}/s, MFU {share(estimate.mfu)}"
+    spare = memory.limit_bytes - memory.bytes
+    verdict = f"fits, {nbytes(spare)} free" if memory.fits else f"DOES NOT FIT, {nbytes(-spare)} too much"
+    largest = f"mostly {memory.breaks_first}"
+    limited = ", limited to the best published" if estimate.is_capped else ""
+    if math.isfinite(run.wall_s):
+        costs = [f"{figures(layout.devices * run.wall_s / 3600)} device hours"]
+        costs += [joules(run.joules)] if estimate.energy.terms else []
+        costs += [f"{figures(run.price, 4)} {run.currency}".rstrip()] if run.price is not None else []
+        course = f"{seconds(run.wall_s)} for {counted(run.steps, 'step')}: {', '.join(costs)}"
+    else:
+        course = f"NEVER ENDS: a failure every {seconds(run.mtbf_s)} on {counted(nodes_of(layout, cluster), 'node')}"
+    degrees = [f"{name} {getattr(layout, name):,}" for name in DEGREES if getattr(layout, name) > 1]
+    where = f"{' x '.join(degrees)} on {counted(nodes_of(layout, cluster), 'node')}" if degrees else "one device"
+    where += f" of {cluster.name}"
+    if ONE_REPLICA in estimate.flags:
+        where += " (--devices N plans more)"
+    lines = {
+        "model": model_line(estimate, description),
+        "layout": f"{where}; {strategy_lines(layout, estimate.global_batch)}",
+        "memory": f"{verdict}: {nbytes(memory.bytes)} of {nbytes(memory.limit_bytes)} on the fullest device, {largest}",
+        "step": f"{seconds(estimate.step_s)}{between(estimate.step_range_s)}, {rate}{limited}",
+        "run": course,
+        "notes": f"{len(estimate.flags)}; --explain prints them, the terms of memory, step and energy, and advice",
+    }
+    return "\n".join(f"{heading:{_HEAD}}{line}" for heading, line in lines.items())
+
+
+def _samples_or_tokens(estimate: PlanEstimate) -> tuple[int, str]:
+    """Return the number of tokens of a step and "tokens", or of samples if a sample is one token."""
+    if estimate.tokens != estimate.global_batch:
+        return estimate.tokens, "tokens"
+    return estimate.global_batch, "samples"
+
+
 def text(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster) -> str:
-    """Return all of a plan in lines of a terminal (local)."""
+    """Return every part of a plan in lines of a terminal (local)."""
     lines = [
         *([f"LIMITED: {flag}" for flag in estimate.flags if flag.startswith("MFU is limited")]),
         *_section("model", [model_line(estimate, description)]),
@@ -292,9 +333,7 @@ def _letter(name: str) -> str:
 def step_lines(estimate: PlanEstimate) -> list[str]:
     """Return the terms of a step, the rates that follow, and what devices send (local)."""
     timing = estimate.timing
-    each, what = (
-        (estimate.tokens, "tokens") if estimate.tokens != estimate.global_batch else (estimate.global_batch, "samples")
-    )
+    each, what = _samples_or_tokens(estimate)
     lines = [f"{seconds(estimate.step_s)}{between(estimate.step_range_s)}, {figures(each / estimate.step_s)} {what}/s"]
     for name, taken in timing.terms.items():
         if taken:

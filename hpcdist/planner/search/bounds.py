@@ -75,10 +75,9 @@ def value(estimate: PlanEstimate, objective: str) -> float:
 
 
 def value_and_tie_break(estimate: PlanEstimate, objective: str) -> tuple[float, float]:
-    """Return the value, and for the objective "time" what decides between equal ones: seconds without a limit of MFU.
+    """Return the value, and for the objective "time" the tie-break: the longest step of the range, or the modelled one.
 
-    With the most that plans like it are known to be too fast. The limit and that only add to a step, so every bound of
-    the formulas' value is one of this pair's.
+    The correction and the limit of the MFU only add to a step, so every bound of the modelled value bounds this pair.
     """
     objective_value = value(estimate, objective)
     if objective != "time":

@@ -25,7 +25,7 @@ from hpcdist.planner.estimate import MemoryEstimate, PlanEstimate
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.limits import checks
 from hpcdist.planner.limits.checks import LayoutProblem
-from hpcdist.planner.limits.unsupported import unsupported
+from hpcdist.planner.limits.unsupported import refusals
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import step_flops
@@ -197,7 +197,7 @@ class BranchAndBound:
             if problem is not None:
                 self.refusals.grid(problem)
                 continue
-            if self.wanted.runnable and (reasons := unsupported(grid)):
+            if self.wanted.runnable and (reasons := refusals(grid)):
                 self.refusals.grid(LayoutProblem("unbuilt", reasons[0]))
                 continue
             orders = len(space.orders(self.description, grid, self.wanted))
@@ -265,7 +265,7 @@ class BranchAndBound:
             return strategies
         runnable = []
         for strategy in strategies:
-            if reasons := unsupported(space.with_strategy(order, strategy)):
+            if reasons := refusals(space.with_strategy(order, strategy)):
                 self.refusals.layout(LayoutProblem("unbuilt", reasons[0]))
             else:
                 runnable.append(strategy)

@@ -4,12 +4,14 @@ import math
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from benchmarks import harness
 from benchmarks.planner import calibration, predictions, report, tables, validation
 from harness.marks import cases
 from hpcdist.errors import MissingCapabilityError, StorageError
+from hpcdist.planner.estimate import ZERO3_RATIOS
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.transformer import describe
 
@@ -149,6 +151,7 @@ def test_zero3_is_as_far_off_as_is_told(found):
     """Where ZeRO-3 is planned or discussed the reader is told how much too fast it is."""
     errors = [one.error for one in found if one.series.endswith("ZeRO-3")]
     assert len(errors) == 6
+    assert pytest.approx((1 + min(errors), 1 + np.median(errors), 1 + max(errors)), abs=0.01) == ZERO3_RATIOS
     told = f"{min(errors) * 100:.0f} to {max(errors) * 100:.0f} %"
     for name in ("benchmarks/architectures/study.py", "hpcdist/planner/time/exchange.py"):
         path = harness.ROOT / name

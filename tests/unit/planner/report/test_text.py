@@ -196,6 +196,21 @@ def test_a_run_that_fails_faster_than_it_saves_never_ends():
     assert text.one_line(found, CLUSTER) == "fits: 68.0 GB of 85.9 GB; 10.0 s a step; for ever for 10,000 steps (boxes)"
 
 
+@cases(
+    "changes, wording",
+    ({}, "memory     fits, "),
+    ({"memory": replace(MEMORY, limit_bytes=MEMORY.bytes - 3e9)}, "memory     DOES NOT FIT, 3.00 GB too much: "),
+    ({"flags": (text.ONE_REPLICA,)}, "(--devices N plans more)"),
+    ({"run": replace(ESTIMATE.run, wall_s=math.inf)}, "run        NEVER ENDS: a failure every "),
+    ({"step_range_s": (1.0, 3.0)}, " (1.00 s to 3.00 s), "),
+    ({"tokens": ESTIMATE.global_batch}, " samples/s, MFU "),
+)
+def test_summary_of_a_plan_is_six_lines(changes, wording):
+    shown = text.summary(replace(ESTIMATE, **changes), DESCRIPTION, CLUSTER)
+    headings = ["model", "layout", "memory", "step", "run", "notes"]
+    assert [line.split()[0] for line in shown.splitlines()] == headings and wording in shown
+
+
 def test_a_plan_in_one_line():
     assert text.one_line(ESTIMATE, CLUSTER) == (
         "fits: 68.0 GB of 85.9 GB; 10.0 s a step; 30.6 h for 10,000 steps; 3.60 GJ (1.00 MWh); 400 kgCO2e (boxes)"
