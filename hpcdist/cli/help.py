@@ -3,8 +3,10 @@
 The pages are Markdown files in ``hpcdist/docs``, installed with the package.
 """
 
+import io
 import re
-import textwrap
+import shutil
+import sys
 import webbrowser
 from contextlib import suppress
 from pathlib import Path
@@ -17,33 +19,44 @@ from hpcdist.cli.common import DIRECTORY, FILE
 from hpcdist.errors import MissingCapabilityError, UsageError
 from hpcdist.reporting.nearest import nearest, synonym
 
-# In the order in which a reader needs them; the one-liner of each is its first sentence in `hpcdist help`.
-TOPICS: Final = {
-    "start": "Install, a first run, and which page is for you.",
-    "torch": "A script for torch.distributed over MPI: DDP, FSDP2, two lines changed.",
-    "your-model": "Train a model of PyTorch or JAX from a script of yours.",
-    "from-ddp": "What DDP, FSDP, torchrun and DCP are called here.",
-    "api": "Collectives, checkpoints, energy and stop requests for any MPI program.",
-    "recipe": "Every key of a recipe: type, default, meaning. `hpcdist help SECTION.KEY` shows one.",
-    "architectures": "Allreduce, ZeRO, parameter server, gossip: memory, bytes, when to use which.",
-    "pipelines": "Pipelines, tensor parallelism and their products.",
-    "experts": "Mixtures of experts: router, balance, experts on several ranks.",
-    "packing": "Whole documents in a sample, without padding and without a view of each other.",
-    "collectives": "Algorithms of allreduce and its like, and how one is chosen.",
-    "compression": "Gradients in fewer bytes, and what that costs.",
-    "cluster": "Slurm and other launchers: submit, sites, modules, GPUs.",
-    "checkpoints": "Save, resume on other ranks, verify, import and export.",
-    "survival": "When ranks die: restarts, requeues, going on without them.",
-    "monitoring": "Metrics, traces, the report of a run, hangs.",
-    "energy": "Joules of a run and of its phases; power limits.",
-    "planner": "Memory, time and energy of a training before it is started.",
-    "studies": "Sweeps and benchmarks, and how to compare them.",
-    "troubleshooting": "By symptom: what it means and what to do.",
-    "exit-codes": "What a job's exit code tells a script.",
-    "testing": "What is proven, on which hardware, by which command.",
-    "contributing": "The tree of the source, its rules and its tests.",
-    "glossary": "Words and symbols of these pages.",
+# Pages by group, in the order in which a reader needs them, each with its line in `hpcdist help`.
+GROUPS: Final = {
+    "Begin": {
+        "start": "Install, a first run, and which page is for you.",
+        "torch": "A script for torch.distributed over MPI: DDP, FSDP2, two lines changed.",
+        "your-model": "Train a model of PyTorch or JAX from a script of yours.",
+        "from-ddp": "What DDP, FSDP, torchrun and DCP are called here.",
+        "api": "Collectives, checkpoints, energy and stop requests for any MPI program.",
+        "recipe": "Every key of a recipe: type, default, meaning. `hpcdist help SECTION.KEY` shows one.",
+    },
+    "Parallelism": {
+        "architectures": "Allreduce, ZeRO, parameter server, gossip: memory, bytes, when to use which.",
+        "pipelines": "Pipelines, tensor parallelism and their products.",
+        "experts": "Mixtures of experts: router, balance, experts on several ranks.",
+        "packing": "Whole documents in a sample, without padding and without a view of each other.",
+        "collectives": "Algorithms of allreduce and its like, and how one is chosen.",
+        "compression": "Gradients in fewer bytes, and what that costs.",
+    },
+    "Jobs": {
+        "cluster": "Slurm and other launchers: submit, sites, modules, GPUs.",
+        "checkpoints": "Save, resume on other ranks, verify, import and export.",
+        "survival": "When ranks die: restarts, requeues, going on without them.",
+        "monitoring": "Metrics, traces, the report of a run, hangs.",
+        "energy": "Joules of a run and of its phases; power limits.",
+        "exit-codes": "What a job's exit code tells a script.",
+    },
+    "Plan and compare": {
+        "planner": "Memory, time and energy of a training before it is started.",
+        "studies": "Sweeps and benchmarks, and how to compare them.",
+        "testing": "What is proven, on which hardware, by which command.",
+    },
+    "Reference": {
+        "troubleshooting": "By symptom: what it means and what to do.",
+        "glossary": "Words and symbols of these pages.",
+        "contributing": "The tree of the source, its rules and its tests.",
+    },
 }
+TOPICS: Final = {topic: line for pages in GROUPS.values() for topic, line in pages.items()}
 DOCS: Final = Path(hpcdist.__file__).parent / "docs"
 # Pages that lie beside the files that they are about: the folder of `batch.job.folder`, and what is above its README.
 BESIDE_FILES: Final = {
@@ -52,6 +65,7 @@ BESIDE_FILES: Final = {
     "modules": ("modulefiles", ".", "Modulefiles for Environment Modules and Lmod."),
 }
 _PAGE_LINK: Final = re.compile(r"\[([^\]]+)\]\((?:\./)?([a-z-]+)\.md\)")
+WIDEST: Final = 120  # columns of a drawn page: longer lines are hard to read
 _COMMENT: Final = re.compile(r"[ ]?<!--.*?-->", re.DOTALL)
 
 
@@ -76,15 +90,21 @@ def command(topic: str | None, html: Path | None, examples: Path | None, opened:
     if html is not None or opened or examples is not None:
         return
     if topic is None:
-        known = TOPICS | {name: line for name, (_, _, line) in BESIDE_FILES.items()}
-        width = max(map(len, known))
-        lines = [f"  {name:{width}}  {line}" for name, line in known.items()]
-        more = ["All on one page: hpcdist help --open", "Programs to start from: hpcdist help --examples DIRECTORY"]
-        click.echo("\n".join(["Pages (hpcdist help TOPIC):", *lines, "", *more]))
+        click.echo(contents())
     elif topic in TOPICS or topic in BESIDE_FILES:
         click.echo_via_pager(styled(page(topic)))
     else:
-        click.echo(_key(topic))
+        click.echo_via_pager(_key(topic) + "\n")
+
+
+def contents() -> str:
+    """Return the list of all pages by group."""
+    width = max(map(len, (*TOPICS, *BESIDE_FILES)))
+    lines = ["Pages (hpcdist help TOPIC):"]
+    for group, pages in (GROUPS | {"Files": {name: line for name, (_, _, line) in BESIDE_FILES.items()}}).items():
+        lines += ["", group, *(f"  {name:{width}}  {line}" for name, line in pages.items())]
+    lines += ["", "All on one page, with a search: hpcdist help --open"]
+    return "\n".join([*lines, "Programs to start from: hpcdist help --examples DIRECTORY"])
 
 
 def copy_examples(folder: Path) -> list[Path]:
@@ -112,18 +132,15 @@ def page(topic: str) -> str:
 
 
 def styled(text: str) -> str:
-    """Return Markdown for a terminal: titles bold, code indented, the rest as it is written."""
-    lines, in_code = [], False
-    for line in text.splitlines():
-        if line.startswith("```"):
-            in_code = not in_code
-        elif in_code:
-            lines.append(f"    {line}" if line else "")
-        elif line.startswith("#"):
-            lines.append(click.style(line.lstrip("# "), bold=True, underline=line.startswith("# ")))
-        else:
-            lines.append(_PAGE_LINK.sub(_as_command, line))
-    return "\n".join(lines) + "\n"
+    """Return Markdown drawn for the terminal: headings, tables and code, wrapped at the width of the terminal."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    width = min(shutil.get_terminal_size().columns, WIDEST)
+    console = Console(width=width, force_terminal=sys.stdout.isatty(), file=io.StringIO())
+    with console.capture() as drawn:
+        console.print(Markdown(_PAGE_LINK.sub(_as_command, text), code_theme="ansi_light", hyperlinks=False))
+    return "\n".join(line.rstrip() for line in drawn.get().splitlines()) + "\n"
 
 
 def _as_command(link: re.Match[str]) -> str:
@@ -133,19 +150,17 @@ def _as_command(link: re.Match[str]) -> str:
 
 
 def write_html(file: Path) -> None:
-    """Write all pages into ``file``. Raises StorageError where that cannot be written, MissingCapabilityError."""
+    """Write all pages into ``file``, by group and with a search. Raises StorageError if it cannot be written."""
+    from markdown_it import MarkdownIt
+
     from hpcdist.reporting import atomic
     from hpcdist.reporting.template import templates
 
-    try:
-        from markdown_it import MarkdownIt
-    except ImportError as error:
-        raise MissingCapabilityError(f"HTML needs markdown-it-py: pip install 'hpcdist[help]' ({error})") from error
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
     linked = {topic: _PAGE_LINK.sub(r"[\1](#\2)", page(topic)) for topic in TOPICS}  # to its place in the one page
     pages = [(topic, markdown.render(text)) for topic, text in linked.items()]
     template = templates(DOCS, {}, html=True).get_template("help.html.j2")
-    atomic.save(file, template.render(pages=pages, topics=TOPICS, version=hpcdist.__version__))
+    atomic.save(file, template.render(pages=pages, groups=GROUPS, version=hpcdist.__version__))
 
 
 def _key(word: str) -> str:
@@ -165,7 +180,8 @@ def _key(word: str) -> str:
             found.append(f"pages that have the word: {', '.join(on)}")
         if found:
             raise click.UsageError(f"there is no page {word!r}; {'; '.join(found)}") from error
-        hint = f"did you mean `hpcdist help {near}`?" if near else textwrap.shorten(str(error), 300)
+        pages = f"{error}; pages are: {', '.join((*TOPICS, *BESIDE_FILES))}"
+        hint = f"did you mean `hpcdist help {near}`?" if near else pages
         raise click.UsageError(f"there is no page {word!r}; {hint}") from error
 
 

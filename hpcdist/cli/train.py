@@ -58,7 +58,8 @@ if TYPE_CHECKING:
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the summary as one JSON object on the last line of stdout."
 )
-def train(out: Path | None, resume: str, time_limit: str | None, as_json: bool, **options: Any) -> None:
+@click.option("-v", "--verbose", is_flag=True, help="Print the selected algorithms and the proof of the step, too.")
+def train(out: Path | None, resume: str, time_limit: str | None, as_json: bool, verbose: bool, **options: Any) -> None:
     """Train the model of RECIPE (TOML), or of the default recipe, on every rank that the launcher started.
 
     Without a launcher it trains in this process alone.
@@ -66,7 +67,7 @@ def train(out: Path | None, resume: str, time_limit: str | None, as_json: bool, 
     from hpcdist.training.run import entry_point
 
     recipe, limit_s = recipe_from_options(options), time_limit_s(time_limit)
-    entry_point.train(recipe, out, resume, as_json, limit_s)
+    entry_point.train(recipe, out, resume, as_json, limit_s, verbose)
 
 
 def recipe_from_options(options: Mapping[str, Any]) -> "Recipe":

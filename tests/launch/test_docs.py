@@ -1,5 +1,6 @@
 """The pages of documentation: their commands and programs run, their figures are those of committed results."""
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -136,13 +137,35 @@ def test_help_shows_pages_keys_and_html(tmp_path):
     assert wrong.exit_code == 2 and "hpcdist help checkpoints" in wrong.output
     copied = run.invoke(pages_of_help.command, ["--examples", str(tmp_path / "programs")])
     assert copied.exit_code == 0 and (tmp_path / "programs" / "heat_mpi4py.py").read_text().startswith('"""')
-    pytest.importorskip("markdown_it")
+    unknown = " ".join(run.invoke(pages_of_help.command, ["nosuchword"]).output.split())
+    assert "sections are: model, data, " in unknown and "pages are: start, torch, " in unknown
+
+
+def test_help_html_lists_every_page_by_group_and_searches(tmp_path):
     file = tmp_path / "all.html"
-    assert run.invoke(pages_of_help.command, ["--html", str(file)]).exit_code == 0
+    assert CliRunner().invoke(pages_of_help.command, ["--html", str(file)]).exit_code == 0
     text = file.read_text()
     assert all(f'<section id="{topic}">' in text for topic in PAGES) and "<table>" in text
-    links = set(re.findall(r'href="#([^"]+)"', text))
-    assert links <= set(PAGES)
+    assert set(re.findall(r'href="#([a-z-]+)"', text)) == set(PAGES)
+    assert re.findall("<h2>(.*)</h2>", text.partition("<main>")[0]) == list(pages_of_help.GROUPS)
+    assert 'id="search"' in text and "white-space: pre-wrap" in text, "long lines of code are wrapped"
+    needed = importlib.metadata.requires("hpcdist") or []
+    assert {"rich", "markdown-it-py"} <= {re.split("[ <>=]", line)[0] for line in needed if "extra" not in line}
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_help_wraps_pages_at_the_width_of_the_terminal(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = pages_of_help.styled("# Head\n\n" + "word " * 40 + "\n\n| a | b |\n|---|---|\n| 1 | " + "x y " * 40 + "|\n")
+    lines = shown.splitlines()
+    assert max(map(len, lines)) in range(columns - 10, columns + 1) and shown.count("word") == 40
+    assert "|" not in shown and any(set(line.strip()) == {"─"} for line in lines), "a table is drawn"
+
+
+def test_help_shows_code_whole(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    shown = pages_of_help.styled("```sh\nhpcdist " + "--option value " * 10 + "end\n```\n")
+    assert "".join(shown.split()) == "hpcdist" + "--optionvalue" * 10 + "end"
 
 
 def test_the_readme_is_short_and_its_links_exist():

@@ -24,7 +24,14 @@ from hpcdist.training.run.job import TrainingJob
 from hpcdist.training.run.stop_requests import StopRequests
 
 
-def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s: float | None = None) -> None:
+def train(
+    recipe: Recipe,
+    out: Path | None,
+    resume: str,
+    as_json: bool,
+    limit_s: float | None = None,
+    is_verbose: bool = False,
+) -> None:
     """Train ``recipe`` on all ranks that the launcher started, and leave with the agreed exit code. Collective.
 
     Before ``limit_s`` seconds, or the time of the Slurm job, are over, the run is saved and stops. A job that `hpcdist
@@ -45,7 +52,7 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s:
         )
     survived = membership.Membership.begin(session.comm, mode, spares) if mode else None
     run = run_directory.prepare_run_directory(session.comm, recipe, out, resume, lock)
-    job = TrainingJob(recipe, run, stop_requests, lock, as_json)
+    job = TrainingJob(recipe, run, stop_requests, lock, as_json, is_verbose=is_verbose)
     origin = None if run.resume_from is None else CheckpointSource(run.resume_from)
     if survived is None:
         session.leave(job.train(session, recipe, origin))

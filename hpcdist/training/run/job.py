@@ -54,6 +54,7 @@ class TrainingJob:
     lives: list[dict[str, Any]] = field(default_factory=list)  # incarnations after rank failures: see `side_tables`
     entropies: dict[str, float | None] | None = field(default=None, init=False)  # on rank 0, once they are known
     script_model: Model | None = None  # of a script, which also brings the batches
+    is_verbose: bool = False  # the introduction of the run names the selected algorithms and the proof of the step
 
     def train(self, session: Session, recipe: Recipe, origin: StateSource | None) -> int:
         """Train to the end, or until a rank requests to stop; return the exit code of all ranks. Collective."""
@@ -98,6 +99,8 @@ class TrainingJob:
         if session.comm.rank == 0:
             exit_file.announce_run(self.run.path)
             for line in filter(None, _introduction(session, trainer, self.run, self._entropies(trainer))):
+                progress.say(line)
+            for line in filter(None, _details(trainer) if self.is_verbose else ()):
                 progress.say(line)
 
     def progress(self, trainer: Trainer) -> ConsoleProgress:
@@ -229,11 +232,7 @@ def _introduction(
     yield _labelled("chaos", recipe.chaos.described())
     yield rates.describe_rate(recipe.optimizer, recipe.run.batches)
     yield from trainer.plan.table() if trainer.plan is not None else ()
-    yield trainer.selection.described()
     yield trainer.compression.described()
-    if trainer.proof is not None and trainer.comm.size > 1:
-        meetings = counted(trainer.proof.meetings, "collective")
-        yield f"step proven free of deadlock: {trainer.proof.messages} messages between stages, {meetings}"
     yield f"data: {trainer.source.description}"
     known = ", ".join(f"{name} {nats:.3f}" for name, nats in entropies.items() if nats is not None)
     yield _labelled("entropy of the training text in nats a token", known)
@@ -243,6 +242,14 @@ def _introduction(
     if jit.is_cold():
         yield "the first step compiles kernels for this processor, once: some seconds (`hpcdist warmup` does it before)"
     yield f"run directory {run.path}"
+
+
+def _details(trainer: Trainer) -> Iterator[str]:
+    """Yield the lines that `hpcdist train -v` adds to the introduction of a run (local)."""
+    yield trainer.selection.described()
+    if trainer.proof is not None and trainer.comm.size > 1:
+        collectives = counted(trainer.proof.meetings, "collective")
+        yield f"step proven free of deadlock: {trainer.proof.messages} messages between stages, {collectives}"
 
 
 def _labelled(label: str, text: str) -> str:

@@ -103,10 +103,13 @@ def _start(text, out, *arguments, every=10, steps=2000, ranks=2):
 @pytest.mark.full
 def test_a_run_goes_on_in_another_layout_and_for_longer(text, tmp_path):
     out, double = tmp_path / "run", ["--set", "precision.mode=float64", "--set", "optimizer.decay=constant"]
-    train(2, text, "--out", out, *double, steps=6)
+    first = train(2, text, "--out", out, *double, "-v", steps=6)
+    details = "step proven free of deadlock: ", "communication.algorithm = auto: "
+    assert all(line in first.stderr for line in details)
     layout = ["--set", "parallel.strategy=zero3", "--set", "communication.algorithm=ring"]
     done = train(3, text, "--out", out, "--resume", "auto", *layout, *double, steps=12)
     assert "other than in the start before: " in done.stderr and "parallel.strategy = 'allreduce' there" in done.stderr
+    assert not any(line in done.stderr for line in details), "without -v"
     whole = summary(train(1, text, "--out", tmp_path / "whole", *double, steps=12))
     assert summary(done)["steps"] == 12
     assert summary(done)["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-12)
