@@ -1,7 +1,8 @@
 """`hpcdist site`: profiles of sites, and modulefiles and wheelhouses for administrators.
 
 `list` and `show` print profiles; `modulefile` writes what an administrator puts on MODULEPATH; `wheelhouse` collects
-hpcdist and all it needs as files, for a machine without a network. Light: it runs on login nodes.
+hpcdist and its dependencies as files, for a machine without a network; `monitoring` writes the files for Prometheus and
+Grafana. Light: it runs on login nodes.
 """
 
 import json
@@ -154,9 +155,27 @@ def wheelhouse(**order: Any) -> None:
     click.echo(collected.folder)
 
 
+@click.command("monitoring")
+@click.option("--output", required=True, metavar="DIR", type=DIRECTORY, help="Folder to write the files into.")
+@click.option("--force", is_flag=True, help="Replace files of another content.")
+def monitoring(output: Path, force: bool) -> None:
+    """Write the Grafana dashboard, the Prometheus rules, alerts and scrape configuration, and their README.
+
+    The paths of the files are printed.
+    """
+    from hpcdist.batch import job
+    from hpcdist.reporting import regular
+
+    shipped = sorted(job.folder("monitoring").iterdir())
+    files = {output / file.name: file.read_text(encoding="utf-8") for file in shipped}
+    regular.save_all(files, force=force)
+    for path in files:
+        click.echo(path)
+
+
 @click.group("site")
 def command() -> None:
-    """Show profiles of sites; make modulefiles and wheelhouses."""
+    """Show profiles of sites; write modulefiles, wheelhouses, and files for Prometheus and Grafana."""
 
 
 @command.command("list")
@@ -201,3 +220,4 @@ def show(named: str | None, as_json: bool) -> None:
 
 command.add_command(modulefile)
 command.add_command(wheelhouse)
+command.add_command(monitoring)

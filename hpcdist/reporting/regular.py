@@ -10,12 +10,12 @@ import os
 import stat
 import struct
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from hpcdist.errors import ConfigurationError, HpcdistError, StorageError
+from hpcdist.errors import ConfigurationError, HpcdistError, StorageError, UsageError
 from hpcdist.reporting import atomic
 
 # Errors that reading a file leads to whose values have other types, shapes or sizes than expected (h5py raises some).
@@ -158,3 +158,18 @@ def json_objects(path: str | os.PathLike[str], most_bytes: int = 64 << 20) -> It
             value = json.loads(line)
             if isinstance(value, dict):
                 yield value
+
+
+def save_all(files: Mapping[Path, str], *, force: bool) -> None:
+    """Write ``files`` (path -> text), with their directories; files with the same content are replaced.
+
+    Raises UsageError, before anything is written, if a file has another content and ``force`` is False; StorageError.
+    """
+    try:
+        differing = [str(path) for path, text in files.items() if path.exists() and read(path) != text.encode()]
+    except OSError as error:
+        raise StorageError(f"{error.filename} cannot be read: {error.strerror}") from error
+    if differing and not force:
+        raise UsageError(f"{', '.join(differing)}: exists with another content; --force replaces it")
+    for path, text in files.items():
+        atomic.save(path, text, parents=True)

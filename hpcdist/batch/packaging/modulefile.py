@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import hpcdist
 from hpcdist.batch import job
-from hpcdist.errors import ConfigurationError, StorageError, UsageError
-from hpcdist.reporting import atomic, regular
+from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.reporting import regular
 from hpcdist.reporting.nearest import suggestion
 from hpcdist.reporting.template import templates
 
@@ -159,21 +159,12 @@ def render(kind: str, chosen: Modulefile) -> str:
 
 
 def write(folder: Path, version: str, texts: Mapping[str, str], *, force: bool) -> list[Path]:
-    """Write ``texts``, by kind, into folder/hpcdist and return their paths; what is there already stays as it is.
+    """Write ``texts``, by kind, into folder/hpcdist and return their paths. A `module load` never reads half a file.
 
-    Raises UsageError, before anything is written, where a file has another content, unless ``force`` replaces it.
+    Raises UsageError, before anything is written, if a file has another content and ``force`` is False; StorageError.
     """
     paths = {folder / NAME / f"{version}{KINDS[kind]}": text for kind, text in texts.items()}
-    try:
-        differing = [str(path) for path, text in paths.items() if path.exists() and regular.read(path) != text.encode()]
-        if differing and not force:
-            raise UsageError(f"{', '.join(differing)}: exists with another content; --force replaces it")
-        (folder / NAME).mkdir(parents=True, exist_ok=True)
-        for path, text in paths.items():
-            # Not in place: somebody's `module load` may be reading the old one.
-            atomic.write(path, text)
-    except OSError as error:
-        raise StorageError(f"modulefiles cannot be written to {folder}: {error}") from error
+    regular.save_all(paths, force=force)
     return list(paths)
 
 

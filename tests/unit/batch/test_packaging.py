@@ -4,9 +4,12 @@ import configparser
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import hpcdist
 from hpcdist.batch import job
+from hpcdist.cli import site
+from hpcdist.errors import UsageError
 
 CLONE = Path(hpcdist.__file__).resolve().parents[1]
 
@@ -25,3 +28,18 @@ def test_setup_cfg_lists_every_package():
     folders = {".".join(path.parent.relative_to(CLONE).parts) for path in (CLONE / "hpcdist").rglob("__init__.py")}
     assert sorted(listed) == sorted(folders | set(mapped)), "add the package to setup.cfg, or it is not installed"
     assert all((CLONE / folder).is_dir() for folder in mapped.values())
+
+
+def test_site_monitoring_writes_the_shipped_files_and_keeps_changed_ones(tmp_path):
+    shipped = {path.name: path.read_text() for path in job.folder("monitoring").iterdir()}
+    run, arguments = CliRunner(), ["monitoring", "--output", str(tmp_path / "new" / "folder")]
+    done = run.invoke(site.command, arguments)
+    assert done.exit_code == 0 and sorted(Path(line).name for line in done.output.splitlines()) == sorted(shipped)
+    assert {path.name: path.read_text() for path in (tmp_path / "new" / "folder").iterdir()} == shipped
+    changed = tmp_path / "new" / "folder" / "alerts.yml"
+    changed.write_text("groups: []\n")
+    refused = run.invoke(site.command, arguments)
+    assert isinstance(refused.exception, UsageError) and "alerts.yml: exists with another" in str(refused.exception)
+    assert changed.read_text() == "groups: []\n"
+    assert run.invoke(site.command, [*arguments, "--force"]).exit_code == 0
+    assert changed.read_text() == shipped["alerts.yml"]

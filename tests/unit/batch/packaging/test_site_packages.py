@@ -27,12 +27,19 @@ MODULES = {
     "click": "Python-bundle-PyPI",
     "cupy": "CuPy",
     "jinja2": "Python-bundle-PyPI",
+    "markdown-it-py": "Python-bundle-PyPI",
     "numpy": "SciPy-bundle",
+    "rich": "Python-bundle-PyPI",
     "xxhash": "python-xxhash",
 }
 # Project -> its version in the modules above that have another version than it (from the files of these modules).
 INSIDE = {
-    ("Python-bundle-PyPI", "2025.07"): {"click": "8.2.1", "jinja2": "3.1.6"},
+    ("Python-bundle-PyPI", "2025.07"): {
+        "click": "8.2.1",
+        "jinja2": "3.1.6",
+        "markdown-it-py": "3.0.0",
+        "rich": "14.1.0",
+    },
     ("SciPy-bundle", "2025.07"): {"numpy": "2.3.2"},
 }
 

@@ -34,6 +34,24 @@ def test_each_key_names_its_package(key, none_is_installed):
     assert "pip install 'hpcdist[" in line
 
 
+@pytest.mark.parametrize(
+    ("line", "is_warned"),
+    [
+        ("import hpcdist.torch", True),
+        ("from hpcdist.torch import streams", True),
+        ("from hpcdist import torch", True),
+        ("import torch  # not hpcdist.torch", False),
+        ("import hpcdist.torchlike", False),
+    ],
+)
+def test_script_of_the_torch_backend_without_cupy_is_warned_of(line, is_warned, tmp_path, none_is_installed):
+    script = tmp_path / "train.py"
+    script.write_text(f"import sys\n{line}\n")
+    lines = requirements.missing_for_gpu_tensors(("python", str(script), "--epochs", "3"))
+    assert [line.startswith(f"{script}: tensors on GPUs need the module cupy") for line in lines] == [True] * is_warned
+    assert requirements.missing_for_gpu_tensors(("python", "-m", "there_is_no.py")) == []
+
+
 def test_the_default_recipe_needs_none(none_is_installed):
     assert requirements.missing_packages(recipes.load(None, []).recipe) == []
 

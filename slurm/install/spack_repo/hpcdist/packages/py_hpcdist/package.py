@@ -28,11 +28,13 @@ class PyHpcdist(PythonPackage, CudaPackage):
     # With or without mpi: every rank writes a file of its own. Without it nothing of HDF5 is tied to one MPI.
     depends_on("py-h5py@3.11:", type=("build", "run"))
     depends_on("py-jinja2@3.1:", type=("build", "run"))
+    depends_on("py-markdown-it-py@3:", type=("build", "run"))
     depends_on("py-ml-dtypes@0.5:", type=("build", "run"))
     depends_on("py-mpi4py@4.1:", type=("build", "run"))
     depends_on("py-msgspec@0.19:", type=("build", "run"))
     depends_on("py-numba@0.61:", type=("build", "run"))
     depends_on("py-numpy@2.0:", type=("build", "run"))
+    depends_on("py-rich@13.7:", type=("build", "run"))
     depends_on("py-tqdm@4.66:", type=("build", "run"))
     depends_on("py-xxhash@3.4:", type=("build", "run"))
 
