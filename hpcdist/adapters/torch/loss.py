@@ -10,6 +10,7 @@ import copy
 import math
 import re
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -237,7 +238,12 @@ def mean_weight(node: Any, predictions: int) -> "float | torch.Tensor":
 
 
 def _kind(node: Any) -> str:
-    return re.sub(r"Backward\d*$", "", str(node.name()))
+    return _without_suffix(node.name())
+
+
+@lru_cache(1024)
+def _without_suffix(name: str) -> str:
+    return re.sub(r"Backward\d*$", "", name)
 
 
 def _inputs(node: Any) -> list[Any]:
@@ -261,9 +267,10 @@ def _counted(node: Any) -> "int | torch.Tensor":
     counts = targets != ignored
     if weights is not None:
         return weights[targets[counts]].double().sum()
-    if not counts.is_cuda and bool(counts.all()):
+    counted = counts.sum()
+    if not counted.is_cuda and int(counted) == targets.numel():
         return int(targets.numel())
-    return counts.sum().double()
+    return counted.double()
 
 
 def _selects(node: Any) -> bool:
