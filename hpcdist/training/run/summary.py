@@ -134,9 +134,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Return the summary, the same on every rank. Collective.
 
-    What was not measured is None, with the reason beside it. ``comm_fraction`` is the share of communication in the
-    time of all steps, ``comm_fraction_median`` the share in the median step. Both are means over the ranks that
-    compute: a rank that only serves waits for most of its time, and that is no communication.
+    What was not measured is None, with the reason beside it.
     """
     ranks = comm.allgather_object(_measured(trainer, outcome))
     workers, pss = [rank for rank in ranks if rank["computes"]], [rank["pss"] for rank in ranks]
@@ -145,10 +143,6 @@ def summarise(
         pace = lock_step_throughput(ranks, workers, _targets(trainer, outcome), alike=alike)
     else:
         pace = async_throughput(ranks, workers)
-    shares = [_mean(rank, "communication_s") / _mean(rank, "step_s") for rank in workers if rank["count"]]
-    medians = [
-        statistics.median(spent / step_s for step_s, _, spent in _steady(rank)) for rank in workers if rank["count"]
-    ]
     summary = {
         "steps": outcome.done,
         "world": comm.size,
@@ -165,10 +159,7 @@ def summarise(
         "entropy": entropies,
         "tokens_per_s": json_number(pace.tokens_per_s),
         "speed_unit": trainer.speed_unit,
-        "step_s_median": json_number(pace.step_s),
-        "step_s_mean": json_number(pace.mean_step_s),
-        "comm_fraction": json_number(statistics.mean(shares)) if shares else None,
-        "comm_fraction_median": json_number(statistics.mean(medians)) if medians else None,
+        **step_figures(pace, workers),
         **figures.utilisation_figures(comm, trainer, pace.tokens_per_s, NO_STEP_MADE),
         **overlap_figures(workers),
         **prefetch_figures(workers),
@@ -189,7 +180,26 @@ def summarise(
         "run_dir": str(directory),
         "stopped_by": outcome.stop_request.name.lower() if outcome.stop_request is not None else None,
     }
-    return summary | router_meter.router_figures(trainer.router) | _reasons(trainer, summary, bool(shares))
+    has_steps = any(rank["count"] for rank in workers)
+    return summary | router_meter.router_figures(trainer.router) | _reasons(trainer, summary, has_steps)
+
+
+def step_figures(pace: StepThroughput, workers: Sequence[Rank]) -> dict[str, float | None]:
+    """Return the median and the mean of the step time, and of the share of communication; None without a step.
+
+    The mean share is that of the time of all steps. Shares are means over ``workers``, the ranks that compute: a rank
+    that only serves waits for most of its time, and that is no communication. Local.
+    """
+    step_s = {"step_s_median": json_number(pace.step_s), "step_s_mean": json_number(pace.mean_step_s)}
+    made = [rank for rank in workers if rank["count"]]
+    if not made:
+        return step_s | {"comm_fraction": None, "comm_fraction_median": None}
+    means = [_mean(rank, "communication_s") / _mean(rank, "step_s") for rank in made]
+    medians = [statistics.median(spent / step_s for step_s, _, spent in _steady(rank)) for rank in made]
+    return step_s | {
+        "comm_fraction": json_number(statistics.mean(means)),
+        "comm_fraction_median": json_number(statistics.mean(medians)),
+    }
 
 
 def _reasons(trainer: Trainer, summary: Mapping[str, Any], has_steps: bool) -> dict[str, str]:
