@@ -113,7 +113,7 @@ def _steady(rank: Rank) -> Sequence[tuple[float, float, float]]:
     """
     first = rank["first"]
     if not rank["count"] or rank["sample"]:
-        return rank["sample"]  # type: ignore[no-any-return]
+        return rank["sample"]
     return [(first["step_s"], first["sent_bytes"], first.get("communication_s", math.nan))]
 
 
