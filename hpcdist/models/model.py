@@ -249,15 +249,32 @@ class Model:
 
     def evaluate(self, parameters: Sequence[Parameters], x: Array, targets: Array, arena: Arena) -> float:
         """Return the summed loss in nats of a batch, without a backward to come."""
+        return self.weighted_loss(parameters, x, targets, arena)[0]
+
+    def weighted_loss(
+        self, parameters: Sequence[Parameters], x: Array, targets: Array, arena: Arena
+    ) -> tuple[float, float]:
+        """Return the summed loss of a batch as `evaluate` does, and its weight; NaN if the loss has no weight."""
         logits = self.outputs(parameters, x, arena, self.operations)
         saved = arena.saved(self.stages[-1].layer, microbatch=-1)
         total = float(self.loss.forward(logits, targets, self.operations, saved))
+        weight = float(saved[LOSS_WEIGHT]) if self.loss.weighs else float("nan")
         saved.release()
-        return total
+        return total, weight
+
+
+LOSS_WEIGHT: Final = "loss.weight"  # the name in `Saved` of the weight of a micro-batch
 
 
 class Loss:
-    """Cross entropy of the logits of the last stage, summed over samples and tokens."""
+    """Cross entropy of the logits of the last stage, summed over samples and tokens.
+
+    If ``weighs`` is True, `forward` saves the weight of the micro-batch, a float or a scalar array, as `LOSS_WEIGHT`.
+    The mean loss then is the sum of all losses over the sum of all weights. Weights are rounded to float32, so that
+    their sum in float64 is the same in any order. If ``weighs`` is False, the number of targets is known beforehand.
+    """
+
+    weighs: bool = False
 
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> Scalar:
         """Return the sum in nats (float64). ``logits`` (batch..., classes) are overwritten; targets are (batch...)."""

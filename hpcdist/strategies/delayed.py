@@ -54,6 +54,7 @@ class DelayedExchange(AllreduceExchange):
         # The owner has the store of the step before; there is none in the first step.
         self._written = context.store("gradients", allocate=context.for_replicas("gradients", over))
         self._buckets = buckets_of_rank(context, self._written.array.itemsize)
+        self._pending_correction = 1.0  # `correction` of the step whose gradient is pending
         self._is_pending = self._is_deferred = False  # of the owner's store, and of the one that backward writes
         self._under_way: set[tuple[int, Range]] = set()  # (store, bucket)
         self.handlers = {
@@ -96,7 +97,7 @@ class DelayedExchange(AllreduceExchange):
 
     def norm_squared(self) -> float:
         """Return the share of the gradient that this step applies; 0 where there is none."""
-        return super().norm_squared() if self._is_pending else 0.0
+        return super().norm_squared() * self._pending_correction**2 if self._is_pending else 0.0
 
     def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
         """Sum ``losses`` and ``values`` over the world. Collective."""
@@ -109,7 +110,7 @@ class DelayedExchange(AllreduceExchange):
     def begin_update(self, scale: float) -> None:
         """Begin the update by the gradient of the step before, where there is one."""
         if self._is_pending:
-            super().begin_update(scale)
+            super().begin_update(scale * self._pending_correction)
 
     def update(self, op: Operation) -> None:
         """Carry out ``op``, a part of the update, where a gradient is pending (local)."""
@@ -123,6 +124,7 @@ class DelayedExchange(AllreduceExchange):
             return
         self.sharded_update.gradients, self._written = self._written, self.sharded_update.gradients
         self._is_pending, self._is_deferred = self._is_deferred, False
+        self._pending_correction = self.correction
 
     def finish(self) -> bool:
         """Apply the gradient of the last step. Collective over the world; raises NonFiniteError on every rank."""
@@ -167,10 +169,12 @@ class DelayedExchange(AllreduceExchange):
         return [*super().wanted(), *pieces_of({PENDING: self.gradients}, self.context.parts)]
 
     def state(self) -> dict[str, Any]:
-        """Return the optimizer's clock, and whether a gradient is pending."""
-        return super().state() | {"pending": self._is_pending}
+        """Return the optimizer's clock, whether a gradient is pending, and its correction unless it is 1."""
+        corrected = {} if self._pending_correction == 1.0 else {"pending_correction": self._pending_correction}
+        return super().state() | {"pending": self._is_pending} | corrected
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned, once the pieces are there (local)."""
         super().restore(state)
         self._is_pending, self._is_deferred = bool(state.get("pending", False)), False
+        self._pending_correction = float(state.get("pending_correction", 1.0))

@@ -128,8 +128,9 @@ class TrainedModel:
         for inputs, targets in source.validation_batches(recipe, self.comm.size, self.comm.rank):
             if len(inputs):
                 batch = source.place((inputs, targets), recipe)
+                loss, weight = self.model.weighted_loss(self._views, *batch, self.arena)
                 targets_seen = source.targets_in(targets, self.model.tokens_per_sample)
-                sums += (self.model.evaluate(self._views, *batch, self.arena), targets_seen)
+                sums += (loss, weight if self.model.loss.weighs else targets_seen)
         allreduce(self.comm, sums)
         return float(sums[0] / sums[1]) if sums[1] else float("nan")
 

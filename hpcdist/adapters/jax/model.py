@@ -49,15 +49,15 @@ from hpcdist.adapters.jax.parameters import (
 from hpcdist.adapters.jax.stage import KEEPS, Adapted, FunctionChain, JaxStage, Sample, SharedContext, StageFunction
 from hpcdist.arrays.backend import Array, to_host
 from hpcdist.errors import ConfigurationError, UsageError
-from hpcdist.models.model import Loss, Model
+from hpcdist.models.model import LOSS_WEIGHT, Loss, Model
 from hpcdist.models.stage import Operations, Saved
 
 
 class JaxLoss(Loss):
-    """The losses ``call(y, targets)``, summed: over samples (samples, ...), or a mean times the number of samples.
+    """The losses ``call(y, targets)``, summed: (sum, weight), losses (samples, ...), or a mean as a number.
 
-    ``output`` is shape and type of a sample of y, ``example`` has targets. Raises UsageError where losses
-    are no such array.
+    ``output`` is shape and type of a sample of y, ``example`` has targets. Raises UsageError for other losses, and for
+    a mean whose divisor depends on the data: the mean of such means would depend on how a batch is cut.
     """
 
     def __init__(
@@ -70,15 +70,17 @@ class JaxLoss(Loss):
     ) -> None:
         self._call, self._traffic, self._example = call, traffic, example
         target = example.shape[1:], jax_dtype(example.dtype)
+        self.weighs = False
         shape1, shape2 = (self._shape(samples, output, target) for samples in (1, 2))
-        self.is_mean = shape1 == shape2 == ()
-        if not self.is_mean and (shape1[:1] != (1,) or shape2 != (2, *shape1[1:])):
+        self.is_mean = shape1 == shape2 == () and not self.weighs
+        if not self.is_mean and not self.weighs and (shape1[:1] != (1,) or shape2 != (2, *shape1[1:])):
             raise UsageError(
-                f"the loss has shape {shape1} for 1 sample and {shape2} for 2; return losses (samples, ...), or "
-                "their mean as a number"
+                f"the loss has shape {shape1} for 1 sample and {shape2} for 2; return losses (samples, ...), "
+                "their mean as a number, or (sum, weight)"
             )
         if self.is_mean:
             self._check_mean(output)
+            self._check_divisor(output, target)
         self.per_sample = int(np.prod(shape1))  # losses a sample, which the mean divides by
         jax = library()
         self._losses = jax.jit(call)
@@ -91,8 +93,11 @@ class JaxLoss(Loss):
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> float:
         """Return the sum in float64; ``logits`` (samples, ...) are what the last stage gave, and stay as they are."""
         y, inside = self._traffic.bring(logits), self._traffic.bring(targets)
-        total = float(np.asarray(self._losses(y, inside)).astype(np.float64).sum())
+        losses, *weight = self._losses(y, inside) if self.weighs else (self._losses(y, inside),)
+        total = float(np.asarray(losses).astype(np.float64).sum())
         saved.keep("jax.loss", (logits, y, inside))
+        if weight:
+            saved.keep(LOSS_WEIGHT, float(np.float32(weight[0])))
         return total * len(logits) if self.is_mean else total
 
     def backward(self, scale: float, operations: Operations, saved: Saved) -> Array:
@@ -104,20 +109,31 @@ class JaxLoss(Loss):
         return result
 
     def _check_mean(self, output: tuple[tuple[int, ...], np.dtype]) -> None:
-        """Compare the loss of a sample with that of the same one twice: a mean is the same, and a sum is not."""
+        """Compare the loss of two samples with the losses of each. Raises UsageError unless it is their mean."""
         shape, dtype = output
-        y = np.random.default_rng(0).random((1, *shape)).astype(dtype)
-        target = self._example[:1].astype(jax_dtype(self._example.dtype))
-        loss1, loss2 = (
-            float(self._call(np.repeat(y, count, axis=0), np.repeat(target, count, axis=0))) for count in (1, 2)
-        )
-        if abs(loss2 - loss1) > 1e-3 * abs(loss1) and abs(loss2 - 2 * loss1) <= 1e-3 * abs(loss2):
+        y = np.random.default_rng(0).random((2, *shape)).astype(dtype)
+        target = np.repeat(self._example[:1].astype(jax_dtype(self._example.dtype)), 2, axis=0)
+        both, first, second = (float(self._call(y[rows], target[rows])) for rows in (np.s_[:], np.s_[:1], np.s_[1:]))
+        if abs(both - (first + second) / 2) > 1e-3 * max(map(abs, (both, first, second))):
+            kind = "a sum" if abs(both - first - second) <= 1e-3 * abs(both) else "no mean over samples"
             raise UsageError(
-                f"the loss is a sum, {loss1:.6g} for a sample and {loss2:.6g} for it twice; return losses "
-                "(samples, ...), or their mean as a number"
+                f"the loss is {kind}, {first:.6g} and {second:.6g} for two samples and {both:.6g} for both; return "
+                "losses (samples, ...), their mean as a number, or (sum, weight)"
+            )
+
+    def _check_divisor(self, output: Sample, target: Sample) -> None:
+        """Raise UsageError unless the mean divides a sum by a number that the shapes alone decide."""
+        structs = [library().ShapeDtypeStruct((2, *shape), dtype) for shape, dtype in (output, target)]
+        jaxpr = library().make_jaxpr(self._call)(*structs).jaxpr
+        if not is_plain_mean(jaxpr, set(jaxpr.invars)):
+            raise UsageError(
+                "the loss is one number, and its computation does not show that every sample counts alike in it; "
+                "return (sum, weight), as in: return (losses * mask).sum(), mask.sum(); or losses (samples, ...)"
             )
 
     def _sum(self, y: Any, targets: Any) -> Any:
+        if self.weighs:
+            return self._call(y, targets)[0].astype(y.dtype)
         losses = self._call(y, targets)
         return (losses * y.shape[0] if self.is_mean else losses.sum()).astype(y.dtype)
 
@@ -128,9 +144,56 @@ class JaxLoss(Loss):
         losses = library().eval_shape(
             self._call, *(struct((samples, *shape), dtype) for shape, dtype in (output, target))
         )
+        if isinstance(losses, tuple) and len(losses) == 2:
+            self.weighs = True
+            losses, weight = losses
+            if losses.shape != () or weight.shape != ():
+                raise UsageError(f"the loss is a pair of shapes {losses.shape} and {weight.shape}; return two numbers")
         if not hasattr(losses, "dtype") or not np.issubdtype(losses.dtype, np.floating):
-            raise UsageError(f"the loss is {losses}; return losses (samples, ...), or their mean as a number")
+            raise UsageError(f"the loss is {losses}; return losses (samples, ...), their mean, or (sum, weight)")
         return tuple(losses.shape)
+
+
+_KEEP: Final = ("neg", "convert_element_type", "reshape", "squeeze", "copy")  # primitives that keep weights
+
+
+def is_plain_mean(jaxpr: Any, data: set[Any], *, divided: bool = False) -> bool:
+    """Return True if the one output of ``jaxpr`` divides a sum by a number that does not depend on ``data``.
+
+    ``data`` are the input variables that hold outputs and targets. Sums and constant multiples of such means are plain.
+    ``divided``: the caller divides the output.
+    """
+    made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+    depends = set(data)
+    for equation in jaxpr.eqns:
+        if any(_is_in(var, depends) for var in equation.invars):
+            depends.update(equation.outvars)
+
+    def is_mean(var: Any, *, divided: bool) -> bool:
+        equation = made.get(var) if not hasattr(var, "val") else None
+        if equation is None:
+            return False
+        name, inputs = equation.primitive.name, [each for each in equation.invars if _is_in(each, depends)]
+        if name == "reduce_sum":
+            return divided
+        if name in ("add", "sub"):
+            return all(is_mean(each, divided=divided) for each in inputs)
+        if name in _KEEP or (name == "mul" and len(inputs) == 1):
+            return is_mean(inputs[0], divided=divided or name == "mul")
+        if name == "div":
+            return inputs == [equation.invars[0]] and is_mean(inputs[0], divided=True)
+        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        if inner is None or len(equation.outvars) != 1:
+            return False
+        inner = getattr(inner, "jaxpr", inner)
+        taken = {own for own, each in zip(inner.invars, equation.invars, strict=True) if _is_in(each, depends)}
+        return is_plain_mean(inner, taken, divided=divided)
+
+    return is_mean(jaxpr.outvars[0], divided=divided)
+
+
+def _is_in(var: Any, variables: set[Any]) -> bool:
+    return not hasattr(var, "val") and var in variables  # a literal has no hash
 
 
 EXAMPLE_SAMPLES: Final = 8  # samples of an example that a model keeps, to measure its stages
@@ -171,7 +234,8 @@ def wrap(
     with the one behind). ``adapted(name, leaf)`` says of the leaf LAYER.NAME whether weight decay and layer-wise rates
     apply; by default to all of two dims and more. ``example`` is a batch (inputs, targets), arrays or
     `jax.ShapeDtypeStruct`, of any number of samples: the shapes and types of a sample count. ``loss(y, targets)``
-    returns losses (samples, ...), whose mean over all is trained; or a number, the mean over the samples it got.
+    returns losses (samples, ...), whose mean over all is trained; a number, the mean over the samples it got, each of
+    which counts alike; or (sum, weight), two numbers whose sums over the whole batch are divided.
 
     ``tied`` says which tensors are those of an earlier stage: {"3.head": "0.table"}, by ``LAYER.NAME``, the name being
     the path in the pytree with dots. ``keep`` is what lies in memory between forward and backward:

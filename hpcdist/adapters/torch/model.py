@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from hpcdist.adapters.torch.arrays import as_computable, keep_freed_memory, library
+from hpcdist.adapters.torch.loss import TorchLoss
 from hpcdist.adapters.torch.modules import ParameterBinding, check_modules, stages_of
-from hpcdist.adapters.torch.stage import TorchLoss, TorchStage
+from hpcdist.adapters.torch.stage import TorchStage
 from hpcdist.arrays import backend
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.model import Model
@@ -193,9 +194,9 @@ def wrap(
       ...) and returns one of the parameters' type, and the pipeline cuts, and ZeRO-3 gathers, between them. Another
       module is one stage. A module without a parameter of its own belongs to the stage before. The same
       `torch.nn.Parameter` may be in several stages.
-    - ``loss(outputs, targets)`` gives one number: their ``reduction`` over the samples that it is given, "mean" or
-      "sum", with ``tokens_per_sample`` predictions a sample. A step reports, and follows the gradient of, the mean over
-      the predictions of its whole batch.
+    - ``loss(outputs, targets)`` returns (sum, weight): the summed loss and the number of targets that count. A step
+      reports, and follows the gradient of, the sum over the sum of weights of its whole batch. Or it returns one
+      number, the ``reduction`` over the samples: "mean", if PyTorch's graph shows its weight, or "sum" (see `loss`).
     - ``example``, an input (samples, ...) as tensor or array, tells the shapes between stages, which a pipeline has to
       know. As a tuple of two, input and targets, it also lets ``parallel.partition = "measured"`` run the loss; without
       those it gives the loss zeros, integers in the shape of the last output but for its last dim.

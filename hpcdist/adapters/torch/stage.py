@@ -1,4 +1,4 @@
-"""User modules as a `hpcdist.models.stage.Stage`, and a user's loss function as the loss of a model.
+"""User modules as a `hpcdist.models.stage.Stage`.
 
 Parameters and gradients lie in the memory of the run. Forward keeps the graph of PyTorch, backward runs it and writes
 each gradient to its place.
@@ -7,26 +7,22 @@ each gradient to its place.
 import copy
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hpcdist.adapters.torch.arrays import (
     array_of,
     as_computable,
     flop_counter,
     library,
-    restored_random,
     seeded_random,
     share_stream,
     tensor_of,
 )
 from hpcdist.adapters.torch.attention import CURRENT, SampleCut
 from hpcdist.adapters.torch.modules import ParameterBinding, StageModules
-from hpcdist.arrays.backend import Array, ArrayGroup, Scalar, arrays_in
+from hpcdist.arrays.backend import Array, ArrayGroup, arrays_in
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.errors import ConfigurationError, UsageError
-from hpcdist.models.model import Loss
 from hpcdist.models.stage import Draw, Gradients, Operations, Parameters, Saved, StreamOf
 
 if TYPE_CHECKING:
@@ -268,116 +264,3 @@ class TorchStage:
                 f"no gradient reached parameter {', '.join(missing)} of stage {self.layer}, {self.name}: its forward "
                 "does not use it, or detaches it; remove it from the module, or register it as a buffer"
             )
-
-
-REDUCTIONS: Final = ("mean", "sum")
-
-
-class TorchLoss(Loss):
-    """``function(outputs, targets)`` returns one number: the mean over the samples it is given, or the sum.
-
-    Targets that are several come to it as they were given: as a tuple, or a dict.
-    """
-
-    takes_several: Final = True
-
-    def __init__(self, function: Callable[..., Any], reduction: str, tokens_per_sample: int) -> None:
-        if not callable(function):
-            raise UsageError(f"the loss is a {type(function).__name__}; pass a function of (outputs, targets)")
-        if reduction not in REDUCTIONS:
-            raise ConfigurationError(f"reduction is {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
-        if isinstance(function, library().nn.Module):
-            for name, _ in function.named_parameters():
-                raise UsageError(f"the loss has a parameter, {name}; put what is trained into the last stage")
-        self._function, self._reduction, self._tokens = function, reduction, tokens_per_sample
-        self._is_known = False  # whether the reduction has been looked at
-        self._cut: SampleCut | None = None
-
-    def in_context(self, cut: SampleCut) -> "TorchLoss":
-        """Return this loss for the tokens of ``cut``. Raises ConfigurationError for losses of less than all tokens."""
-        if self._tokens != cut.whole:
-            raise ConfigurationError(
-                f"parallel.context with a loss of {self._tokens} predictions a sample, which has {cut.whole} tokens "
-                "(data.context): pass wrap tokens_per_sample, or set parallel.context = 1"
-            )
-        other = copy.copy(self)
-        other._tokens, other._cut = cut.tokens, cut
-        return other
-
-    def take_example(self, targets: Any) -> None:
-        """Store example targets, repeated to any number of samples by a measurement of passes."""
-        self.example_targets: Callable[[int], Any] = lambda samples: targets[np.arange(samples) % len(targets)]
-
-    def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> Scalar:
-        """Return the sum over samples and their predictions, in float64; the outputs stay as they are."""
-        if self._cut is not None and not self._cut.calls:
-            raise UsageError(
-                "no stage calls hpcdist.adapters.torch.context_attention: with parallel.context each token would see "
-                "those of this rank alone; call it in the place of scaled_dot_product_attention, or set it to 1"
-            )
-        with share_stream(logits):
-            outputs = tensor_of(logits)
-            wanted = as_computable(targets, outputs.dtype)
-            if saved.draw is None:
-                with library().no_grad():
-                    total = self._total(outputs, wanted)
-            else:
-                total = self._recorded(outputs, wanted)
-            saved.keep("torch.loss", (outputs, wanted, None if saved.draw is None else total))  # total with its graph
-            if not self._is_known and len(outputs) > 1:
-                self._look(outputs, wanted)
-            if total.is_cuda:
-                return array_of(total.double())
-            return float(total.detach())
-
-    def backward(self, scale: float, operations: Operations, saved: Saved) -> Array:
-        """Return the gradient of ``scale`` times the sum with respect to the outputs."""
-        outputs, targets, total = saved["torch.loss"]
-        with share_stream(array_of(outputs)):
-            total = self._recorded(outputs, targets) if total is None else total
-            outputs.grad = None
-            total.backward(total.new_tensor(scale))
-            if outputs.grad is None:
-                raise UsageError("the loss does not depend on the outputs of the last stage")
-            return array_of(outputs.grad)
-
-    def _look(self, outputs: "torch.Tensor", targets: Inputs) -> None:
-        """Compare the loss of a batch, once, with the losses of its halves.
-
-        Raises UsageError where it is the other reduction: steps would depend on how a batch is cut.
-        """
-        half, count = len(outputs) // 2, len(outputs)
-        devices = [outputs.device] if outputs.is_cuda else []
-        with library().no_grad(), restored_random(devices):  # a loss that draws draws in the step as without this
-            parts = (slice(None), slice(half), slice(half, None))
-            values = [self._one(outputs[part], targets[part]) for part in parts]
-        whole, first, second = (float(loss.double()) for loss in values)
-        expected = {"mean": (first * half + second * (count - half)) / count, "sum": first + second}
-        fits = {name: abs(whole - value) <= 1e-3 * abs(whole) for name, value in expected.items()}
-        (other,) = set(REDUCTIONS) - {self._reduction}
-        if fits[other] and not fits[self._reduction]:
-            raise UsageError(
-                f"the loss is wrapped as a {self._reduction} over samples, and it is a {other}: {whole:.6g} for "
-                f"{count} samples, {first:.6g} and {second:.6g} for their halves; pass wrap reduction={other!r}"
-            )
-        self._is_known = True
-
-    def _recorded(self, outputs: "torch.Tensor", targets: Inputs) -> "torch.Tensor":
-        outputs.requires_grad_()
-        with library().enable_grad():
-            total = self._total(outputs, targets)
-        if not total.requires_grad:
-            raise UsageError("the loss has no gradient: it detaches the outputs of the last stage")
-        return total
-
-    def _total(self, outputs: "torch.Tensor", targets: Inputs) -> "torch.Tensor":
-        total = self._one(outputs, targets)
-        return total * (len(outputs) * self._tokens) if self._reduction == "mean" else total
-
-    def _one(self, outputs: "torch.Tensor", targets: Inputs) -> "torch.Tensor":
-        loss = self._function(outputs, targets.given if isinstance(targets, ArrayGroup) else targets)
-        if not isinstance(loss, library().Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            got = tuple(loss.shape) if isinstance(loss, library().Tensor) else type(loss).__name__
-            raise UsageError(f"the loss function returns {got}; it has to return one number, as a tensor")
-        total: torch.Tensor = loss.reshape(())
-        return total

@@ -74,9 +74,10 @@ class LocalGradients(AllreduceExchange):
         return own
 
     def clip_factor(self) -> float:
-        """Return the factor that clips this rank's finite gradients, one for all ranks of its replica (local)."""
+        """Return the factor that corrects and clips this rank's finite gradients, the same in its replica (local)."""
         limit = self.context.optimizer.clip_norm
-        return dgc.clip_factor(self._replica, limit, self.context.data.size) if limit else 1.0
+        replica = self._replica * self.correction**2
+        return self.correction * (dgc.clip_factor(replica, limit, self.context.data.size) if limit else 1.0)
 
 
 class CompressedExchange(ErrorFeedbackExchange, AllreduceExchange):

@@ -12,7 +12,8 @@ from typing import Final
 import numpy as np
 
 from hpcdist.adapters.torch.attention import SampleCut
-from hpcdist.adapters.torch.stage import TorchLoss, TorchStage
+from hpcdist.adapters.torch.loss import TorchLoss
+from hpcdist.adapters.torch.stage import TorchStage
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.attention.tiles import Pieces

@@ -158,6 +158,8 @@ class Exchange(Protocol):
     serves_beside: bool = False  # whether this rank answers workers (COLLECT) beside its own computation
     drops_late: bool = False  # whether gradients that come too late are dropped
     fullest: float | None = None  # the parameters of the server that has most, over an even share
+    correction: float = 1.0  # set before `begin_update`, whose ``scale`` includes it: factor of the step's gradient
+    corrects: bool = True  # whether `begin_update` obeys a ``correction`` other than 1
     restores: Collection[str] = ()  # special entries of `state` of a checkpoint that it understands: "pending", ...
     handlers: Handlers
 

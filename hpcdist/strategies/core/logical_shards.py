@@ -96,7 +96,8 @@ class LogicalShards:
         Collective, as ``agree`` is.
         """
         of_shards = np.zeros(self.count)
-        of_shards[self.own.slice] = losses  # all others add zeros to them, which is exact in any order
+        # Other ranks add zeros, which is exact in any order. An evaluation may have fewer losses than own shards.
+        of_shards[self.own.start : self.own.start + len(losses)] = losses
         sums = agree(np.concatenate([of_shards, values]))
         return tree_sum(sums[: self.count].tolist()), sums[self.count :]
 

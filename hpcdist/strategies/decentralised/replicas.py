@@ -79,9 +79,9 @@ class Replicas(ShardedUpdateExchange):
     def begin_update(self, scale: float) -> None:
         """Begin the update of the step; ``scale``, of a gradient that all share, is replaced by that of the own one."""
         limit, normalizes = self.context.optimizer.clip_norm, self.context.optimizer.normalize_gradient
-        own = norms.clip_scale(self._norm_squared, limit, normalize=normalizes)
+        own = norms.clip_scale(self._norm_squared * self.correction**2, limit, normalize=normalizes)
         self.apart = True
-        super().begin_update(own * self.factor)
+        super().begin_update(own * self.factor * self.correction)
 
     def average(self, store: FlatStore, weight: int = 1, total: int = 0, *, replace: bool = True) -> np.ndarray:  # (2,)
         """Return the sums of squares of this rank's values less the mean, and of the mean. Collective.

@@ -14,7 +14,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.record.spans import NULL_SPANS, SpanSink
-from hpcdist.errors import NonFiniteError
+from hpcdist.errors import DataError, NonFiniteError, UsageError
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Draw
 from hpcdist.optim import norms
@@ -65,6 +65,7 @@ class Executor:
         self.sizes: list[int] = []
         self.outcome = StepResult()
         self._scale = 1.0  # of the loss in that step: 1 / its targets
+        self._targets = 1.0  # of that step
         widens = context.working not in (None, context.model.dtype)
         self._bound = (MixedPrecisionViews if widens else ParameterViews)(context, exchange, copies)
         # Messages inside of stages bring in bad values of other ranks: they and the stages look with one finder.
@@ -113,7 +114,8 @@ class Executor:
                 observer.begin_step(step, operations, sizes)
             self.number, self.sizes, self.samples = step, sizes, samples
             self.outcome = StepResult(loss_scale=self.loss_scale.scale)
-            self._scale = 1.0 / (targets or samples * self.model.tokens_per_sample)
+            self._targets = targets or samples * self.model.tokens_per_sample
+            self._scale = 1.0 / self._targets
             self._draw = Draw(self._seed, step, first_sample)
             self._sent, self._step = stop_requests, (operations, batches)
             self._begin(operations, batches, self._draw)
@@ -239,13 +241,43 @@ class Executor:
         outcome.seconds["communication_s"] -= norm_s
         # One reduction for all: squared norm, what the meter counts, and the requests to stop, behind the losses.
         counts = [observer.counts(self) for observer in self._observers]
-        sent = np.concatenate([[norm_squared], *counts, self._sent])
+        weights = [self.own_weight] if self.model.loss.weighs else []
+        sent = np.concatenate([[norm_squared], *counts, self._sent, weights])
         loss, values = self.exchange.agree_losses(self.own_losses, sent)
-        outcome.loss = loss * self._scale
-        self._norm_squared = float(values[0])  # of the scaled gradient
-        outcome.gradient_norm = float(np.sqrt(values[0])) / outcome.loss_scale
+        if weights:
+            self._weigh(float(values[-1]))
+            values = values[:-1]
+        outcome.loss = loss * self._scale * outcome.correction
+        # The gradient of the step before, which `alternates` applies, was corrected in its own step.
+        correction = 1.0 if self.exchange.alternates else outcome.correction
+        self._norm_squared = float(values[0]) * correction**2  # of the scaled gradient
+        outcome.gradient_norm = float(np.sqrt(values[0])) * correction / outcome.loss_scale
         *self._sums, outcome.stop_requests = np.split(values[1:], np.cumsum([own.size for own in counts], dtype=int))
         outcome.measured = np.concatenate([NO_COUNTS, *self._sums])
+
+    def _weigh(self, weight: float) -> None:
+        """Set the correction of the step from ``weight``, the sum of the weights of all ranks (local).
+
+        Raises DataError if no target counts, and UsageError if the strategy needs to know the weights beforehand.
+        """
+        exchange = self.exchange
+        targets = self._targets if exchange.lock_step else sum(self.sizes) * self.model.tokens_per_sample
+        if not targets:  # a worker at its own pace, without samples in this step
+            return
+        if not 0 < weight < np.inf:
+            self._stages.neighbours.finish()
+            raise DataError(
+                f"step {self.number}: the weights of the loss sum to {weight} over the whole batch, expected more than "
+                "0: leave out batches without a target that counts"
+            )
+        self.outcome.correction = exchange.correction = targets / weight
+        if self.outcome.correction != 1.0 and not exchange.corrects:
+            self._stages.neighbours.finish()
+            raise UsageError(
+                f"step {self.number}: the loss has the weight {weight:g}, expected {targets:g}: backup workers and "
+                "replicas of a parameter server need equal weights; set wrap's tokens_per_sample to the weight of a "
+                "sample, or use another parallel.strategy"
+            )
 
     def _agree(self, op: Operation) -> None:
         self._sum_up()
@@ -264,12 +296,19 @@ class Executor:
         if outcome.skipped:
             return
         norm_squared, normalizes = self._norm_squared / scale**2, self.context.optimizer.normalize_gradient
-        self.exchange.begin_update(norms.clip_scale(norm_squared, self.clip_norm, normalize=normalizes) / scale)
+        correction = 1.0 if self.exchange.alternates else outcome.correction
+        clip = norms.clip_scale(norm_squared, self.clip_norm, normalize=normalizes)
+        self.exchange.begin_update(clip * correction / scale)
 
     @property
     def own_losses(self) -> list[float]:
         """Sums of the losses over all targets, of each micro-batch of this rank (local)."""
         return self._stages.losses
+
+    @property
+    def own_weight(self) -> float:
+        """Sum of the weights of this rank's losses in the last list; 0 if the loss has no weights. Local."""
+        return self._stages.weight
 
     def gradients_in(self, part: Range) -> Array | None:
         """Return this rank's gradients in ``part``, a range of whole layers or in one; None for none (local)."""

@@ -18,6 +18,7 @@ import numpy as np
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array, Scalar
 from hpcdist.models.documents import unpacked
+from hpcdist.models.model import LOSS_WEIGHT
 from hpcdist.models.runtime.arena import Arena, ArenaSaved
 from hpcdist.models.runtime.split_backward import release_first_pass, split_operations, weight_gradients
 from hpcdist.models.stage import Draw, MixedStage, Operations, Saved
@@ -164,6 +165,7 @@ class Stages:
         self._draws: Sequence[Draw | None] = [None] * len(sizes) if evaluates else own
         self._losses = backend.empty(len(batches), np.dtype(np.float64), self._context.on)
         self._counted = 0
+        self._weights: list[Scalar] = []
         self._inputs: dict[tuple[int, int], Array] = {}
         self._gradients: dict[tuple[int, int], Array] = {}
         # Their activations are computed again before the backward, or there is none.
@@ -177,6 +179,11 @@ class Stages:
         """Sums of the losses of each micro-batch so far that has samples; waits for a GPU."""
         losses: list[float] = backend.to_host(self._losses[: self._counted]).tolist() if self._counted else []
         return losses
+
+    @property
+    def weight(self) -> float:
+        """Sum of the weights of the losses so far; 0 if the loss has no weights. Waits for a GPU."""
+        return sum(float(weight) for weight in self._weights)
 
     @cached_property
     def _split(self) -> Operations:
@@ -211,6 +218,8 @@ class Stages:
             if not op.recompute:
                 self._losses[self._counted] = loss  # where it was computed: the host need not wait for it
                 self._counted += 1
+                if self._model.loss.weighs:
+                    self._weights.append(saved[LOSS_WEIGHT])
             if dropped:
                 saved.release()
         elif not (op.recompute and self._place.crosses(op.unit + 1)):  # else it was sent long ago

@@ -31,6 +31,7 @@ class RecomputeVerdict:
 class StepResult:
     """Result of a step: the mean loss over the whole batch, requests to stop, seconds by phase on this rank.
 
+    ``correction``: the gradient of this step is multiplied by it, since its weights are known at its end only.
     ``skipped``: the gradient overflowed at its ``loss_scale``, and nothing was updated. ``measured`` is what the
     observers count, one after another, summed over the world.
     """
@@ -39,6 +40,7 @@ class StepResult:
     gradient_norm: float = float("nan")
     stop_requests: np.ndarray = field(default_factory=lambda: np.zeros(0))
     loss_scale: float = 1.0
+    correction: float = 1.0
     skipped: bool = False
     recomputed: RecomputeVerdict | None = None
     measured: np.ndarray = field(default_factory=lambda: np.zeros(0))

@@ -120,11 +120,15 @@ class Trainer:
         speaks = self.context.computes and self.last_stage and self.context.speaks
         total, count = 0.0, 0.0
         for batches in rounds:
-            losses = [self.executor.evaluate(*batch) for batch in batches]
+            losses, weight = [], 0.0
+            for batch in batches:
+                losses.append(self.executor.evaluate(*batch))
+                weight += self.executor.own_weight
             for inputs, targets in batches[: parts - len(batches)]:
                 self.executor.evaluate(inputs[:0], targets[:0])  # layers may be gathered: all ranks come equally often
             each = self.model.tokens_per_sample if speaks else 0
             seen = sum(self.source.targets_in(targets, each) for _, targets in batches) if speaks else 0
+            seen = weight if self.model.loss.weighs else seen
             # Round by round, since the deadline of a communication runs for servers that wait for the others.
             loss, targets_of_all = self.exchange.agree_losses(losses, np.array([float(seen)]))
             total, count = total + loss, count + float(targets_of_all[0])

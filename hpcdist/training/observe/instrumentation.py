@@ -82,7 +82,8 @@ class ConsoleProgress:
 
     ``first`` is the step from which this process goes on, ``every_s`` the seconds between two lines of a log, ``unit``
     the name of what a speed counts. Speeds and the time that is left are those of the steps after the first one of this
-    process, which compiles kernels and opens connections: as in the summary of the run.
+    process, which compiles kernels and opens connections: as in the summary of the run. The share of communication is
+    the mean since the last line, or for a bar, since the last ``every_s`` seconds have passed.
     """
 
     def __init__(self, steps: int, first: int, every_s: float, shown: bool, unit: str = "tokens") -> None:
@@ -90,6 +91,7 @@ class ConsoleProgress:
         self._begun = self._last = time.monotonic()
         self._warm: tuple[float, int] | None = None  # when the first step was done, and its number
         self._targets = 0  # of the steps after it
+        self._communication_s = self._steps_s = 0.0  # since the last line
         columns = _terminal_columns() if shown else None
         self._bar: tqdm[None] | None = None
         if columns is not None:
@@ -104,11 +106,11 @@ class ConsoleProgress:
         else:
             print(text, file=sys.stderr, flush=True)
 
-    def step(self, done: int, loss: float, targets: int, communication: float) -> None:
-        """Report that ``done`` steps are complete; ``targets`` were predicted in the last, by all ranks together.
+    def step(self, done: int, loss: float, targets: int, communication_s: float, step_s: float) -> None:
+        """Report that ``done`` steps are complete; all ranks together predicted ``targets`` in the last step.
 
-        Those whose gradient came too late are none of them. ``communication`` is the share of its time that the last
-        step spent in messages.
+        Targets whose gradient came too late do not count. The last step took ``step_s`` seconds, of which this rank
+        spent ``communication_s`` in messages.
         """
         if not self._shown:
             return
@@ -119,15 +121,17 @@ class ConsoleProgress:
         else:
             self._targets += targets
             figures.append(f"{self._targets / max(now - self._warm[0], 1e-9):,.0f} {self._unit}/s")
-        figures.append(f"comm {communication:.0%}")
+        self._communication_s += communication_s
+        self._steps_s += step_s
+        figures.append(f"comm {self._communication_s / self._steps_s:.0%}")
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join(figures), refresh=False)
             self._bar.update(1)
-        elif done == self._warm[1] or now - self._last >= self._every_s or done == self._steps:
-            self._last = now
-            print(
-                "  ".join([f"step {done}/{self._steps}", *figures, self._left(done, now)]), file=sys.stderr, flush=True
-            )
+        if done == self._warm[1] or now - self._last >= self._every_s or done == self._steps:
+            self._last, self._communication_s, self._steps_s = now, 0.0, 0.0
+            if self._bar is None:
+                line = "  ".join([f"step {done}/{self._steps}", *figures, self._left(done, now)])
+                print(line, file=sys.stderr, flush=True)
 
     def _left(self, done: int, now: float) -> str:
         """Return the estimated time of the steps that are left; after the first step, the seconds that it took."""

@@ -117,6 +117,7 @@ class NoiseMeter(StepObserver):
         if not self._is_due(step) or step.outcome.skipped:
             return
         squared, inverse = sums.tolist()
+        squared *= step.outcome.correction**2
         big, big_squared = step.samples, step.outcome.gradient_norm**2
         if not (math.isfinite(squared) and math.isfinite(big_squared)):
             return

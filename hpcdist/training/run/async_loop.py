@@ -176,7 +176,7 @@ class AsyncTrainingLoop(TrainingLoop):
         self.metrics.add(step, loss, exchange.learning_rate, targets, seconds, sent)
         if exchange.clock > step:
             self._note_missed()
-        self.progress.step(exchange.clock, loss, self._targets_of_all(), communication_s / step_s)
+        self.progress.step(exchange.clock, loss, self._targets_of_all(), communication_s, step_s)
 
     def _note_missed(self) -> None:
         """Add a row without times for the steps that others made up to this worker's clock (local)."""

@@ -73,7 +73,7 @@ class StepStatistics:
         self.count = 0
         self.first: dict[str, float] = {}
         self.sums: defaultdict[str, float] = defaultdict(float)  # of all but the first
-        self.sample: list[tuple[float, float]] = []  # seconds and bytes sent
+        self.sample: list[tuple[float, float, float]] = []  # seconds, bytes sent, seconds of communication
         self._random = random.Random(0)
 
     def add(self, step_s: float, sent_bytes: float, **figures: float) -> None:
@@ -85,10 +85,11 @@ class StepStatistics:
             return
         for name, value in figures.items():
             self.sums[name] += value
+        step = step_s, sent_bytes, figures.get("communication_s", math.nan)
         if len(self.sample) < SAMPLED_STEPS:
-            self.sample.append((step_s, sent_bytes))
+            self.sample.append(step)
         elif (place := self._random.randrange(self.count - 1)) < SAMPLED_STEPS:
-            self.sample[place] = step_s, sent_bytes
+            self.sample[place] = step
 
     def measured(self) -> dict[str, Any]:
         """Return the statistics in the form in which ranks exchange them."""
@@ -254,7 +255,7 @@ class TrainingLoop:
         self._settle(result.stop_requests[len(StopReason) + 3 :])
         self._look(step, save=result.stop_requests[len(StopReason) + 1] > 0)
         self._protect(step, result.stop_requests[len(StopReason) + 2])
-        self.progress.step(step, result.loss, targets, result.seconds["communication_s"] / step_s)
+        self.progress.step(step, result.loss, targets, result.seconds["communication_s"], step_s)
         if trainer.balance is not None and trainer.balance.after(step, result.seconds["compute_s"]):
             self.step_log.shares(step, -1)
 

@@ -40,7 +40,8 @@ class StepThroughput:
     """Speed of the steps of this start; NaN where none was made, or where it is not known."""
 
     tokens_per_s: float = math.nan
-    step_s: float = math.nan
+    step_s: float = math.nan  # the median
+    mean_step_s: float = math.nan
     training_s: float = 0.0
     sent_bytes: float = math.nan
 
@@ -56,16 +57,17 @@ def lock_step_throughput(
     """
     if not workers[0]["count"]:
         return StepThroughput()
-    slowest = [max(step_s for step_s, _ in step) for step in zip(*map(_steady, workers), strict=True)]
-    sent = [_most([nbytes for _, nbytes in step]) for step in zip(*map(_steady, ranks), strict=True)]
+    slowest = [max(step_s for step_s, *_ in step) for step in zip(*map(_steady, workers), strict=True)]
+    sent = [_most([nbytes for _, nbytes, _ in step]) for step in zip(*map(_steady, ranks), strict=True)]
     count, steady_s = max(1, workers[0]["count"] - 1), sum(slowest)
     if count > len(slowest):
         longest = max(workers, key=lambda rank: rank["sums"]["step_s"])
-        steady_s *= longest["sums"]["step_s"] / sum(step_s for step_s, _ in longest["sample"])
+        steady_s *= longest["sums"]["step_s"] / sum(step_s for step_s, *_ in longest["sample"])
     first_s = max(rank["first"]["step_s"] for rank in workers) if workers[0]["count"] > 1 else 0.0
     return StepThroughput(
         tokens_per_s=targets * count / steady_s,
         step_s=statistics.median(slowest),
+        mean_step_s=steady_s / count,
         training_s=first_s + steady_s,
         sent_bytes=math.nan if math.isnan(sum(sent)) else (statistics.median if alike else statistics.mean)(sent),
     )
@@ -92,9 +94,10 @@ def async_throughput(ranks: Sequence[Rank], workers: Sequence[Rank]) -> StepThro
     own = [rank for rank in ranks if rank["count"] and math.isnan(rank["served"])]
     return StepThroughput(
         tokens_per_s=tokens_per_s,
-        step_s=statistics.median(statistics.median(step_s for step_s, _ in _steady(rank)) for rank in made),
+        step_s=statistics.median(statistics.median(step_s for step_s, *_ in _steady(rank)) for rank in made),
+        mean_step_s=_mean_of_all(made, "step_s"),
         training_s=training_s,
-        sent_bytes=max([*served, *(statistics.median(nbytes for _, nbytes in _steady(rank)) for rank in own)]),
+        sent_bytes=max([*served, *(statistics.median(nbytes for _, nbytes, _ in _steady(rank)) for rank in own)]),
     )
 
 
@@ -103,10 +106,15 @@ def _most(counts: Sequence[float]) -> float:
     return math.nan if math.isnan(sum(counts)) else max(counts)
 
 
-def _steady(rank: Rank) -> Sequence[tuple[float, float]]:
-    """Return seconds and bytes of the sampled steps, without the first one unless there is no other."""
+def _steady(rank: Rank) -> Sequence[tuple[float, float, float]]:
+    """Return seconds, bytes sent and seconds of communication of the sampled steps.
+
+    The first step is left out unless there is no other.
+    """
     first = rank["first"]
-    return rank["sample"] or ([(first["step_s"], first["sent_bytes"])] if rank["count"] else [])
+    if not rank["count"] or rank["sample"]:
+        return rank["sample"]
+    return [(first["step_s"], first["sent_bytes"], first.get("communication_s", math.nan))]
 
 
 def _mean(rank: Rank, figure: str) -> float:
@@ -126,8 +134,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Return the summary, the same on every rank. Collective.
 
-    What was not measured is None, with the reason beside it. ``comm_fraction`` is the mean over the ranks that compute:
-    a rank that only serves waits for most of its time, and that is no communication.
+    What was not measured is None, with the reason beside it.
     """
     ranks = comm.allgather_object(_measured(trainer, outcome))
     workers, pss = [rank for rank in ranks if rank["computes"]], [rank["pss"] for rank in ranks]
@@ -136,7 +143,6 @@ def summarise(
         pace = lock_step_throughput(ranks, workers, _targets(trainer, outcome), alike=alike)
     else:
         pace = async_throughput(ranks, workers)
-    shares = [_mean(rank, "communication_s") / _mean(rank, "step_s") for rank in workers if rank["count"]]
     summary = {
         "steps": outcome.done,
         "world": comm.size,
@@ -153,8 +159,7 @@ def summarise(
         "entropy": entropies,
         "tokens_per_s": json_number(pace.tokens_per_s),
         "speed_unit": trainer.speed_unit,
-        "step_s_median": json_number(pace.step_s),
-        "comm_fraction": json_number(statistics.mean(shares)) if shares else None,
+        **step_figures(pace, workers),
         **figures.utilisation_figures(comm, trainer, pace.tokens_per_s, NO_STEP_MADE),
         **overlap_figures(workers),
         **prefetch_figures(workers),
@@ -175,7 +180,26 @@ def summarise(
         "run_dir": str(directory),
         "stopped_by": outcome.stop_request.name.lower() if outcome.stop_request is not None else None,
     }
-    return summary | router_meter.router_figures(trainer.router) | _reasons(trainer, summary, bool(shares))
+    has_steps = any(rank["count"] for rank in workers)
+    return summary | router_meter.router_figures(trainer.router) | _reasons(trainer, summary, has_steps)
+
+
+def step_figures(pace: StepThroughput, workers: Sequence[Rank]) -> dict[str, float | None]:
+    """Return the median and the mean of the step time, and of the share of communication; None without a step.
+
+    The mean share is that of the time of all steps. Shares are means over ``workers``, the ranks that compute: a rank
+    that only serves waits for most of its time, and that is no communication. Local.
+    """
+    step_s = {"step_s_median": json_number(pace.step_s), "step_s_mean": json_number(pace.mean_step_s)}
+    made = [rank for rank in workers if rank["count"]]
+    if not made:
+        return step_s | {"comm_fraction": None, "comm_fraction_median": None}
+    means = [_mean(rank, "communication_s") / _mean(rank, "step_s") for rank in made]
+    medians = [statistics.median(spent / step_s for step_s, _, spent in _steady(rank)) for rank in made]
+    return step_s | {
+        "comm_fraction": json_number(statistics.mean(means)),
+        "comm_fraction_median": json_number(statistics.mean(medians)),
+    }
 
 
 def _reasons(trainer: Trainer, summary: Mapping[str, Any], has_steps: bool) -> dict[str, str]:
@@ -298,9 +322,11 @@ def describe(summary: dict[str, Any]) -> str:
     if "tokens_reason" in summary:
         lines.append(f"{summary['tokens_reason']}: no speed was measured")
     else:
-        lines.append(f"{summary['tokens_per_s']:,.0f} {summary['speed_unit']}/s  step {summary['step_s_median']:.4f} s")
-        share = summary["comm_fraction"]
-        lines.append(f"communication {'not measured' if share is None else f'{share:.1%}'}: {_moved_text(summary)}")
+        step = f"step {summary['step_s_median']:.4f} s (mean {summary['step_s_mean']:.4f} s)"
+        lines.append(f"{summary['tokens_per_s']:,.0f} {summary['speed_unit']}/s  {step}")
+        share, median = summary["comm_fraction"], summary["comm_fraction_median"]
+        spent = "not measured" if share is None else f"{share:.1%} (median step {median:.1%})"
+        lines.append(f"communication {spent}: {_moved_text(summary)}")
     if summary["prefetch_hits"] is not None:
         gathers = summary["prefetch_hits"] + summary["prefetch_misses"]
         lines.append(

@@ -472,5 +472,68 @@ def test_threads_share_a_model(rng):
 def test_a_loss_that_is_a_sum_is_refused(rng):
     functions, params = models.mlp(rng)
     x, targets = models.rows(rng, 7)
-    with pytest.raises(UsageError, match=r"the loss is a sum, .* return losses \(samples, ...\), or their mean"):
+    with pytest.raises(UsageError, match=r"the loss is a sum, .* return losses \(samples, ...\), their mean"):
         adapter.wrap(functions, params, lambda y, t: models.squares(y, t).sum(), example=(x, targets))
+
+
+def tenths(targets):
+    """Weights (samples, columns) that differ from sample to sample: the targets that are at least 0.1."""
+    return targets >= 0.1
+
+
+def sum_and_weight(y, targets):
+    return (models.squares(y, targets) * tenths(targets)).sum(), tenths(targets).sum()
+
+
+def masked_mean(y, targets):
+    total, weight = sum_and_weight(y, targets)
+    return total / weight
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("size", "keys"), [(1, {"parallel.microbatches": 3}), (3, ZERO3), (2, {"parallel.pipeline": 2})]
+)
+def test_a_loss_of_sum_and_weight_is_the_loss_of_the_whole_batch(rng, x64, size, keys):
+    functions, params = models.mlp(rng, "float64")
+    batches = [models.rows(rng, 9, "float64") for _ in range(3)]
+    losses, after = models.plain(
+        params, lambda params, batch: masked_mean(models.composed(functions, params, batch[0]), batch[1]), batches
+    )
+    model = adapter.wrap(functions, params, sum_and_weight, example=batches[0])
+    for found in run_threads(size, lambda comm: models.train(comm, lambda: model, batches, keys)):
+        assert found.losses == pytest.approx(losses, rel=1e-12)
+        assert difference(model.trees(found.tensors), after) < 1e-8
+
+
+def test_an_evaluation_of_sums_and_weights_is_that_of_all_samples(rng):
+    functions, params = models.mlp(rng)
+    x, targets = models.rows(rng, 9)
+    model = adapter.wrap(functions, params, sum_and_weight, example=(x, targets))
+    trainer = models.trainer_of(solo(), model, 9, {})
+    found = trainer.evaluate([[(x[:2], targets[:2])], [(x[2:], targets[2:])]])
+    assert found == pytest.approx(float(masked_mean(models.composed(functions, params, x), targets)), rel=1e-6)
+    trainer.close()
+
+
+@cases(
+    "loss, said",
+    (masked_mean, r"does not show that every sample counts alike in it; return \(sum, weight\)"),
+    (lambda y, t: jnp.mean(models.squares(y, t), where=tenths(t)), "does not show that every sample counts alike"),
+    (lambda y, t: (models.squares(y, t) / jnp.abs(t).sum()).sum(), "no mean over samples|does not show"),
+    (lambda y, t: jnp.sqrt(models.squares(y, t).mean()), "no mean over samples"),
+    (lambda y, t: sum_and_weight(y, t)[:1], r"return losses \(samples, ...\), their mean, or \(sum, weight\)"),
+    (lambda y, t: (models.squares(y, t).sum(), tenths(t)), "a pair of shapes"),
+)
+def test_a_mean_whose_weights_do_not_show_is_refused(loss, said, rng):
+    functions, params = models.mlp(rng)
+    x, targets = models.rows(rng, 7)
+    with pytest.raises(UsageError, match=said):
+        adapter.wrap(functions, params, loss, example=(x, np.abs(targets)))
+
+
+@pytest.mark.parametrize("loss", [mean_of_squares, jax.jit(mean_of_squares)])
+def test_a_mean_over_all_losses_is_accepted(loss, rng):
+    functions, params = models.mlp(rng)
+    model = adapter.wrap(functions, params, loss, example=models.rows(rng, 7))
+    assert model.loss.is_mean and not model.loss.weighs

@@ -95,6 +95,7 @@ class BackupExchange(AsynchronousServerExchange):
     """Exchange of one rank with backup workers: ``spare`` of the workers are not waited for."""
 
     drops_late = True
+    corrects = False  # its servers weigh a gradient by its samples
 
     def __init__(self, context: RankContext, roles: Roles, spare: int) -> None:
         super().__init__(context, roles, context)

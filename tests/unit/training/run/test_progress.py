@@ -13,24 +13,36 @@ from hpcdist.training.run.loop import StepStatistics, TrainingLoop
 def test_a_log_gets_the_first_and_the_last_step(capsys):
     progress = ConsoleProgress(steps=10, first=0, every_s=1e9, shown=True)
     for done in range(1, 11):
-        progress.step(done, loss=2.5, targets=100, communication=0.25)
+        progress.step(done, loss=2.5, targets=100, communication_s=0.5, step_s=2.0)
     progress.close()
     lines = capsys.readouterr().err.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1/10", "step 10/10"]
     assert "loss 2.5000" in lines[1] and "comm 25%" in lines[1] and "ETA 0 s" in lines[1]
 
 
+def test_a_line_shows_the_mean_share_of_communication_since_the_last_line(capsys, monkeypatch):
+    """Steps of 1 s with 0.5, 0 and 0.1 s in messages, and a step of 3 s with 2.4 s: the last step alone is 80 %."""
+    now = [0.0]
+    monkeypatch.setattr(subject.time, "monotonic", lambda: now[0])
+    progress = ConsoleProgress(steps=7, first=0, every_s=5.0, shown=True)
+    for done, (spent, step_s) in enumerate([(0.5, 1), (0, 1), (0.1, 1), (2.4, 3), (0.2, 1), (0.3, 1), (0, 1)], start=1):
+        now[0] += step_s
+        progress.step(done, 1.0, 1, spent, step_s)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("comm ")[1].split()[0] for line in lines] == ["50%", "50%", "17%"]
+
+
 def test_every_step_when_asked(capsys):
     progress = ConsoleProgress(steps=3, first=0, every_s=0.0, shown=True)
     for done in range(1, 4):
-        progress.step(done, 1.0, 1, 0.0)
+        progress.step(done, 1.0, 1, 0.0, 1.0)
     assert len(capsys.readouterr().err.splitlines()) == 3
 
 
 def test_other_ranks_are_silent(capsys):
     progress = ConsoleProgress(steps=1, first=0, every_s=0.0, shown=False)
     progress.say("nothing")
-    progress.step(1, 1.0, 1, 0.0)
+    progress.step(1, 1.0, 1, 0.0, 1.0)
     progress.close()
     assert capsys.readouterr() == ("", "")
 
@@ -42,7 +54,7 @@ def test_the_first_step_says_nothing_of_the_others(capsys, monkeypatch):
     progress = ConsoleProgress(steps=105, first=5, every_s=0.0, shown=True, unit="samples")
     now[0] += 40.0
     for done in (6, 7, 8):
-        progress.step(done, 1.0, 100, 0.0)
+        progress.step(done, 1.0, 100, 0.0, 0.5)
         now[0] += 0.5
     first, second, third = capsys.readouterr().err.splitlines()
     assert "/s  comm" not in first and "ETA" not in first and "first step 40.0 s" in first
@@ -55,7 +67,7 @@ def test_a_bar_where_the_terminal_is_that_of_hpcdist_run(capsys, monkeypatch):
     progress = ConsoleProgress(steps=3, first=0, every_s=0.0, shown=True)
     progress.say("a line")
     for done in range(1, 4):
-        progress.step(done, 1.0, 1, 0.25)
+        progress.step(done, 1.0, 1, 0.25, 1.0)
     progress.close()
     text = capsys.readouterr().err
     assert "a line\n" in text and "3/3" in text and "comm 25%" in text and "step 3/3" not in text

@@ -56,6 +56,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank(words):
     assert found["step_s_median"] == 2.0 and found["training_s"] == 9.5 + 2 + 2 + 4
     assert found["tokens_per_s"] == 3 * TARGETS / 8
     assert found["comm_fraction"] == pytest.approx((1.75 / 7 + 3 / 6) / 2)
+    assert found["comm_fraction_median"] == (0.25 + 0.5) / 2 and found["step_s_mean"] == 8 / 3
     assert found["bytes_sent_per_step"] == 11
     assert not [name for name in found if name.endswith("_reason")]
 
@@ -84,9 +85,9 @@ def test_what_is_loaded_from_memory_of_the_node_is_no_part_of_what_is_sent(words
         assert found["bytes_sent_per_step"] == 8
         assert found["bytes_loaded_per_step"] == pytest.approx(psi, rel=0.01), "half the gradients, half the parameters"
         said = describe(found | {"energy_j": None, "energy_reason": "none"})
-        assert (
-            f"communication 50.0%: 8 bytes in messages, {format_bytes(round(psi))} through shared memory a step" in said
-        )
+        shared_bytes = format_bytes(round(psi))
+        moved = f"8 bytes in messages, {shared_bytes} through shared memory a step"
+        assert f"communication 50.0% (median step 50.0%): {moved}" in said
     none = summaries({**words, **SERVED, "parameter_server.placement": "colocated"}, [outcome([1.0], [0.5], [8.0])] * 2)
     assert none["bytes_loaded_per_step"] is None
 
@@ -99,7 +100,7 @@ def test_without_lock_step_every_worker_counts_its_own_steps(words):
     found = summaries({**words, **SERVED, "parameter_server.consistency": "asp"}, [quick, slow, server])
     assert found["training_s"] == 23.0
     assert found["tokens_per_s"] == (4 * 30 + 2 * 26) / (23 - 2)
-    assert found["step_s_median"] == (1.0 + 10.5) / 2
+    assert found["step_s_median"] == (1.0 + 10.5) / 2 and found["step_s_mean"] == (5 + 21) / 6
     assert found["comm_fraction"] == pytest.approx((2.5 / 5 + 2.1 / 21) / 2)
     assert found["bytes_sent_per_step"] == 20
 
@@ -171,13 +172,13 @@ def test_the_figures_of_many_steps_are_those_of_a_sample_and_of_all_sums(words):
     slowest = step_s[1:].max(axis=1)
     assert [len(rank.steps.sample) for rank in ranks] == [SAMPLED_STEPS] * 2
     pairs = {(own, other) for own, other in step_s.tolist()}
-    samples = zip(*([seconds for seconds, _ in rank.steps.sample] for rank in ranks), strict=True)
+    samples = zip(*([seconds for seconds, *_ in rank.steps.sample] for rank in ranks), strict=True)
     assert len(set(samples) & pairs) == SAMPLED_STEPS, "of each step, the seconds of both"
     assert found["step_s_median"] == pytest.approx(np.median(slowest), rel=0.05)
     assert found["tokens_per_s"] == pytest.approx(TARGETS / slowest.mean(), rel=0.02)
     assert found["training_s"] == pytest.approx(slowest.sum(), rel=0.02)
     assert found["comm_fraction"] == pytest.approx(np.mean(0.5 / step_s[1:].mean(axis=0)))
-    late = sum(seconds in set(step_s[count // 2 :, 0].tolist()) for seconds, _ in ranks[0].steps.sample)
+    late = sum(seconds in set(step_s[count // 2 :, 0].tolist()) for seconds, *_ in ranks[0].steps.sample)
     assert late == pytest.approx(SAMPLED_STEPS / 2, rel=0.1), "no part of the run counts more than another"
 
 
@@ -197,7 +198,7 @@ def test_what_was_moved_is_said_by_its_kind(words):
     ):
         ways = dict(zip(("messages", "shared", "unknown"), moved, strict=True))
         shown = found | {"energy_j": None, "energy_reason": "none", "bytes_moved_per_step": ways}
-        assert f"communication 50.0%: {said} a step and rank" in describe(shown).splitlines()
+        assert f"communication 50.0% (median step 50.0%): {said} a step and rank" in describe(shown).splitlines()
 
 
 def test_the_lines_of_a_summary_are_short_and_say_what_they_count(words):
@@ -211,7 +212,7 @@ def test_the_lines_of_a_summary_are_short_and_say_what_they_count(words):
     assert "train_loss 2.0000  val_loss 2.5000 nats (below unigram 3.250; above bigram 2.400: entropies of the" in str(
         lines
     )
-    assert f"{TARGETS} samples/s  step 1.0000 s" in lines
+    assert f"{TARGETS} samples/s  step 1.0000 s (mean 1.0000 s)" in lines
     assert "energy not measured: no source can be read; see `hpcdist energy sources`" in lines
     assert max(map(len, lines)) <= 120 and "<=" not in str(lines)
     assert "train_loss 2.0000 nats" in describe(shown | {"val_loss": None}).splitlines()

@@ -1,0 +1,241 @@
+"""Losses whose samples count differently, as padded targets: the same on any ranks and micro-batches, or refused."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn
+from torch.nn import functional
+
+from harness import trainings
+from harness.marks import cases
+from hpcdist.adapters.torch.loss import TorchLoss
+from hpcdist.adapters.torch.model import wrap
+from hpcdist.comm.threads.communicator import run_threads, solo
+from hpcdist.errors import DataError, UsageError
+from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.stage import Draw
+from hpcdist.training.data import own_samples
+
+CLASSES, CONTEXT, SAMPLES, STEPS, RATE, CLIP = 11, 6, 12, 4, 0.5, 0.3
+KEYS = {
+    "model.kind": "mlp",
+    "run.global_batch": SAMPLES,
+    "run.steps": STEPS,
+    "optimizer.name": "sgd",
+    "optimizer.momentum": 0.0,
+    "optimizer.learning_rate": RATE,
+    "optimizer.weight_decay": 0.0,
+    "optimizer.clip_norm": CLIP,
+    "optimizer.decay": "constant",
+    "optimizer.warmup_steps": 0,
+}
+
+
+def flat(outputs, targets, **options):
+    return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), **options)
+
+
+def mean(outputs, targets):
+    return flat(outputs, targets)
+
+
+def pair(outputs, targets):
+    return flat(outputs, targets, reduction="sum"), (targets != -100).sum()
+
+
+def masked(outputs, targets):
+    losses, mask = flat(outputs, targets, reduction="none"), (targets != -100).flatten().float()
+    return (losses * mask).sum() / mask.sum()
+
+
+def selected(outputs, targets):
+    return flat(outputs, targets, reduction="none")[targets.flatten() != -100].mean()
+
+
+def weighted(outputs, targets):
+    return flat(outputs, targets, weight=torch.linspace(0.1, 2.0, CLASSES))
+
+
+def smoothed(outputs, targets):
+    return flat(outputs, targets, label_smoothing=0.1)
+
+
+def build(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Embedding(CLASSES, 5), nn.Linear(5, CLASSES))
+
+
+def drawn(rng, *, padded_from=0):
+    """Batches of tokens and targets (samples, context); those from the step ``padded_from`` on are padded."""
+    x = rng.integers(CLASSES, size=(STEPS, SAMPLES, CONTEXT))
+    y = rng.integers(CLASSES, size=(STEPS, SAMPLES, CONTEXT))
+    lengths = rng.integers(0, CONTEXT + 1, (STEPS, SAMPLES, 1))
+    lengths[:, :3], lengths[:, 3:] = 0, np.maximum(lengths[:, 3:], 1)  # a rank or a micro-batch without a target
+    lengths[:padded_from] = CONTEXT
+    y[np.arange(CONTEXT) >= lengths] = -100
+    return list(zip(x, y, strict=True))
+
+
+def plain(module, loss, batches, clip=CLIP, delayed=False):
+    """Train with PyTorch on whole batches; return losses, gradient norms and parameters."""
+    losses, norms, before = [], [], None
+    for x, y in batches:
+        module.zero_grad()
+        value = loss(module(torch.from_numpy(x)), torch.from_numpy(y))
+        value = value[0] / value[1] if isinstance(value, tuple) else value
+        value.backward()
+        gradient = [parameter.grad for parameter in module.parameters()]
+        applied, before = (before if delayed else gradient), [one.clone() for one in gradient]
+        losses.append(value.item())
+        if applied is not None:
+            norm = torch.linalg.vector_norm(torch.cat([one.flatten() for one in applied])).item()
+            factor = min(1.0, clip / norm) if clip else 1.0
+            norms.append(norm)
+            with torch.no_grad():
+                for parameter, one in zip(module.parameters(), applied, strict=True):
+                    parameter -= RATE * factor * one
+    return losses, norms, {name: value.detach().numpy() for name, value in module.named_parameters()}
+
+
+def trained(rng, loss, ranks, keys, batches, **options):
+    """Train a wrapped model on threads; return losses, norms, parameters and losses of evaluations, all of rank 0."""
+    seed = int(rng.integers(1 << 31))
+    models = [wrap(build(seed), loss, example=batches[0][0], **options) for _ in range(ranks)]
+
+    def body(comm):
+        trainer = trainings.trainer_of(comm, KEYS | keys, model=models[comm.rank])
+        results, evaluated = [], []
+        for number, (x, y) in enumerate(batches, start=1):
+            computes = trainer.context.computes
+            own = own_samples(trainer.recipe, trainer.data_axis, number - 1, trainer.shares).slice
+            trainer.flush()
+            evaluated.append(trainer.evaluate([[(x[own], y[own])] if computes else []]))
+            results.append(trainer.step(number, trainer.cut((x[own], y[own])) if computes else [], np.zeros(2)))
+        trainer.flush()
+        state = {
+            name.split(".", 1)[1]: values
+            for (kind, name), values in trainings.state(trainer).items()
+            if kind == "parameters"
+        }
+        trainer.close()
+        return [one.loss for one in results], [one.gradient_norm for one in results], state, evaluated
+
+    return seed, run_threads(ranks, body)[0]
+
+
+def check(rng, loss, ranks, keys, *, clip=CLIP, delayed=False, norms=True, padded_from=0, **options):
+    batches = drawn(rng, padded_from=padded_from)
+    seed, found = trained(rng, loss, ranks, {"optimizer.clip_norm": clip, **keys}, batches, **options)
+    expected = plain(build(seed), loss, batches, clip, delayed)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    np.testing.assert_allclose(found[3], expected[0], rtol=1e-5)
+    if norms:
+        np.testing.assert_allclose(found[1][delayed:], expected[1], rtol=1e-4)
+    if not delayed:
+        for name, values in expected[2].items():
+            np.testing.assert_allclose(found[2][name].reshape(values.shape), values, rtol=1e-4, atol=2e-6)
+
+
+LAYOUTS = {
+    "one rank": (1, {"parallel.microbatches": 4}),
+    "allreduce": (2, {"parallel.microbatches": 2}),
+    "three ranks": (3, {}),
+    "zero2": (2, {"parallel.strategy": "zero2", "parallel.microbatches": 3}),
+    "zero3": (2, {"parallel.strategy": "zero3"}),
+    "pipeline": (2, {"parallel.pipeline": 2, "parallel.microbatches": 4}),
+    "pipelines of zero1": (
+        4,
+        {"parallel.pipeline": 2, "parallel.microbatches": 2, "parallel.strategy": "zero1"},
+    ),
+    "parameter server": (3, {"parallel.strategy": "parameter_server", "parallel.microbatches": 2}),
+    "logical shards": (2, {"run.logical_shards": 4}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_loss_of_sum_and_weight_is_the_loss_of_the_whole_batch(layout, rng):
+    ranks, keys = LAYOUTS[layout]
+    check(rng, pair, ranks, keys, tokens_per_sample=CONTEXT, padded_from=int(rng.integers(3)))
+
+
+@pytest.mark.parametrize("loss", [mean, masked, selected, weighted, smoothed])
+def test_a_mean_over_targets_that_count_is_the_mean_of_the_whole_batch(loss, rng):
+    """Its weight is that which PyTorch's graph shows. The first steps may have no padding."""
+    check(rng, loss, 2, {"parallel.microbatches": 1}, padded_from=int(rng.integers(3)))
+
+
+def test_a_delayed_update_applies_a_gradient_with_its_own_weight(rng):
+    check(rng, pair, 2, {"communication.delayed": True, "communication.overlap": "thread"}, delayed=True)
+
+
+def test_replicas_that_average_weigh_their_gradients(rng):
+    keys = {"parallel.strategy": "local_sgd", "decentralised.period": 1}
+    check(rng, pair, 2, keys, clip=0.0, norms=False)
+
+
+def square_root(outputs, targets):
+    return (outputs**2).mean().sqrt()
+
+
+def contrastive(outputs, targets):
+    rows = functional.normalize(outputs.flatten(1), dim=1)
+    return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+
+def of_two_heads(outputs, targets):
+    return mean(outputs, targets) + 0.1 * (outputs**2).mean()
+
+
+def of_each_sample(outputs, targets):
+    return torch.stack([functional.cross_entropy(*one) for one in zip(outputs, targets, strict=True)]).mean()
+
+
+def hidden(outputs, targets):
+    mask = (targets != -100).flatten().float()
+    return (flat(outputs, targets, reduction="none") * mask / mask.sum()).sum()
+
+
+@cases(
+    "loss, message",
+    (square_root, "ends in SqrtBackward0, which hides how much"),
+    (contrastive, "is no mean of the losses of their halves"),
+    (of_two_heads, "a sum of means over different numbers of targets"),
+    (of_each_sample, "a mean of means over different numbers of targets"),
+    (hidden, "it is a sum"),
+    (lambda outputs, targets: (mean(outputs, targets), outputs.sum()), "a tensor with a gradient as weight"),
+    (lambda outputs, targets: (mean(outputs, targets), targets), r"shape \(12, 6\) as weight"),
+    (lambda outputs, targets: (*pair(outputs, targets), 1), r"returns tuple; .* or \(sum, weight\)"),
+)
+def test_a_mean_whose_weights_do_not_show_is_refused(loss, message, rng):
+    (x, y), *_ = drawn(rng)
+    judge, module = TorchLoss(loss, "mean", 1), build(0)
+    outputs = module(torch.from_numpy(x)).detach().numpy()
+    with pytest.raises(UsageError, match=message):
+        judge.forward(outputs, y, wrap(module, mean).operations, Arena().saved(0))
+
+
+@pytest.mark.parametrize("loss", [mean, masked, functional.mse_loss, functional.smooth_l1_loss])
+def test_equal_weights_leave_the_bits_of_a_mean(loss, rng):
+    """The loss and the gradient are those of the mean times the number of predictions."""
+    (x, y), *_ = drawn(rng, padded_from=1)
+    outputs = build(0)(torch.from_numpy(x)).detach()
+    targets = torch.from_numpy(y) if loss in (mean, masked) else torch.randn_like(outputs)
+    judge, saved = TorchLoss(loss, "mean", CONTEXT), Arena().saved(0)
+    saved.draw = Draw(0, 1, 0)
+    total = judge.forward(outputs.numpy().copy(), targets.numpy(), None, saved)
+    gradient = judge.backward(0.5, None, saved)
+    outputs.requires_grad_()
+    expected = loss(outputs, targets) * (SAMPLES * CONTEXT)
+    expected.backward(torch.tensor(0.5))
+    assert total == expected.item() and saved["loss.weight"] == SAMPLES * CONTEXT
+    np.testing.assert_array_equal(gradient, outputs.grad.numpy())
+
+
+def test_a_batch_without_a_target_is_refused(rng):
+    (x, y), *_ = drawn(rng)
+    trainer = trainings.trainer_of(solo(), KEYS, model=wrap(build(0), pair, example=x))
+    with pytest.raises(DataError, match=r"step 1: the weights of the loss sum to 0.0 over the whole batch"):
+        trainer.step(1, trainer.cut((x, np.full_like(y, -100))), np.zeros(2))
+    assert np.isnan(trainer.evaluate([[(x, np.full_like(y, -100))]]))
