@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from hpcdist.comm.events import EventSink
-from hpcdist.comm.mpi import ulfm
+from hpcdist.comm.mpi import large_messages, ulfm
 from hpcdist.errors import MissingCapabilityError, UsageError
 
 PROBE_BYTES: Final = 8  # behind the memory of each rank: the window is tested there when it is made
@@ -111,11 +111,17 @@ class MpiTransfers:
 
     def put(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
         """Begin to write."""
-        self._window.Put([buffer, self._mpi.BYTE], peer, (at_bytes, buffer.size, self._mpi.BYTE))
+        for piece in large_messages.pieces(buffer.size):
+            self._window.Put(
+                [buffer[piece.slice], self._mpi.BYTE], peer, (at_bytes + piece.start, piece.size, self._mpi.BYTE)
+            )
 
     def get(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
         """Begin to read."""
-        self._window.Get([buffer, self._mpi.BYTE], peer, (at_bytes, buffer.size, self._mpi.BYTE))
+        for piece in large_messages.pieces(buffer.size):
+            self._window.Get(
+                [buffer[piece.slice], self._mpi.BYTE], peer, (at_bytes + piece.start, piece.size, self._mpi.BYTE)
+            )
 
     def flush(self, peer: int) -> None:
         """Complete the transfers with ``peer``."""

@@ -4,8 +4,10 @@ mpi4py is imported by `comm.start`, never at import of this module. Buffers have
 contiguous, of a dtype that MPI knows, and ready to be read or written.
 """
 
+import pickle
 import time
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -16,7 +18,7 @@ from hpcdist.comm import window
 from hpcdist.comm.communicator import ANY, Message, Request, SharedBlock
 from hpcdist.comm.endpoint import Endpoint
 from hpcdist.comm.handover import Handover
-from hpcdist.comm.mpi import shared_memory, ulfm
+from hpcdist.comm.mpi import large_messages, shared_memory, ulfm
 from hpcdist.errors import CommunicationError
 
 
@@ -31,12 +33,25 @@ class _MpiRequest:
         return bool(self._request.Test())
 
 
+class _MpiRequests:
+    """The requests of the pieces of one large buffer."""
+
+    def __init__(self, mpi: Any, requests: list[Any]) -> None:
+        self._mpi, self._requests = mpi, requests
+
+    def wait(self) -> None:
+        self._mpi.Request.Waitall(self._requests)
+
+    def test(self) -> bool:
+        return bool(self._mpi.Request.Testall(self._requests))
+
+
 class _MpiMessage:
     """A matched probe (MPI_Mprobe): after a plain probe another thread could receive the message first."""
 
     def __init__(self, message: Any, status: Any, mpi: Any, handover: Handover) -> None:
         self._message, self._mpi, self._handover = message, mpi, handover
-        self.source, self.tag, self.nbytes = status.Get_source(), status.Get_tag(), status.Get_count(mpi.BYTE)
+        self.source, self.tag, self.nbytes = status.Get_source(), status.Get_tag(), status.Get_elements(mpi.BYTE)
 
     def recv(self, buffer: Array) -> None:
         if buffer.nbytes != self.nbytes:
@@ -45,7 +60,8 @@ class _MpiMessage:
                 f"{buffer.nbytes} bytes"
             )
         target, finish = self._handover.incoming(buffer)
-        self._message.Recv(target)
+        is_large = target.size > large_messages.LARGEST_COUNT
+        self._message.Recv(large_messages.as_one_element(self._mpi, target) if is_large else target)
         if finish is not None:
             finish()
 
@@ -59,21 +75,29 @@ class MpiCommunicator(Endpoint):
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}
 
     def _send(self, message: Array, peer: int, tag: int) -> None:
-        self._comm.Send(message, peer, tag)
+        self._comm.Send(self._spec(message), peer, tag)
 
     def _recv(self, message: Array, peer: int, tag: int) -> None:
         status = self._mpi.Status()
-        self._comm.Recv(message, peer, tag, status)
+        self._comm.Recv(self._spec(message), peer, tag, status)
         self._check_received(message, status)
 
     def _sendrecv(self, send: Array, to: int, receive: Array, source: int, tag: int) -> None:
         status = self._mpi.Status()
-        self._comm.Sendrecv(send, to, tag, receive, source, tag, status)
+        self._comm.Sendrecv(self._spec(send), to, tag, self._spec(receive), source, tag, status)
         self._check_received(receive, status)
+
+    def _spec(self, message: Array) -> Any:
+        """Return ``message`` as mpi4py takes it for a message between two ranks."""
+        return (
+            message
+            if message.size <= large_messages.LARGEST_COUNT
+            else large_messages.as_one_element(self._mpi, message)
+        )
 
     def _check_received(self, message: Array, status: Any) -> None:
         # MPI raises for a longer message only (ERR_TRUNCATE); a shorter one would leave old data at the end.
-        received = status.Get_count(self._mpi.BYTE)
+        received = status.Get_elements(self._mpi.BYTE)  # Get_count is wrong from 2^31 bytes on
         if received != message.nbytes:
             raise CommunicationError(
                 f"{self.name} rank {self.rank}: a message of {received} bytes from rank {status.Get_source()} "
@@ -81,10 +105,10 @@ class MpiCommunicator(Endpoint):
             )
 
     def _isend(self, message: Array, peer: int, tag: int) -> Request:
-        return _MpiRequest(self._comm.Isend(message, peer, tag))
+        return _MpiRequest(self._comm.Isend(self._spec(message), peer, tag))
 
     def _irecv(self, message: Array, peer: int, tag: int) -> Request:
-        return _MpiRequest(self._comm.Irecv(message, peer, tag))
+        return _MpiRequest(self._comm.Irecv(self._spec(message), peer, tag))
 
     def _probe(self, peer: int, tag: int) -> Message:
         status = self._mpi.Status()
@@ -107,15 +131,32 @@ class MpiCommunicator(Endpoint):
         self._comm.Barrier()
 
     def _broadcast(self, message: Array, root: int) -> None:
-        self._comm.Bcast(message, root)
+        if message.size > large_messages.LARGEST_COUNT:
+            for piece in large_messages.pieces(message.size):
+                self._comm.Bcast(message[piece.slice], root)
+        else:
+            self._comm.Bcast(message, root)
 
     def _allreduce(self, message: Array, op: str) -> None:
-        self._comm.Allreduce(self._mpi.IN_PLACE, message, self._ops[op])
+        if message.size > large_messages.LARGEST_COUNT:
+            for piece in large_messages.pieces(message.size):
+                self._allreduce(message[piece.slice], op)
+        else:
+            self._comm.Allreduce(self._mpi.IN_PLACE, message, self._ops[op])
 
     def _iallreduce(self, message: Array, op: str) -> Request:
-        return _MpiRequest(self._comm.Iallreduce(self._mpi.IN_PLACE, message, self._ops[op]))
+        if message.size <= large_messages.LARGEST_COUNT:
+            return _MpiRequest(self._comm.Iallreduce(self._mpi.IN_PLACE, message, self._ops[op]))
+        parts = [message[piece.slice] for piece in large_messages.pieces(message.size)]
+        return _MpiRequests(
+            self._mpi, [self._comm.Iallreduce(self._mpi.IN_PLACE, part, self._ops[op]) for part in parts]
+        )
 
     def _reduce_scatter(self, message: Array, ranges: Sequence[Range], op: str) -> None:
+        if message.size > large_messages.LARGEST_COUNT:
+            for piece in large_messages.pieces(message.size):
+                self._reduce_scatter(message[piece.slice], large_messages.within(piece, ranges), op)
+            return
         own, counts = message[ranges[self.rank].slice], [part.size for part in ranges]
         # In place, MPI leaves the result at the start of the buffer, whatever the rank. That overwrites nothing of use:
         # only the own range is defined afterwards.
@@ -128,6 +169,10 @@ class MpiCommunicator(Endpoint):
             own[...] = result
 
     def _all_gather(self, message: Array, ranges: Sequence[Range]) -> None:
+        if message.size > large_messages.LARGEST_COUNT:
+            for piece in large_messages.pieces(message.size):
+                self._all_gather(message[piece.slice], large_messages.within(piece, ranges))
+            return
         counts, starts = [part.size for part in ranges], [part.start for part in ranges]
         self._comm.Allgatherv(self._mpi.IN_PLACE, [message, counts, starts, self._typecode(message)])
         ulfm.check_completed(self._mpi, self._comm)  # with ULFM: Allgatherv may hide a rank failure
@@ -135,20 +180,76 @@ class MpiCommunicator(Endpoint):
     def _all_to_all(
         self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
     ) -> None:
+        largest = large_messages.LARGEST_COUNT // self.size  # of a part: so MPI_Alltoallv moves at most LARGEST_COUNT
+        if any(
+            part.size > largest or part.stop > large_messages.LARGEST_COUNT for part in (*send_ranges, *receive_ranges)
+        ):
+            self._large_all_to_all(send, receive, send_ranges, receive_ranges, largest)
+            return
         kind = self._typecode(send)
         self._comm.Alltoallv(
             [send, [part.size for part in send_ranges], [part.start for part in send_ranges], kind],
             [receive, [part.size for part in receive_ranges], [part.start for part in receive_ranges], kind],
         )
 
+    def _large_all_to_all(
+        self,
+        send: Array,
+        receive: Array,
+        send_ranges: Sequence[Range],
+        receive_ranges: Sequence[Range],
+        largest: int,
+    ) -> None:
+        """Exchange parts of more than ``largest`` elements in messages, and the others by MPI_Alltoallv.
+
+        Two ranks know the size of the parts between them, but not whether other ranks have large parts. So every
+        rank calls MPI_Alltoallv once.
+        """
+        tag = large_messages.PAIR_TAG
+        requests = [
+            self._irecv(receive[part.slice], peer, tag)
+            for peer, part in enumerate(receive_ranges)
+            if part.size > largest
+        ]
+        requests += [
+            self._isend(send[part.slice], peer, tag) for peer, part in enumerate(send_ranges) if part.size > largest
+        ]
+        outgoing, sent = large_messages.scratch_for(send, send_ranges, largest)
+        incoming, received = large_messages.scratch_for(receive, receive_ranges, largest)
+        for part, copy in zip(send_ranges, sent, strict=True):
+            if copy:
+                outgoing[copy.slice] = send[part.slice]
+        self._all_to_all(outgoing, incoming, sent, received)
+        for part, copy in zip(receive_ranges, received, strict=True):
+            if copy:
+                receive[part.slice] = incoming[copy.slice]
+        for request in requests:
+            request.wait()
+
     def _typecode(self, message: Array) -> Any:
         return self._mpi.Datatype.fromcode(message.dtype.char)
 
     def _allgather_object(self, value: Any) -> list[Any]:
-        return ulfm.allgather_objects(self._mpi, self._comm, value)
+        pickled = np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8)
+        sizes = np.empty(self.size, np.int64)
+        self._comm.Allgather(np.array([pickled.size]), sizes)
+        ranges = [Range(start, stop) for start, stop in pairwise(accumulate(sizes.tolist(), initial=0))]
+        gathered = np.empty(ranges[-1].stop, np.uint8)
+        gathered[ranges[self.rank].slice] = pickled
+        del pickled  # before the objects are made
+        self._all_gather(gathered, ranges)
+        return [pickle.loads(gathered[part.slice]) for part in ranges]
 
     def _broadcast_object(self, value: Any, root: int) -> Any:
-        return self._comm.bcast(value, root)
+        pickled = np.empty(0, np.uint8)
+        if self.rank == root:
+            pickled = np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8)
+        size = np.array([pickled.size])
+        self._comm.Bcast(size, root)
+        if self.rank != root:
+            pickled = np.empty(size[0], np.uint8)
+        self._broadcast(pickled, root)
+        return pickle.loads(pickled)
 
     def _split(self, color: int | None, key: int, name: str) -> "MpiCommunicator | None":
         child = self._comm.Split(self._mpi.UNDEFINED if color is None else color, key)
