@@ -32,7 +32,7 @@ from hpcdist.comm.record import flight_recorder
 from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.comm.record.spans import NULL_SPANS, Spans, SpanSink
 from hpcdist.comm.threads.communicator import solo
-from hpcdist.errors import FAILURE, ConfigurationError, MissingCapabilityError, StorageError
+from hpcdist.errors import FAILURE, ConfigurationError, MissingCapabilityError, StorageError, UsageError
 from hpcdist.reporting import atomic
 
 
@@ -145,9 +145,13 @@ class Session:
             self._finalise()
 
 
-__all__ = ["CHECK_COLLECTIVES", "Session", "end_alone", "fail_alike", "start", "start_alone", "start_joined"]
+__all__ = [
+    "CHECK_COLLECTIVES", "Session", "end_alone", "fail_alike", "is_worker", "refuse_worker", "start", "start_alone",
+    "start_joined",
+]  # fmt: skip
 
 CHECK_COLLECTIVES: Final = "HPCDIST_CHECK_COLLECTIVES"
+_rank_pids: Final[list[int]] = []  # the process that started MPI, also in its forked children
 STARTING_S: Final = 600  # for MPI to start: it waits for ever for a rank that died meanwhile, or never came
 JOINING_S: Final = 120  # a spawned process that has not joined by then ends: its parents have died, or gave up
 
@@ -163,6 +167,7 @@ def start(
     Raises ConfigurationError when MPI's world is not the announced one, or the local ranks are not, unless the caller
     checks those itself (``examined``).
     """
+    refuse_worker()
     standard_streams.protect()
     launch = environment.launch_environment()
     _refuse_unknown_launcher(launch)
@@ -177,6 +182,7 @@ def start(
     # A thread of C: it also works while this one waits in MPI_Init with the interpreter's lock.
     faulthandler.dump_traceback_later(STARTING_S, exit=True, file=failfast.STDERR)
     mpi = import_mpi()
+    _rank_pids.append(os.getpid())
     faulthandler.cancel_dump_traceback_later()
     world = mpi.COMM_WORLD
     failfast.install(world.Abort, world.Get_rank(), world.Set_name)
@@ -197,6 +203,31 @@ def start(
     session = Session(comm, place, library_version, world.Abort, None, None, pointers, outlives(comm), mpi.Finalize)
     session.speak_as_one()
     return session
+
+
+def is_worker() -> bool:
+    """Return True in a process that a rank of a launched job started by `multiprocessing`, or forked (local).
+
+    Processes of spawn and forkserver import the script of the rank before `multiprocessing` sets their parent.
+    Without a launcher every process is a world of its own, and none is a worker.
+    """
+    if _rank_pids:
+        return os.getpid() not in _rank_pids
+    processes = sys.modules.get("multiprocessing.process")  # imported in each such process
+    return (
+        processes is not None
+        and (processes.parent_process() is not None or getattr(processes.current_process(), "_inheriting", False))
+        and environment.launch_environment() is not None
+    )
+
+
+def refuse_worker() -> None:
+    """Raise UsageError if this process is a worker of a rank: only the rank takes part in MPI (local)."""
+    if is_worker():
+        raise UsageError(
+            f"process {os.getpid()} is a worker that a rank started (multiprocessing, DataLoader or fork), and has no "
+            "MPI; communicate in the rank's main process, and return the worker's result to it"
+        )
 
 
 def fail_alike() -> None:

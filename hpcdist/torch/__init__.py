@@ -13,8 +13,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from hpcdist.comm.mpi.world import start_world
+from hpcdist.comm.start import is_worker, refuse_worker
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
-from hpcdist.torch import launch
+from hpcdist.torch import holders, launch
 from hpcdist.torch.group import NAME, Group, Options
 from hpcdist.torch.hooks import compress
 from hpcdist.training.stopping import should_stop
@@ -28,23 +30,26 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST:
         f"torch {torch.__version__} is too old for the backend {NAME}; install {OLDEST[0]}.{OLDEST[1]} or newer"
     )
 
-_world = launch.start()
+if not is_worker():  # processes of spawn and forkserver import the script of the rank
+    launch.start()
+holders.install()
 
 
 def _create(backend: Any, options: Any) -> Group:
     """Return the group that `init_process_group` or `new_group` asks for. Collective over its ranks."""
     if options is not None and not isinstance(options, Options):
         raise ConfigurationError(f"pg_options is a {type(options).__name__}; pass hpcdist.torch.Options(...)")
-    ranks = list(backend.global_ranks_in_group) or list(range(_world.size))
-    if (backend.group_rank, backend.group_size) != (ranks.index(_world.rank), len(ranks)):
+    world = start_world("cpu")  # started by the import
+    ranks = list(backend.global_ranks_in_group) or list(range(world.size))
+    if (backend.group_rank, backend.group_size) != (ranks.index(world.rank), len(ranks)):
         raise ConfigurationError(
             f"init_process_group got rank {backend.group_rank} of {backend.group_size}, but MPI has this as "
-            f"{_world.rank} of {_world.size}; leave rank and world_size out"
+            f"{world.rank} of {world.size}; leave rank and world_size out"
         )
-    comm = launch.communicator(_world, ranks, f"torch{backend.group_id or 0}")
+    comm = launch.communicator(world, ranks, f"torch{backend.group_id or 0}")
     if backend.global_ranks_in_group:
         return Group(comm, options or Options())
-    return Group(comm, options or Options(), launch.begin(_world, backend.timeout))
+    return Group(comm, options or Options(), launch.begin(world, backend.timeout))
 
 
 def monitored_barrier(group: Any = None, timeout_s: float = 300.0, wait_all_ranks: bool = False) -> None:
@@ -60,3 +65,14 @@ def monitored_barrier(group: Any = None, timeout_s: float = 300.0, wait_all_rank
 
 
 dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+class _Name:
+    """Name of the backend: PyTorch reads it before the rendezvous, in which a worker process would wait for ever."""
+
+    def __get__(self, instance: Any, owner: Any) -> str:
+        refuse_worker()
+        return NAME
+
+
+setattr(dist.Backend, NAME.upper(), _Name())

@@ -45,8 +45,13 @@ class Buffer:
         self._tensor = tensor
         self._copy: torch.Tensor | None = None
         if tensor.layout is not torch.strided or tensor.is_quantized:
-            kind = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-            raise BufferHandoverError(f"a {kind} tensor cannot travel; pass tensor.to_dense() or its parts")
+            if tensor.is_quantized:
+                raise BufferHandoverError("quantised tensors are not supported; pass tensor.dequantize()")
+            kind = str(tensor.layout).removeprefix("torch.")
+            raise BufferHandoverError(
+                f"{kind} tensors are not supported; pass tensor.to_dense(). The gradient of an embedding is dense with "
+                "torch.nn.Embedding(..., sparse=False)"
+            )
         if not (tensor.is_cpu or tensor.is_cuda):
             raise BufferHandoverError(f"a tensor on the device {tensor.device} cannot travel; bring it to cpu or cuda")
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():

@@ -20,6 +20,7 @@ from hpcdist.arrays.gpu import device as gpu
 from hpcdist.collectives.dispatch import parse_algorithm
 from hpcdist.comm.communicator import ANY, Communicator
 from hpcdist.comm.events import attribute, call_site
+from hpcdist.comm.start import refuse_worker
 from hpcdist.errors import UsageError
 from hpcdist.torch import calls, streams
 from hpcdist.torch.buffers import Buffer, devices_of
@@ -138,6 +139,7 @@ class Group(_ProcessGroup):
         """Do nothing for a group that this rank is not in: it is made by its members alone."""
 
     def _check_lives(self) -> None:
+        refuse_worker()
         if self._ended:
             raise UsageError(f"the process group {self._group_name} was destroyed; make another one")
 

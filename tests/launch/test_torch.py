@@ -90,6 +90,49 @@ def test_an_exception_in_a_training_of_ddp_crashes_no_other_rank(program):
 
 
 @pytest.mark.full
+def test_workers_of_a_rank_start_no_mpi_and_name_the_reason(program):
+    """Processes of spawn and forkserver import the script, and with it the backend; forked ones inherit MPI."""
+    done = program(
+        2,
+        """
+        import multiprocessing
+        from concurrent.futures import ProcessPoolExecutor
+
+        def attempt(number):
+            calls = [
+                hpcdist.init,
+                lambda: hpcdist.allreduce(torch.ones(1).numpy()),
+                lambda: dist.init_process_group("hpcdist"),
+                lambda: dist.is_initialized() and dist.all_reduce(torch.ones(1)),
+            ]
+            reasons = []
+            for call in calls:
+                try:
+                    call()
+                except hpcdist.errors.UsageError as error:
+                    reasons.append("is a worker that a rank started" in str(error))
+            return reasons
+
+        if __name__ == "__main__":
+            dist.init_process_group("hpcdist")
+            for method in ("fork", "spawn", "forkserver"):
+                context = multiprocessing.get_context(method)
+                with ProcessPoolExecutor(1, mp_context=context) as pool:
+                    print(method, pool.submit(attempt, 0).result(timeout=100))
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            print("total", int(total))
+            dist.destroy_process_group()
+        """,
+    )
+    assert done.code == 0, done.output
+    # Only a forked process has the group of its rank.
+    assert done.stdout.count("fork [True, True, True, True]") == 2, done.stdout
+    assert len(re.findall(r"^(?:spawn|forkserver) \[True, True, True\]$", done.stdout, re.MULTILINE)) == 4, done.stdout
+    assert done.stdout.count("total 2") == 2, done.stdout
+
+
+@pytest.mark.full
 def test_a_skipped_operation_is_named(program, tmp_path):
     """The rank that did not come, and the line of the script where the others wait."""
     done = program(

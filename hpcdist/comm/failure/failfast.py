@@ -193,8 +193,8 @@ def detach() -> None:
 
 
 def note_end() -> None:
-    """Note in the recorder that this process ends normally (local)."""
-    if _installed is not None and _installed.recorder is not None:
+    """Note in the recorder that this process ends normally; a forked child notes nothing (local)."""
+    if _installed is not None and _installed.recorder is not None and _installed.pid == os.getpid():
         _installed.recorder.note("finished", "end of the program")
 
 

@@ -21,7 +21,7 @@ from hpcdist.comm.failure import failfast
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.launch.environment import RUN_DIR
 from hpcdist.comm.mpi.communicator import MpiCommunicator
-from hpcdist.comm.start import Session, import_mpi, library, start
+from hpcdist.comm.start import Session, import_mpi, library, refuse_worker, start
 from hpcdist.errors import ConfigurationError, UsageError
 
 Value = TypeVar("Value")
@@ -95,17 +95,20 @@ class World:
 
     def barrier(self) -> None:
         """Return when all ranks have called."""
+        refuse_worker()
         self.comm.barrier()
 
     def bcast(self, value: Value, root: int = 0) -> Value:
         """Return the ``value`` of rank ``root`` on all ranks; it is pickled. Raises UsageError for no such rank."""
         if not 0 <= root < self.size:
             raise UsageError(f"root = {root}; the ranks are 0 to {self.size - 1}")
+        refuse_worker()
         result: Value = self.comm.broadcast_object(value, root)
         return result
 
     def allgather(self, value: Value) -> list[Value]:
         """Return the values of all ranks in their order, on all ranks; they are pickled."""
+        refuse_worker()
         return self.comm.allgather_object(value)
 
 
@@ -123,10 +126,11 @@ def init(device: str = "cpu") -> World:
     have been started by mpi4py before; it ends with the interpreter. Under `hpcdist run --out`, or with
     HPCDIST_DEADLINE_S, operations are recorded for `hpcdist hang`, and one that passes its deadline ends the job
     (`hpcdist help api`). Raises ConfigurationError where the launcher and
-    the MPI library do not belong together, UsageError for another device.
+    the MPI library do not belong together, UsageError for another device, or in a worker process of a rank.
     """
     if device not in ("cpu", "gpu"):
         raise UsageError(f"device = {device!r}; choose 'cpu' or 'gpu'")
+    refuse_worker()
     if not _worlds:
         world = start_world(device)
         if any(world.bcast((os.environ.get(RUN_DIR), os.environ.get(DEADLINE)))):
@@ -135,7 +139,11 @@ def init(device: str = "cpu") -> World:
 
 
 def start_world(device: str) -> World:
-    """Return the world, as `init` does, before anything is recorded. Collective."""
+    """Return the world, as `init` does, before anything is recorded. Collective.
+
+    Raises UsageError in a worker process of a rank.
+    """
+    refuse_worker()
     if not _worlds:
         _worlds.append(World(start(device)))
     return _worlds[0]
@@ -155,11 +163,16 @@ def record(world: World, default_s: float = DEADLINE_S) -> None:
     folder = Path(run_dir or world.bcast(tempfile.mkdtemp(prefix=RECORDS) if world.rank == 0 else ""))
     if not run_dir and world.local_rank == 0:
         _remove_old_records(folder.parent)
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        atexit.register(_remove_records, folder, os.getpid())
     folder.mkdir(parents=True, exist_ok=True)  # on every node
     world.session.record(folder, _deadline_s(default_s))
     assert world.session.watchdog is not None
     world.session.watchdog.tighten()  # the deadline is the program's: long enough for a first step
+
+
+def _remove_records(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # not at the end of a forked child
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_old_records(parent: Path) -> None:
@@ -199,6 +212,7 @@ def communicator_of(comm: AnyComm = None) -> Communicator:
     Collective at the first use of a communicator of mpi4py, which is duplicated then, and once for None. Raises
     UsageError for anything else.
     """
+    refuse_worker()
     if comm is None:
         return init().comm
     if isinstance(comm, World):

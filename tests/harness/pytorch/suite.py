@@ -38,6 +38,17 @@ import torch.distributed as dist
 from torch.testing._internal import common_utils
 from torch.testing._internal.common_distributed import TEST_SKIPS
 
+start_group = dist.init_process_group
+
+
+def start_group_of_this_backend(*arguments, **options):
+    """Start the default group of a test, which asks for gloo, over the backend of the suite."""
+    return start_group(*arguments, **(options | {"backend": backend}))
+
+
+dist.init_process_group = start_group_of_this_backend
+
+
 REASONS = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
 
 
@@ -113,7 +124,7 @@ for name, case in tests():
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     world.barrier()
     where = {"init_method": next(stores), "rank": world.rank, "world_size": world.size} if backend == "gloo" else {}
-    dist.init_process_group(backend, timeout=timedelta(seconds=60), **where)
+    start_group(backend, timeout=timedelta(seconds=60), **where)
     verdicts = world.allgather(outcome(case))
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,5 +1,7 @@
 """The backend of torch.distributed over real messages, against what PyTorch computes from the inputs of all ranks."""
 
+import gc
+import re
 import threading
 import weakref
 from datetime import timedelta
@@ -12,6 +14,7 @@ dist = pytest.importorskip("torch.distributed")
 
 import hpcdist.torch
 from hpcdist.errors import BufferHandoverError, DeadlineError, UsageError
+from hpcdist.torch import holders
 
 SUM, AVG, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -403,7 +406,7 @@ def test_rank_a_wait_may_end_early(comm):
 
 def test_rank_bad_arguments(comm):
     ones = torch.ones(4)
-    with pytest.raises(BufferHandoverError, match="a sparse_coo tensor cannot travel"):
+    with pytest.raises(BufferHandoverError, match=r"sparse_coo tensors are not supported.*sparse=False"):
         dist.distributed_c10d._get_default_group().allreduce([ones.to_sparse()])
     with pytest.raises(BufferHandoverError, match="the device meta cannot travel"):
         dist.all_reduce(ones.to("meta"))
@@ -593,3 +596,37 @@ def test_rank_compressed_gradients_refuse(comm):
         hpcdist.torch.compress(model, "power")
     with pytest.raises(UsageError, match="density is no option of int8"):
         hpcdist.torch.compress(model, "int8", density=0.1)
+
+
+def test_rank_work_that_only_cpp_holds_is_kept_until_cpp_releases_it(comm):
+    total = torch.ones(3)
+    work = dist.all_reduce(total, async_op=True)
+    reference, boxed = weakref.ref(work), work.boxed()
+    del work
+    gc.collect()
+    assert reference() is not None  # without it, the wait below never returns
+    dist.Work.unbox(boxed).wait()
+    assert total.tolist() == [comm.size] * 3
+    del boxed
+    dist.barrier()  # the thread of the queue drops the operation before it
+    gc.collect()
+    assert reference() is None
+
+
+def test_bindings_of_pytorch_store_a_work_only_where_a_holder_is_added():
+    bindings = torch._C._distributed_c10d
+    functions = [(bindings, name) for name in vars(bindings)]
+    functions += [(owner, name) for owner in vars(bindings).values() if isinstance(owner, type) for name in vars(owner)]
+    texts = {(owner, name): getattr(getattr(owner, name), "__doc__", None) or "" for owner, name in functions}
+    stores = {key for key, text in texts.items() if re.search(r"(?<!self): c10d::Work\b", text)}
+    assert not stores  # `holders.install` has replaced them
+    assert all(hasattr(owner, name) for owner, name in holders.STORES)
+
+
+def test_rank_join_by_number_of_active_ranks_averages_over_them(comm):
+    """Rank r has 1 + r batches: each adds 2 to the gradient, the mean over the ranks that still have one."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(1 + comm.rank):
+            model(torch.ones(2, 4)).sum().backward()
+    assert model.module.weight.grad.tolist() == [[2.0 * (1 + comm.rank)] * 4]
