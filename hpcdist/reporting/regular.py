@@ -123,7 +123,7 @@ def settings(path: Path, what: str) -> dict[str, Any]:
 def toml_of(written: str) -> dict[str, Any]:
     """Return the tables of the TOML text ``written``. Raises ValueError, also for too deeply nested values."""
     try:
-        return tomllib.loads(written)
+        return tomllib.loads(written.removeprefix("\ufeff"))  # a byte order mark, which some editors write
     except RecursionError:
         raise ValueError("its values lie too deep in one another") from None
 

@@ -139,8 +139,13 @@ def load(comm: Communicator, path: Path, recipe: Recipe, trust: bool = False) ->
     """Return the model of the newest checkpoint in the run directory ``path`` whose parameters are whole.
 
     Collective over ``comm``. Raises StorageError when there is none, and UsageError where ``recipe`` names a factory
-    that is not the one of the training, unless the caller says to ``trust`` it.
+    that is not the one of the training, unless the caller says to ``trust`` it, or where the model is of a script.
     """
+    if recipe.model.kind == "given":
+        raise UsageError(
+            f"the model of {path} belongs to the script that trained it: its recipe cannot build the model. Evaluate "
+            "it in the script, or train with a recipe of model.kind = 'import' and model.factory = 'file.py:function'"
+        )
     newest = newest_complete(path, comm)
     return from_newest_intact(path, comm, newest, lambda found: _loaded(comm, path, found, recipe, trust))
 

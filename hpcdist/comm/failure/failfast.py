@@ -240,7 +240,21 @@ def _fail_together(state: _Installed, error: BaseException) -> None:
     if state.rank == 0:
         publish(0, f"every rank failed alike: exit code {code}", text, alone=True)
     state.withdraw()
+    _release_frames(error)
     agreed_exit(code)
+
+
+def _release_frames(error: BaseException) -> None:
+    """Release the local variables in the tracebacks of ``error`` and of its causes (local).
+
+    The error lives until the process ends. libhdf5 crashes at its own end if a virtual dataset is still referred to.
+    """
+    link: BaseException | None = error
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
 
 
 def _leave_together_or_fail(leaving: Exit) -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -283,3 +284,28 @@ print("on it goes")
 )
 def test_exit_code(error, code):
     assert exit_code(error) == code
+
+
+def test_frames_of_a_failure_are_released_before_the_end():
+    """A virtual HDF5 dataset in a traceback would crash libhdf5 at the end of the process."""
+
+    class Dataset:
+        pass
+
+    references = []
+
+    def read():
+        dataset = Dataset()
+        references.append(weakref.ref(dataset))
+        raise OSError
+
+    def fail():
+        try:
+            read()
+        except OSError as error:
+            raise StorageError("damaged") from error
+
+    with pytest.raises(StorageError) as caught:
+        fail()
+    failfast._release_frames(caught.value)
+    assert references[0]() is None
