@@ -164,6 +164,7 @@ def start(
     checks those itself (``examined``).
     """
     standard_streams.protect()
+    environment.drop_empty()
     launch = environment.launch_environment()
     _refuse_unknown_launcher(launch)
     failfast.answer_requests_for_stacks()
