@@ -8,6 +8,9 @@ requeued to another node then goes on by itself.
 
 A process that was frozen, or cut off from the file system, for longer may have lost its lock meanwhile. It checks
 that with `lost` before it writes a checkpoint and before it makes one visible, and never touches the lock of another.
+
+The file also names its directory and its inode. A file with another directory and another inode is a copy of a lock:
+it locks nothing.
 """
 
 import contextlib
@@ -15,6 +18,7 @@ import errno
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -28,6 +32,7 @@ from hpcdist.reporting import atomic, regular
 LOCK_FILE: Final = "lock"
 MAX_BYTES: Final = 1 << 16  # of a lock, which has a few hundred
 HEARTBEAT_S: Final = 10.0
+_PLACE: Final = "place"  # key of the directory and the inode of the lock file in its entry
 STALE_S: Final = 60.0
 
 _held_locks: dict[Path, "RunLock"] = {}  # by directory: those of this process
@@ -48,12 +53,12 @@ def is_held(directory: Path) -> bool:
     try:
         if time.time() - path.stat().st_mtime >= STALE_S:
             return False
-        holder = regular.json_value(path, MAX_BYTES)
+        holder = _entry(path)
     except OSError:
         return False
     except ValueError:
         return True
-    return not (isinstance(holder, dict) and is_dead(holder, _identity({})))
+    return holder is not None and not (holder and is_dead(holder, _identity({})))
 
 
 class RunLock:
@@ -70,6 +75,8 @@ class RunLock:
         Without ``waits`` a holder that may be dead is taken for alive. ``otherwise`` completes the error message.
         """
         path = directory / LOCK_FILE
+        if path.is_dir():
+            raise StorageError(f"{path} is a directory; expected the lock file of the run, or nothing: move it away")
         limit = time.monotonic() + STALE_S + HEARTBEAT_S
         seen = None
         while not self._made(path):
@@ -82,10 +89,15 @@ class RunLock:
             alive = not waits or _is_visible(holder, self._own) or (seen is not None and touched != seen)
             if alive or time.monotonic() > limit:
                 raise StorageError(
-                    f"{directory} is being written by process {holder.get('pid')} on {holder.get('host')}"
-                    f"{', job ' + str(holder['job']) if holder.get('job') else ''} (touched {age_s:.0f} s ago); wait "
-                    f"for its end or {otherwise}; if there is no such process any more, remove {path}"
+                    f"{_description(directory, holder, age_s)}; wait for its end or {otherwise}; if there is no such "
+                    f"process any more, remove {path}"
                 )
+            if seen is None:
+                sys.stderr.write(
+                    f"hpcdist: {_description(directory, holder, age_s)}; waiting until {path} is untouched for "
+                    f"{STALE_S:.0f} s\n"
+                )
+                sys.stderr.flush()
             seen = touched
             time.sleep(min(1.0, HEARTBEAT_S / 2))
         self._path, self._ended = path, threading.Event()
@@ -133,21 +145,25 @@ class RunLock:
         """Try to create the lock; whether this process has it now. Raises StorageError where no file can be made."""
         new = atomic.temporary_path(path)
         try:
-            atomic.write(new, json.dumps(self._own) + "\n")
+            with open(atomic.create(new), "w", encoding="utf-8") as file:
+                place = {"directory": str(path.parent.resolve()), "inode": os.fstat(file.fileno()).st_ino}
+                file.write(json.dumps({**self._own, _PLACE: place}) + "\n")
             _link_new(new, path)
         except FileExistsError:
             return False
         except OSError as error:
-            raise StorageError(f"{path} cannot be made: {error.strerror}; choose another --out") from error
+            raise StorageError(
+                f"{path} cannot be made: {error.strerror}; choose a directory that can be written"
+            ) from error
         finally:
-            new.unlink(missing_ok=True)
+            atomic.discard(new)
         return True
 
     def _beat(self) -> None:
         assert self._path is not None
         while not self._ended.wait(HEARTBEAT_S):
             try:
-                if regular.json_value(self._path, MAX_BYTES) != self._own:
+                if _entry(self._path) != self._own:
                     return  # it is another's now: that one touches it
                 os.utime(self._path)
             except (OSError, ValueError):
@@ -159,7 +175,7 @@ class RunLock:
         if self._path is not None:
             _held_locks.pop(self._path.parent.resolve(), None)
             if _read_holder(self._path)[0] == self._own:
-                self._path.unlink(missing_ok=True)
+                atomic.discard(self._path)
         self._path = None
 
 
@@ -174,7 +190,7 @@ def _link_new(new: Path, path: Path) -> None:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
             raise
         with path.open("x", encoding="utf-8") as file:  # a file system without links: whole a moment later
-            file.write(regular.text(new, MAX_BYTES))
+            file.write(json.dumps(_read_holder(new)[0] or {}) + "\n")  # the copy has another inode: without it
 
 
 def _identity(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -189,8 +205,37 @@ def _identity(environment: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
+def _entry(path: Path) -> dict[str, Any] | None:
+    """Return the holder in the lock ``path``; {} if the content is invalid, None for the copy of another lock.
+
+    Raises OSError, ValueError.
+    """
+    entry = regular.json_value(path, MAX_BYTES)
+    if not isinstance(entry, dict):
+        return {}
+    place = entry.pop(_PLACE, None)
+    # A shared file system may have other mount points on other nodes, and few file systems change inodes: both differ.
+    copied = (
+        isinstance(place, dict)
+        and place.get("directory") != str(path.parent.resolve())
+        and place.get("inode") != path.stat().st_ino
+    )
+    return None if copied else entry
+
+
+def _description(directory: Path, holder: Mapping[str, Any], age_s: float) -> str:
+    """Return the clause of a message that names the ``holder`` of the lock of ``directory``."""
+    touched = f"(touched {age_s:.0f} s ago)"
+    if not holder:
+        return f"{directory / LOCK_FILE} is damaged {touched}: the process that writes {directory} is unknown"
+    job = f", job {holder['job']}" if holder.get("job") else ""
+    return f"{directory} is being written by process {holder.get('pid')} on {holder.get('host')}{job} {touched}"
+
+
 def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
     """Return the entry in the lock and the seconds since it was touched; {}: not readable, None: there is no lock.
+
+    A copy of the lock of another directory is no lock, but its file exists.
 
     Both times are those of the file system, whose clock may differ from this machine's: a new file says what is now.
     """
@@ -198,14 +243,13 @@ def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
     try:
         os.close(atomic.create(now))
         age_s = now.stat().st_mtime - path.stat().st_mtime
-        holder = regular.json_value(path, MAX_BYTES)
-        return (holder if isinstance(holder, dict) else {}), age_s
+        return _entry(path), age_s
     except FileNotFoundError:
         return None, 0.0
     except (OSError, ValueError):
         return {}, age_s
     finally:
-        now.unlink(missing_ok=True)
+        atomic.discard(now)
 
 
 def is_dead(holder: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
@@ -244,7 +288,7 @@ def _remove(path: Path, holder: Mapping[str, Any] | None) -> None:
     if _read_holder(aside)[0] != holder:
         with contextlib.suppress(FileExistsError):
             _link_new(aside, path)
-    aside.unlink(missing_ok=True)
+    atomic.discard(aside)
 
 
 def _text(path: str) -> str:

@@ -24,7 +24,7 @@ from hpcdist.checkpoint.lock import RunLock
 from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, on_first_rank, restore_together
 from hpcdist.checkpoint.saving import two_phase
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.mpi.world import AnyComm, communicator_of
+from hpcdist.comm.mpi.world import AnyComm, communicator_of, whole_number
 from hpcdist.errors import StorageError, UsageError
 
 KIND: Final = "state"
@@ -37,7 +37,7 @@ class Sharded:
 
     ``array`` is the part, numpy or cupy. Without more, parts are rows, one behind the other in the order of the ranks;
     their numbers may differ. Blocks of any shape have their first index ``start`` in the whole array, whose ``shape``
-    is then given, too; together they cover it.
+    is then given, too; together they cover it. Integers of numpy are accepted. Raises UsageError for other numbers.
     """
 
     array: Array
@@ -50,12 +50,23 @@ class Sharded:
         if not self.array.ndim:
             raise UsageError("Sharded takes an array with at least one dimension")
         if self.start is not None and self.shape is not None:
+            for name in ("start", "shape"):
+                object.__setattr__(self, name, _whole_numbers(name, getattr(self, name)))
             ends = [begin + size for begin, size in zip(self.start, self.array.shape, strict=False)]
             fits = len(self.start) == len(self.shape) == self.array.ndim
             if not fits or min(self.start) < 0 or any(end > size for end, size in zip(ends, self.shape, strict=True)):
                 raise UsageError(
                     f"a part of shape {self.array.shape} at {self.start} is not inside an array of {self.shape}"
                 )
+
+
+def _whole_numbers(name: str, values: Any) -> tuple[int, ...]:
+    """Return ``values`` as a tuple of int. Raises UsageError, with ``name``, if they are not whole numbers."""
+    try:
+        values = tuple(values)
+    except TypeError:
+        raise UsageError(f"{name} = {values!r}; expected one whole number for each dimension") from None
+    return tuple(whole_number(f"{name}[{axis}]", value) for axis, value in enumerate(values))
 
 
 State: TypeAlias = Mapping[str, "Array | Sharded | Any"]
@@ -70,6 +81,7 @@ def save(directory: str | Path, state: State, *, step: int | None = None, keep: 
     visible at once, or nothing. From the first save on no other job may save there. Raises StorageError on all ranks
     when one cannot write, UsageError for a value that cannot be saved or ``keep`` below 1.
     """
+    keep, step = whole_number("keep", keep), None if step is None else whole_number("step", step)
     if keep < 1:
         raise UsageError(f"keep = {keep}; at least one checkpoint is kept")
     where, folder = communicator_of(comm), Path(directory) / FOLDER

@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     standard_streams.protect()
     environment.provide_home()
+    environment.drop_empty()
     try:
         code = failfast.guarded(lambda: _invoke(arguments))
     except HpcdistError as error:

@@ -25,7 +25,7 @@ from hpcdist.collectives.segments import gather_counts
 from hpcdist.collectives.sharded import SHARDED, SHARDED_ON_GPUS, Sharding
 from hpcdist.collectives.tuning import autotune
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.mpi.world import AnyComm, communicator_of, library_of
+from hpcdist.comm.mpi.world import AnyComm, communicator_of, library_of, whole_number
 from hpcdist.errors import UsageError
 
 MEAN: Final = "mean"
@@ -123,7 +123,7 @@ def broadcast(array: Array, root: int = 0, *, comm: AnyComm = None) -> Array:
     ``array`` has the same shape and dtype on all ranks. Raises UsageError for a root that does not exist,
     BufferHandoverError for another dtype or a read-only array.
     """
-    where = communicator_of(comm)
+    where, root = communicator_of(comm), whole_number("root", root)
     _on_flat(_in_place(array, "broadcast"), lambda flat: tree.broadcast(where, flat, root), where.rank != root)
     return array
 

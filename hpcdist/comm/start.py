@@ -25,7 +25,7 @@ from hpcdist.comm.failure import failfast
 from hpcdist.comm.failure.rank_failures import all_agree, is_rank_failure
 from hpcdist.comm.failure.watchdog import Watchdog
 from hpcdist.comm.handover import Handover
-from hpcdist.comm.launch import environment, exit_file, standard_streams
+from hpcdist.comm.launch import environment, exit_file, guard, standard_streams
 from hpcdist.comm.mpi import cuda_aware, spawn
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.record import flight_recorder
@@ -169,6 +169,7 @@ def start(
     """
     refuse_worker()
     standard_streams.protect()
+    environment.drop_empty()
     launch = environment.launch_environment()
     _refuse_unknown_launcher(launch)
     failfast.answer_requests_for_stacks()
@@ -179,6 +180,7 @@ def start(
         pointers = cuda_aware.detect(launch)
     if launch is None:
         return start_alone()
+    guard.end_with_launcher()
     # A thread of C: it also works while this one waits in MPI_Init with the interpreter's lock.
     faulthandler.dump_traceback_later(STARTING_S, exit=True, file=failfast.STDERR)
     mpi = import_mpi()

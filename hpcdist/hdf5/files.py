@@ -268,7 +268,7 @@ def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5
                 raise StorageError(f"{path}: cannot be written: {error.strerror}; what was there is kept") from error
     except BaseException:
         if created:
-            written.unlink(missing_ok=True)
+            atomic.discard(written)
         raise
 
 
@@ -281,7 +281,7 @@ def check_place(path: str | os.PathLike[str]) -> None:
         with edit(path, "hpcdist.probe", 1):
             pass
     finally:
-        path.unlink(missing_ok=True)
+        atomic.discard(path)
 
 
 def _edited(path: Path, overlay: Overlay, created: bool) -> h5py.File:
@@ -339,10 +339,10 @@ def write_contiguous(
     except FileExistsError as error:
         raise StorageError(f"{path}: exists already") from error
     except StorageError:  # raised by `Blocks` whose source cannot be read
-        path.unlink(missing_ok=True)
+        atomic.discard(path)
         raise
     except OSError as error:
-        path.unlink(missing_ok=True)
+        atomic.discard(path)
         raise StorageError(f"{path}: cannot be written: {error.strerror or error}") from error
     return offsets
 

@@ -12,6 +12,7 @@ import io
 import os
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -221,8 +222,9 @@ class Overlay(io.RawIOBase):
             if in_place:
                 self._write_journal({number: self._pages[number] for number in in_place})
         except OSError:
-            journal_of(self._path).unlink(missing_ok=True)
-            os.ftruncate(self._fd, self._original)
+            with suppress(OSError):  # the first error is raised
+                journal_of(self._path).unlink(missing_ok=True)
+                os.ftruncate(self._fd, self._original)
             raise
         # 3. The pages in place; space on the disk is not needed any more.
         if wait or in_place:

@@ -18,6 +18,7 @@ from hpcdist.errors import StorageError
 from hpcdist.hdf5.datasets import Box, DatasetMaker, Region
 from hpcdist.hdf5.files import CHECKSUMMED, FAILURES, storable
 from hpcdist.hdf5.overlay import Overlay
+from hpcdist.reporting import atomic
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def write(
             overlay.commit(wait=False)
             overlay.fsync()
     except FAILURES as error:
-        path.unlink(missing_ok=True)
+        atomic.discard(path)
         raise StorageError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 

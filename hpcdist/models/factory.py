@@ -23,6 +23,7 @@ from typing import Any, Final
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
+from hpcdist.reporting import atomic
 
 KEY_FILE: Final = "factory.key"  # in $XDG_STATE_HOME/hpcdist
 _KEY_BYTES: Final = 32
@@ -109,7 +110,7 @@ def _key(folder: Path) -> bytes:
             with contextlib.suppress(FileExistsError):  # another training was first: its key counts
                 os.link(new, path)
         finally:
-            new.unlink()
+            atomic.discard(new)
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         state = os.fstat(file.fileno())
         if state.st_uid != os.geteuid() or state.st_mode & 0o077:

@@ -46,8 +46,7 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterat
                 os.fsync(file.fileno())
         os.replace(new, path)
     except BaseException:
-        with suppress(OSError):  # the directory is gone or not writable: the first error says so
-            new.unlink()
+        discard(new)
         raise
     if durable:
         sync(path.parent)
@@ -67,6 +66,12 @@ def save(path: Path, content: str | bytes, cure: str = "", *, parents: bool = Fa
         write(path, content)
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}{cure and f'; {cure}'}") from error
+
+
+def discard(path: Path) -> None:
+    """Remove ``path`` if it exists; ignore failures, so that clean-up does not hide the first error (local)."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def set_aside(path: Path) -> Path | None:

@@ -24,3 +24,8 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, PurePath | Enum):
         return str(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def plain_number(value: Any) -> Any:
+    """Return ``value`` as a number of Python if it is a scalar of numpy, else unchanged."""
+    return value.item() if hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0 else value

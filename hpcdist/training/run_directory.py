@@ -56,6 +56,8 @@ def prepare_run_directory(
     def prepare() -> RunDirectory:
         try:
             return _prepare(recipe, out, resume, lock)
+        except StorageError:
+            raise
         except OSError as error:
             raise StorageError(
                 f"the run directory {out} cannot be created: {error}; choose another with --out"
@@ -67,6 +69,10 @@ def prepare_run_directory(
 def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None) -> RunDirectory:
     path = out or _new_default_path(recipe.parallel.strategy)
     stored = path / RECIPE_FILE
+    if (path / STOP_FILE).is_dir():
+        raise StorageError(
+            f"{path / STOP_FILE} is a directory; a file of this name stops a run: move the directory away"
+        )
     if stored.exists() and _has_begun(path):
         before = recipes.load_stored(stored)
         keys = recipes.differences(before, recipe)

@@ -14,6 +14,8 @@ import pytest
 import hpcdist
 from harness import jobs
 from harness.jobs import LIMIT_S
+from hpcdist.comm.launch import mpirun
+from hpcdist.comm.launch.environment import process_fields
 
 PROGRAM = """
 import sys, time
@@ -153,3 +155,43 @@ def test_type_checkers_see_the_public_names():
     assert names == set(hpcdist.__all__)
     for name in hpcdist.__all__:
         assert getattr(hpcdist, name) is not None
+
+
+WAITS = """
+import os, time
+import hpcdist
+with hpcdist.session() as world:
+    with open("new", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename("new", "pid")
+    time.sleep(600)
+"""
+
+
+def test_rank_ends_when_mpirun_is_killed(mpi, tmp_path):
+    """A shell starts the rank, as job scripts do: the launcher is not its parent."""
+    (tmp_path / "program.py").write_text(WAITS)
+    environment = jobs.clean_environment()
+    added = mpirun.settings(mpi, environment)
+    program = ["sh", "-c", f"{sys.executable} program.py; exit $?"]
+    line = mpirun.command(mpi, 1, program, added, environment=environment)
+    with jobs.session(mpi) as place, (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(line, env=environment | added | place, cwd=tmp_path, stdout=log, stderr=log)
+        pid = 0
+        try:
+            jobs.until((tmp_path / "pid").exists, "start", process, tmp_path / "log")
+            pid = int((tmp_path / "pid").read_text())
+            process.kill()
+            process.wait(LIMIT_S)
+            jobs.until(lambda: not is_alive(pid), "end of the rank", log=tmp_path / "log", limit_s=20)
+        finally:
+            process.kill()
+            if pid and is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def is_alive(pid):
+    try:
+        return process_fields(pid)[0] != "Z"
+    except OSError:
+        return False

@@ -61,7 +61,7 @@ class Cublas:
         """Write ``count`` products (m, n) of a (m, k) and b (k, n), for ``sizes`` (m, n, k); out is by rows."""
         (m, n, k), name = sizes, np.dtype(out.array.dtype).name
         number = ctypes.c_double if name == "float64" else ctypes.c_float
-        tf32 = name == "float32" and int(os.environ.get("CUPY_TF32", "0")) > 0
+        tf32 = name == "float32" and int(os.environ.get("CUPY_TF32") or 0) > 0
         sums = _SUMS.get(name, _SUMS_IN_TF32 if tf32 else _SUMS_IN_FLOAT32)
 
         def place(of: Matrices) -> tuple[Any, ...]:

@@ -26,6 +26,7 @@ from hpcdist.bench.sweep.definition import SweepTrial
 from hpcdist.bench.sweep.trial import ITERATION, OK, TrialOutcome
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files
+from hpcdist.reporting import atomic
 from hpcdist.reporting.atomic import check_folder
 
 SCHEMA: Final = "hpcdist.bench"
@@ -109,7 +110,7 @@ def locked(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        name.unlink(missing_ok=True)  # while it is held: whoever opened it in time sees that it has lost its name
+        atomic.discard(name)  # while it is held: whoever opened it in time sees that it has lost its name
         os.close(held)
 
 

@@ -94,13 +94,13 @@ def new_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
             atomic.sync(folder)
     except OSError as error:
         for path in named:
-            path.unlink(missing_ok=True)
+            atomic.discard(path)
         if isinstance(error, StorageError):
             raise
         raise StorageError(f"{paths[0]}: cannot be written: {error.strerror or error}") from error
     finally:
         for temporary in written.values():
-            temporary.unlink(missing_ok=True)
+            atomic.discard(temporary)
 
 
 def write_file(path: Path, write: Callable[[int], None]) -> None:

@@ -74,7 +74,7 @@ def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], o
         except RuntimeError as error:  # how torch reports what its writer met
             raise OSError(f"{error}".splitlines()[0]) from error
         finally:
-            raw.unlink(missing_ok=True)
+            atomic.discard(raw)
     return [out]
 
 

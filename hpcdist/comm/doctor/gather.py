@@ -23,6 +23,7 @@ from hpcdist.comm.doctor.job_checks import ClockOffset, Greeting, RankRow, RankT
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.record import clock_offsets
 from hpcdist.errors import DeadlineError
+from hpcdist.reporting import atomic
 
 LIMIT_S: Final = 60.0  # for each stage; connections of thousands of ranks take seconds
 LOOK_S: Final = 10.0  # NFS shows a new file when its cache of the directory is renewed
@@ -102,7 +103,7 @@ def gather(
         all_rows = [] if nodes.leaders is None else nodes.leaders.allgather_object(own)
     finally:
         if comm.rank == 0 and not failure:
-            (directory / name).unlink(missing_ok=True)
+            atomic.discard(directory / name)
     if comm.rank > 0:
         return None
     ranks = zip(chain(*nodes.members), chain(*all_rows), strict=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 import hpcdist
-from hpcdist.errors import UsageError
+from hpcdist.errors import ConfigurationError, UsageError
 
 BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
@@ -142,6 +142,7 @@ class LaunchEnvironment:
     local_rank: int | None
 
 
+_LAUNCHERS: Final = ("SLURM", "SRUN_", "PMI", "OMPI_COMM_", "MPI_LOCAL", "MV2_COMM_", "PALS_", "FLUX_")
 _HYDRA: Final = "MPICH mpirun"
 _HYDRA_LOCAL_RANK: Final = "MPI_LOCALRANKID"  # other launchers with PMI's variables do not set it
 # (launcher, size, rank, local rank). Open MPI and PMI first: under mpirun in sbatch, SLURM_* describe the batch step.
@@ -159,17 +160,19 @@ _VARIABLES = (
 def launch_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnvironment | None:
     """Return size and ranks as the launcher announced them, or None when this process was started by hand.
 
-    SLURM_* count only inside a step that srun launched: the batch script itself also sees them.
+    SLURM_* count only inside a step that srun launched: the batch script itself also sees them. Raises
+    ConfigurationError if the announced size is not a number.
     """
     announced = []
     for launcher, size, rank, local_rank in _VARIABLES:
         if launcher == "Slurm srun" and not inside_srun(environment):
             continue
-        if size in environment and rank in environment:
+        if environment.get(size) and environment.get(rank):
+            ranks = integer_variable(environment, size)
+            if ranks is None:
+                raise ConfigurationError(f"{size}={environment[size]!r}; expected a whole number: unset it")
             local = integer_variable(environment, local_rank if environment.get(local_rank) else "PMI_LOCAL_RANK")
-            announced.append(
-                LaunchEnvironment(launcher, int(environment[size]), integer_variable(environment, rank), local)
-            )
+            announced.append(LaunchEnvironment(launcher, ranks, integer_variable(environment, rank), local))
     if not announced:
         return None
     # srun and flux with PMI announce the world in PMI's variables and the local rank in their own.
@@ -188,6 +191,15 @@ def provide_home(environment: MutableMapping[str, str] = os.environ) -> None:
     if "HOME" not in environment:
         known = os.path.expanduser("~")  # from the user database, since HOME is not set
         environment["HOME"] = known if os.path.isabs(known) else tempfile.gettempdir()
+
+
+def drop_empty(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Remove the empty variables of Slurm, PMI and MPI launchers: an empty variable counts as unset (local).
+
+    mpirun of Open MPI fails with code 250 if SLURM_CPUS_PER_TASK is empty.
+    """
+    for name in [name for name, value in environment.items() if not value and name.startswith(_LAUNCHERS)]:
+        del environment[name]
 
 
 def started_by_srun(size: int, rank: int | None, environment: Mapping[str, str]) -> bool:

@@ -4,22 +4,30 @@ The launcher gets SIGTERM then, by PR_SET_PDEATHSIG. That is not enough: mpirun 
 in which it starts ranks leaves them behind, and they wait for it in MPI_Init for ever.
 
 In a list of processes the guard looks like a second `hpcdist run`: so it passes signals on to the supervisor.
+
+`end_with_launcher` is for ranks without a guard: mpirun started them directly.
 """
 
 import os
+import select
 import signal
+import sys
+import threading
 import time
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NoReturn
 
-from hpcdist.comm.launch.environment import environment_of, send_signal
+from hpcdist.comm.launch.environment import environment_of, parent_of, send_signal
 from hpcdist.comm.launch.exit_file import LAUNCH_DIR, remove_segments
+from hpcdist.errors import FAILURE
 
 TEARDOWN_S: Final = 3.0  # for the launcher to end its ranks
 QUIET_S: Final = 1.0  # without a process of the job: none is about to be started
 MOST_S: Final = 30.0  # one that hangs in the kernel cannot be ended by anybody
+# Programs of Open MPI and MPICH that start ranks, and that wait for the end of the ranks.
+LAUNCHERS: Final = frozenset(("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted", "hydra_pmi_proxy"))
 PASSING_S: Final = 0.1  # a signal to both processes reaches the supervisor directly first
 
 
@@ -88,3 +96,38 @@ def _end(launch_dir: Path) -> None:
                 send_signal(int(name), signal.SIGKILL)
                 last = time.monotonic()
         time.sleep(0.05)
+
+
+def end_with_launcher() -> None:
+    """End this rank at once when the launcher that started it is killed (local).
+
+    mpirun of Open MPI leaves its ranks behind then. A rank in a collective notices the loss only if it has peers.
+    A job of `hpcdist run` has a `Guard`. slurmstepd ends its ranks itself, so it is not watched.
+    """
+    if LAUNCH_DIR in os.environ:
+        return
+    launcher = _launcher_of(os.getpid())
+    if launcher:
+        with suppress(OSError):  # a kernel before 5.3, or the launcher has just ended
+            handle = os.pidfd_open(launcher)
+            threading.Thread(target=_end_after, args=(handle, launcher), name="watch of mpirun", daemon=True).start()
+
+
+def _launcher_of(pid: int) -> int:
+    """Return the nearest ancestor of ``pid`` that is a launcher of MPI, or 0 if there is no launcher."""
+    while (pid := parent_of(pid)) > 1:
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text(errors="replace").strip() in LAUNCHERS:
+                return pid
+    return 0
+
+
+def _end_after(handle: int, launcher: int) -> None:
+    """Wait for the end of the process ``launcher``, of which ``handle`` is a pidfd, and leave."""
+    poll = select.poll()  # not select: the number of a descriptor may be above 1023
+    poll.register(handle, select.POLLIN)
+    poll.poll()
+    with suppress(OSError, ValueError):  # nobody may read the output any more
+        sys.stderr.write(f"hpcdist: the launcher (process {launcher}) has ended; this rank ends, too\n")
+        sys.stderr.flush()
+    os._exit(FAILURE)

@@ -6,6 +6,7 @@ communicate take ``comm``: None (all ranks), a `World`, a communicator of mpi4py
 """
 
 import atexit
+import operator
 import os
 import shutil
 import tempfile
@@ -91,7 +92,7 @@ class World:
 
     def exit(self, code: int = 0) -> NoReturn:
         """End the program on all ranks with exit ``code``, the same on all: MPI is finalised first."""
-        self._session.leave(code)
+        self._session.leave(whole_number("code", code))
 
     def barrier(self) -> None:
         """Return when all ranks have called."""
@@ -100,6 +101,7 @@ class World:
 
     def bcast(self, value: Value, root: int = 0) -> Value:
         """Return the ``value`` of rank ``root`` on all ranks; it is pickled. Raises UsageError for no such rank."""
+        root = whole_number("root", root)
         if not 0 <= root < self.size:
             raise UsageError(f"root = {root}; the ranks are 0 to {self.size - 1}")
         refuse_worker()
@@ -110,6 +112,14 @@ class World:
         """Return the values of all ranks in their order, on all ranks; they are pickled."""
         refuse_worker()
         return self.comm.allgather_object(value)
+
+
+def whole_number(name: str, value: Any) -> int:
+    """Return ``value``, also an integer of numpy, as an int (local). Raises UsageError, with ``name``, for others."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise UsageError(f"{name} = {value!r}; expected a whole number") from None
 
 
 AnyComm: TypeAlias = "World | Communicator | Any | None"  # Any: a communicator of mpi4py

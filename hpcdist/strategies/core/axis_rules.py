@@ -24,7 +24,7 @@ def of_tensor() -> Iterator[Rule]:
         UNBUILT,
         f"set it to 1, or train a {' or an '.join(TRANSFORMERS)}",
     )
-    for key, what in (("model.kv_heads", "of them, with the queries that share them"), ("model.heads", "heads")):
+    for key, what in (("model.kv_heads", "kv_heads, with the query heads that share them"), ("model.heads", "heads")):
         yield rule(
             f"parallel.tensor>1 with {key}",
             f"each tensor rank must hold the same number of {what}",

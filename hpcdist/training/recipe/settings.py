@@ -16,6 +16,7 @@ import msgspec
 from hpcdist.batch.sites import search
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.reporting import regular
+from hpcdist.reporting.jsonable import plain_number
 from hpcdist.reporting.nearest import nearest, synonym
 from hpcdist.reporting.rules import written
 
@@ -133,7 +134,7 @@ def _flattened(tree: Mapping[str, Any], known: Mapping[str, Any], prefix: str = 
 
 def _add_setting(settings: Settings, key: str, value: Any, place: str, known: Mapping[str, Any], base: Path) -> None:
     _check_known(key, value, place, known)
-    kind = type(known[key])
+    kind, value = type(known[key]), plain_number(value)
     if key in NUMBERS_AS_TEXTS and type(value) is int:
         value = str(value)
     try:

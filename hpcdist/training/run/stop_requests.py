@@ -230,13 +230,13 @@ class StopRequests:
 
     def current(self) -> np.ndarray:
         """Return this rank's requests as numbers to be summed over the ranks."""
-        if self._time_up() or (self._stop_file is not None and self._stop_file.exists()):
+        if self._time_up() or (self._stop_file is not None and self._stop_file.is_file()):
             self._wanted[StopReason.REQUEUE] = 1.0
         return self._wanted
 
     def ranks(self) -> float:
         """Return the number of further ranks in the file that `hpcdist grow` writes; 0 for none (local)."""
-        if self.grow_file is None or not self.grow_file.exists():
+        if self.grow_file is None or not self.grow_file.is_file():
             return 0.0
         try:
             return float(max(0, int(regular.text(self.grow_file, 64))))

@@ -14,6 +14,7 @@ from hpcdist.planner.layout import LAYOUT_FIELDS
 from hpcdist.planner.limits import checks
 from hpcdist.planner.report import table
 from hpcdist.planner.report.quantities import estimate_json
+from hpcdist.reporting.jsonable import plain_number
 from hpcdist.reporting.nearest import nearest
 from hpcdist.training.use_cases.plan_subject import (
     RUN_OPTIONS,
@@ -47,6 +48,7 @@ def plan(
         if name not in OPTIONS:
             near = nearest(name, OPTIONS)
             raise UsageError(f"plan has no option {name!r}" + (f"; did you mean {near!r}?" if near else ""))
+    options = {name: plain_number(value) for name, value in options.items()}
     simulate = options.pop("simulate", True)
     on = read_cluster(cluster)
     changes = tuple(f"{key}={value}" for key, value in (keys or {}).items())

@@ -1,7 +1,9 @@
 """The lock of a run directory: one writer, and no dead one that keeps others out."""
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +16,12 @@ import pytest
 from harness.inputs import newest
 from harness.jobs import LIMIT_S, called
 from hpcdist.arrays.piece import Piece
-from hpcdist.checkpoint import lock
+from hpcdist.checkpoint import lock, state
 from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
 from hpcdist.checkpoint.saving.two_phase import SavePlan, commit, save
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import StorageError
+from hpcdist.reporting import atomic
 from hpcdist.training import run_directory
 from hpcdist.training.recipe import recipe as recipes
 
@@ -39,7 +42,9 @@ def quick(monkeypatch):
 
 
 def holder(path):
-    return json.loads((path / LOCK_FILE).read_text())
+    entry = json.loads((path / LOCK_FILE).read_text())
+    entry.pop("place", None)
+    return entry
 
 
 def forge(path, **changed):
@@ -228,3 +233,94 @@ def test_nothing_is_thinned_out_beneath_a_running_job(tmp_path, capsys):
     job.release()
     assert prune(tmp_path)[0] == 0 and not (tmp_path / LOCK_FILE).exists()
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-3"]
+
+
+def test_lock_on_a_read_only_file_system_raises_storage_error(tmp_path, monkeypatch, capsys):
+    """As Linux does, the removal of a file that was never made fails with the same error as its creation."""
+    save(tmp_path / "checkpoints", 1, [Piece.whole("parameters", "w", np.zeros(3))], {}, solo())
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(atomic, "create", refuse)
+    monkeypatch.setattr(type(tmp_path), "unlink", refuse)
+    with pytest.raises(StorageError, match=r"lock cannot be made: Read-only file system; choose a directory"):
+        RunLock().take(tmp_path)
+    with pytest.raises(StorageError, match="Read-only file system"):
+        state.save(tmp_path / "api", {"w": np.zeros(3)}, comm=solo())
+    code, _, err = called(capsys, "checkpoint", "prune", "--keep", "1", tmp_path)
+    assert code == 74 and "Read-only file system" in err
+
+
+def test_take_of_a_read_only_mount_raises_storage_error(tmp_path):
+    script = (
+        'mount -t tmpfs -o ro none "$1" && '
+        'exec "$2" -c "import sys; from hpcdist.checkpoint import save; save(sys.argv[1], {}, step=1)" "$1"'
+    )
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, timeout=LIMIT_S, check=False).returncode:
+        pytest.skip("unshare needs root")
+    command = ["unshare", "-m", "sh", "-c", script, "sh", str(tmp_path), sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    if "mount:" in done.stderr:
+        pytest.skip("mount is not permitted")
+    assert done.returncode == 74 and "Read-only file system" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_copy_of_a_locked_directory_is_not_locked(tmp_path):
+    original, copy = tmp_path / "run", tmp_path / "copy"
+    original.mkdir()
+    first, second = RunLock(), RunLock()
+    first.take(original)
+    shutil.copytree(original, copy)
+    assert lock.is_held(original) and not lock.is_held(copy)
+    second.take(copy)
+    assert lock.is_held(copy) and not first.lost() and not second.lost()
+    with pytest.raises(StorageError, match="is being written by process"):
+        RunLock().take(original)
+    first.release()
+    second.release()
+    assert not list(original.iterdir()) and not list(copy.iterdir())
+
+
+def test_moved_directory_stays_locked(tmp_path):
+    """Another mount point of a shared file system looks like a moved directory: same inode, other path."""
+    original = tmp_path / "run"
+    original.mkdir()
+    mine = RunLock()
+    mine.take(original)
+    moved = original.rename(tmp_path / "moved")
+    with pytest.raises(StorageError, match="is being written by process"):
+        RunLock().take(moved)
+    moved.rename(original)
+    mine.release()
+
+
+def test_copied_lock_of_a_file_system_without_links_still_locks(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    mine = RunLock()
+    mine.take(tmp_path)
+    assert holder(tmp_path) == mine._own and lock.is_held(tmp_path)
+    mine.release()
+
+
+def test_wait_for_a_damaged_lock_is_announced(tmp_path, quick, capsys):
+    (tmp_path / LOCK_FILE).write_text("{")
+    with pytest.raises(StorageError, match=r"lock is damaged .*remove .*lock"):
+        RunLock().take(tmp_path, waits=False)
+    assert not capsys.readouterr().err
+    mine = RunLock()
+    mine.take(tmp_path)
+    mine.release()
+    err = capsys.readouterr().err
+    assert err.count("is damaged") == 1 and "waiting until" in err
+
+
+@pytest.mark.parametrize("name", [LOCK_FILE, "stop"])
+def test_directory_in_the_place_of_a_file_is_named(tmp_path, name):
+    (tmp_path / "run" / name).mkdir(parents=True)
+    recipe = recipes.load(None, [], {}).recipe
+    with pytest.raises(StorageError, match=rf"^{tmp_path}/run/{name} is a directory; .*move"):
+        run_directory.prepare_run_directory(solo(), recipe, tmp_path / "run", "auto", RunLock())

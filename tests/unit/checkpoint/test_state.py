@@ -122,3 +122,29 @@ def test_no_other_job_saves_there_meanwhile(tmp_path):
     done = jobs.python(program, tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 74 and "is being written by process" in done.stderr
     assert load(tmp_path)["x"].sum() == 0
+
+
+def test_sharded_accepts_integers_of_numpy(whole, tmp_path):
+    offsets = np.cumsum([0, 6])
+
+    @on_threads(2)
+    def saves(comm):
+        part = np.split(whole["field"], [6])[comm.rank]
+        sharded = Sharded(part, (offsets[comm.rank], np.int32(0)), np.array([11, 6]))
+        assert sharded.start == (6 * comm.rank, 0) and all(type(value) is int for value in sharded.start)
+        save(tmp_path, {"field": sharded}, step=np.int64(3), keep=np.int64(1), comm=comm)
+
+    saves()
+    assert np.array_equal(load(tmp_path)["field"], whole["field"])
+
+
+@pytest.mark.parametrize(("start", "message"), [((0.0, 0), r"start\[0\] = 0.0"), (3, "start = 3; .*dimension")])
+def test_sharded_start_that_is_no_whole_number_is_rejected(start, message):
+    with pytest.raises(UsageError, match=message):
+        Sharded(np.zeros((2, 2)), start, (4, 2))
+
+
+@pytest.mark.parametrize("options", [{"keep": 1.5}, {"step": 2.0}])
+def test_save_rejects_numbers_that_are_not_whole(tmp_path, options):
+    with pytest.raises(UsageError, match="expected a whole number"):
+        save(tmp_path, {}, **options)

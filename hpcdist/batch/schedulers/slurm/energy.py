@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from hpcdist.batch.schedulers.base import JobState
+from hpcdist.errors import ConfigurationError
 
 NOT_MEASURED: Final = "Slurm measured none; it does where a site has set AcctGatherEnergyType"
 NOT_YET: Final = "Slurm knows the energy of a job when it is over"
@@ -26,6 +27,10 @@ _MAX_NODES: Final = 1 << 17
 _SHOWN: Final = 4  # nodes that are named
 _PART: Final = re.compile(r"\[([\d,-]+)\]|([^\[\]]+)", re.ASCII)
 _WHOLE: Final = re.compile(r"(?:[^,\[\]]+|\[[\d,-]+\])+", re.ASCII)
+
+_HOSTLIST: Final = re.compile(
+    r"(?:NAME)(?:,NAME)*".replace("NAME", r"(?:[^,\[\]\s]|\[RUN(?:,RUN)*\])+").replace("RUN", r"\d+(?:-\d+)?"), re.ASCII
+)
 
 
 class AccountedStep(NamedTuple):
@@ -158,9 +163,14 @@ def _listed(nodes: Sequence[str]) -> str:
 
 
 def expand_hostlist(short: str) -> tuple[str, ...]:
-    """Return the names of nodes that Slurm writes as n[1-2,04],m7; none for "None assigned"."""
+    """Return the names of nodes that Slurm writes as n[1-2,04],m7; none for "None assigned".
+
+    Raises ConfigurationError if ``short`` is malformed.
+    """
     if short in ("", "None assigned", "Unknown"):
         return ()
+    if not _HOSTLIST.fullmatch(short):
+        raise ConfigurationError(f"{short!r} is no host list of Slurm; expected names such as n[1-2,04],m7")
     names: list[str] = []
     for word in _WHOLE.findall(short):
         parts = [[match[2]] if match[2] else _numbers(match[1]) for match in _PART.finditer(word)]

@@ -12,7 +12,7 @@ from harness.jobs import called
 from harness.marks import cases
 from hpcdist.batch.schedulers import dispatch
 from hpcdist.batch.schedulers.slurm import energy
-from hpcdist.errors import OK
+from hpcdist.errors import OK, ConfigurationError
 from stubs import slurm_double
 
 JOB = "710"
@@ -164,6 +164,12 @@ def test_a_probe_beside_a_step_is_in_it_already():
 )
 def test_names_of_nodes(text, names):
     assert energy.expand_hostlist(text) == names
+
+
+@pytest.mark.parametrize("text", ["n[1-", "n[1-2]]", "n[]", "n[1-,2]", "n1,,n2", "n[a]"])
+def test_malformed_host_list_is_rejected(text):
+    with pytest.raises(ConfigurationError, match="is no host list of Slurm"):
+        energy.expand_hostlist(text)
 
 
 _TIMES = st.integers(0, 60)

@@ -8,7 +8,7 @@ import pytest
 from harness.jobs import called
 from harness.marks import cases
 from hpcdist.comm.launch import mpirun
-from hpcdist.comm.launch.environment import LaunchEnvironment, launch_environment, provide_home
+from hpcdist.comm.launch.environment import LaunchEnvironment, drop_empty, launch_environment, provide_home
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import check_world
 from hpcdist.comm.threads.communicator import run_threads
@@ -118,3 +118,20 @@ def test_mpirun_is_found_out_without_a_home(monkeypatch, capsys):
     monkeypatch.setattr(mpirun, "identify", lambda path: mpirun.Launcher(path, os.environ["HOME"], ""))
     code, _, err = called(capsys, "run", "-n", "2", "--dry-run", "doctor")
     assert code == 0, err
+
+
+@pytest.mark.parametrize("empty", ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"])
+def test_empty_variable_of_a_launcher_counts_as_unset(empty):
+    variables = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"} | {empty: ""}
+    assert launch_environment(variables) is None
+
+
+def test_size_that_is_no_number_is_rejected():
+    with pytest.raises(ConfigurationError, match="OMPI_COMM_WORLD_SIZE='two'"):
+        launch_environment({"OMPI_COMM_WORLD_SIZE": "two", "OMPI_COMM_WORLD_RANK": "1"})
+
+
+def test_empty_variables_of_slurm_do_not_reach_the_launcher():
+    variables = {"SLURM_CPUS_PER_TASK": "", "PMI_RANK": "", "SLURM_JOB_ID": "7", "HOME": ""}
+    drop_empty(variables)
+    assert variables == {"SLURM_JOB_ID": "7", "HOME": ""}
