@@ -21,7 +21,7 @@ from hpcdist.comm.failure import failfast
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.launch.environment import RUN_DIR
 from hpcdist.comm.mpi.communicator import MpiCommunicator
-from hpcdist.comm.start import Session, import_mpi, library, start
+from hpcdist.comm.start import Session, fail_alike, import_mpi, library, start
 from hpcdist.errors import ConfigurationError, UsageError
 
 Value = TypeVar("Value")
@@ -125,6 +125,7 @@ def init(device: str = "cpu") -> World:
     (`hpcdist help api`). Raises ConfigurationError where the launcher and
     the MPI library do not belong together, UsageError for another device.
     """
+    fail_alike(launched=True)
     if device not in ("cpu", "gpu"):
         raise UsageError(f"device = {device!r}; choose 'cpu' or 'gpu'")
     if not _worlds:
