@@ -7,6 +7,7 @@ shows the failure of the rank that failed first. It also lists the complete chec
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -427,7 +428,7 @@ def checkpoints(run_dir: Path) -> dict[str, int]:
 
 
 def _show_first_failure(folder: Path, run_dir: str, began_ns: int) -> None:
-    """Repeat the failure of the rank that failed first: after the launcher's words and the echoes of the others."""
+    """Print each different failure of the ranks once, after the launcher's output; the first failure comes last."""
     written_ns = {path: path.stat().st_mtime_ns for path in folder.glob("rank-*.txt")}
     if run_dir:  # ranks of other hosts, which have no such folder, write beside their records
         beside = {path: path.stat().st_mtime_ns for path in (Path(run_dir) / "recorder").glob("rank-*.failed")}
@@ -435,4 +436,11 @@ def _show_first_failure(folder: Path, run_dir: str, began_ns: int) -> None:
     failures = sorted(written_ns, key=written_ns.__getitem__)
     if failures:
         others = f" (of {len(failures)} that failed)" if len(failures) > 1 else ""
-        click.echo(f"\nhpcdist run: the first failure{others}:\n{failures[0].read_text()}", err=True)
+        alike: dict[str, list[str]] = {}
+        for path in failures:
+            text = path.read_text()
+            alike.setdefault(re.sub(r"^\[rank \d+\] (rank \d+)?", "", text, flags=re.MULTILINE), []).append(text)
+        for texts in reversed(alike.values()):
+            which = f"the first failure{others}" if texts is next(iter(alike.values())) else "another failure"
+            same = f", and {len(texts) - 1} more in the same way" if len(texts) > 1 else ""
+            click.echo(f"\nhpcdist run: {which}{same}:\n{texts[0]}", err=True)

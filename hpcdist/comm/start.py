@@ -232,13 +232,13 @@ def refuse_worker() -> None:
         )
 
 
-def fail_alike() -> None:
+def fail_alike(*, launched: bool = False) -> None:
     """End this process with its exit code at an uncaught exception before `start`, too (local).
 
-    The launcher then ends the other ranks.
+    The launcher then ends the other ranks. With ``launched``, do nothing in a process that no launcher started.
     """
-    if not failfast.is_installed():
-        launch = environment.launch_environment()
+    launch = environment.launch_environment()
+    if not failfast.is_installed() and not (launched and launch is None):
         failfast.install(_exit_process, 0 if launch is None else launch.rank or 0)
 
 

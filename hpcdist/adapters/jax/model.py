@@ -48,6 +48,7 @@ from hpcdist.adapters.jax.parameters import (
 )
 from hpcdist.adapters.jax.stage import KEEPS, Adapted, FunctionChain, JaxStage, Sample, SharedContext, StageFunction
 from hpcdist.arrays.backend import Array, to_host
+from hpcdist.comm.start import fail_alike
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.model import LOSS_WEIGHT, Loss, Model
 from hpcdist.models.stage import Operations, Saved
@@ -243,6 +244,7 @@ def wrap(
 
     Raises UsageError and ConfigurationError for what cannot be trained, with the name of the tensor or the stage.
     """
+    fail_alike(launched=True)
     if keep not in KEEPS:
         raise UsageError(f"keep = {keep!r}; choose one of {', '.join(KEEPS)}")
     if not stages or len(stages) != len(params):

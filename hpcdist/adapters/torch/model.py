@@ -23,6 +23,7 @@ from hpcdist.adapters.torch.loss import TorchLoss
 from hpcdist.adapters.torch.modules import ParameterBinding, check_modules, stages_of
 from hpcdist.adapters.torch.stage import TorchStage
 from hpcdist.arrays import backend
+from hpcdist.comm.start import fail_alike
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.model import Model
 
@@ -213,9 +214,9 @@ def wrap(
     a step follows from the run's seed, the step, the layer and the first sample of the micro-batch. On the host the
     process keeps memory that a step has given back, see `hpcdist.adapters.torch.arrays.keep_freed_memory`.
 
-    Raises UsageError and ConfigurationError with the name of the module or parameter that cannot be trained, and
-    MissingCapabilityError without PyTorch.
+    Raises UsageError or ConfigurationError for a module that cannot be trained, MissingCapabilityError without PyTorch.
     """
+    fail_alike(launched=True)
     if tokens_per_sample < 1:
         raise UsageError(f"tokens_per_sample is {tokens_per_sample}; a sample has at least 1 prediction")
     cuts = stages_of(module_or_stages)

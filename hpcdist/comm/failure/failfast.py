@@ -2,7 +2,7 @@
 
 `comm.start` installs this. Python alone would end the failing process while the others wait in a collective for ever,
 and MPI's own default prints its error over the traceback. Errors whose message is complete (`USER_ERRORS`) are shown
-without a traceback, and only once where all ranks fail alike.
+without a traceback. A failure that all ranks share is shown once.
 """
 
 import atexit
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # late at run time: --help is instant
     from hpcdist.comm.record.flight_recorder import Recorder
 
 FAILURE_DIR: Final = "HPCDIST_FAILURE_DIR"  # set by `hpcdist run`, which shows the first failure last
-PRECEDENCE_S: Final = 1.0  # head start of the rank that failed first over those that failed because of it
+PRECEDENCE_S: Final = 3.0  # head start of the rank that failed first, which asks the others whether they failed alike
 GIVE_WAY_S: Final = 3.0  # head start of rank 0 before the job has begun: ranks start within seconds of each other
 DRAIN_S: Final = 0.2  # launchers forward stderr through pipes, and drop their content at an abort
 READ_S: Final = 5.0  # for a launcher on a busy machine to read the pipe
@@ -133,7 +133,7 @@ def uninstall() -> None:
 
 
 def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) -> None:
-    """Report an error of `USER_ERRORS` only once where all ranks have it; let none leave by `sys.exit` alone (local).
+    """Report an exception once if all ranks raise it alike; let none leave by `sys.exit` alone (local).
 
     ``all_agree(text)`` is collective: whether all ranks fail with ``text``, within the seconds of a second argument. If
     so, each calls ``withdraw`` and leaves.
@@ -223,8 +223,8 @@ def guarded(main: Callable[[], int | None]) -> int:
 
 
 def _fail_together(state: _Installed, error: BaseException) -> None:
-    """Leave together if all ranks have ``error``, which rank 0 reports; return if not."""
-    if state.all_agree is None or state.withdraw is None or not isinstance(error, USER_ERRORS):
+    """Leave together if all ranks raised the same ``error``, which rank 0 reports; return if not."""
+    if state.all_agree is None or state.withdraw is None or not isinstance(error, Exception) or _is_symptom(error):
         return
     text = "".join(error_lines(error))
     # An agreement with a time limit: a rank that has failed cannot know whether the others will ever ask as well.
@@ -318,6 +318,11 @@ def fail(error: BaseException, thread: str | None = None, headline: str = "") ->
     os._exit(code)
 
 
+def _is_symptom(error: BaseException) -> bool:
+    """Return True if ``error`` is most often caused by the failure of another rank (local)."""
+    return isinstance(error, CommunicationError) or type(error).__module__.startswith("mpi4py")
+
+
 def _report(state: _Installed, error: BaseException, code: int, thread: str | None, headline: str) -> str:
     """Publish ``error``; return the path of its copy, as `publish` does."""
     # Before the job has begun the ranks cannot agree, and most likely all have the same error of the user.
@@ -325,19 +330,20 @@ def _report(state: _Installed, error: BaseException, code: int, thread: str | No
     alike = launched and isinstance(error, USER_ERRORS)
     if alike and state.rank:
         time.sleep(GIVE_WAY_S)  # once rank 0 has reported it and left, the launcher ends this one
-    elif isinstance(error, CommunicationError) or type(error).__module__.startswith("mpi4py"):
+    elif _is_symptom(error):
         time.sleep(PRECEDENCE_S)  # most often caused by another rank's failure, which is to be reported first
     where = f"rank {state.rank}" + (f", thread {thread}" if thread else "")
     if state.recorder is not None:
         state.recorder.note("raised", error_summary(error, thread))
     headline = headline or f"{where} failed: exit code {code}"
-    return publish(state.rank, headline, "".join(error_lines(error)), alone=alike)
+    # `hpcdist run` shows each text at its end. A job that goes on without this rank shows it at once.
+    return publish(state.rank, headline, "".join(error_lines(error)), alone=alike or state.is_survivable is None)
 
 
 def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> str:
     """Write ``text``, tagged with the rank, to a file that `hpcdist run` shows last, and in one piece to stderr.
 
-    With ``alone`` no other rank has more to say: a text left for `hpcdist run` is not written to stderr as well. Other
+    With ``alone`` a text left for `hpcdist run` is not written to stderr as well. Other
     launchers may drop stderr: for them the text is first kept in a file, whose path is returned (else ""), and this
     waits up to READ_S seconds until the pipe has been read.
     """

@@ -22,7 +22,7 @@ from hpcdist.comm.failure import failfast
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.launch.environment import RUN_DIR
 from hpcdist.comm.mpi.communicator import MpiCommunicator
-from hpcdist.comm.start import Session, import_mpi, library, refuse_worker, start
+from hpcdist.comm.start import Session, fail_alike, import_mpi, library, refuse_worker, start
 from hpcdist.errors import ConfigurationError, UsageError
 
 Value = TypeVar("Value")
@@ -138,9 +138,10 @@ def init(device: str = "cpu") -> World:
     (`hpcdist help api`). Raises ConfigurationError where the launcher and
     the MPI library do not belong together, UsageError for another device, or in a worker process of a rank.
     """
+    refuse_worker()
+    fail_alike(launched=True)
     if device not in ("cpu", "gpu"):
         raise UsageError(f"device = {device!r}; choose 'cpu' or 'gpu'")
-    refuse_worker()
     if not _worlds:
         world = start_world(device)
         if any(world.bcast((os.environ.get(RUN_DIR), os.environ.get(DEADLINE)))):

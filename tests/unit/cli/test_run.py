@@ -181,4 +181,15 @@ def test_the_first_failure_is_shown_last(cause, tmp_path, capsys):
     run_command._show_first_failure(tmp_path, str(tmp_path / "run"), began_ns=10)
     shown = capsys.readouterr().err
     assert "the first failure (of 2 that failed):\nthe cause" in shown
-    assert "echo" not in shown and "old" not in shown
+    assert shown.index("another failure:\nan echo") < shown.index("the cause") and "old" not in shown
+
+
+def test_failures_that_ranks_share_are_shown_once(tmp_path, capsys):
+    for rank in (0, 1, 2):
+        text = f"[rank {rank}] rank {rank} failed: exit code 1\n[rank {rank}] ValueError: {'alone' * (rank == 2)}\n"
+        (tmp_path / f"rank-{rank}.txt").write_text(text)
+        os.utime(tmp_path / f"rank-{rank}.txt", ns=(20 + rank, 20 + rank))
+    run_command._show_first_failure(tmp_path, "", began_ns=10)
+    shown = capsys.readouterr().err
+    assert shown.count("ValueError") == 2 and shown.count("ValueError: alone") == 1
+    assert "the first failure (of 3 that failed), and 1 more in the same way:\n[rank 0] rank 0 failed" in shown
