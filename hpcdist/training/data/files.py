@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import stat
+import sys
 import sysconfig
 import tempfile
 import time
@@ -24,11 +25,13 @@ from hpcdist.errors import DataError, MissingCapabilityError, StorageError
 from hpcdist.reporting import atomic, regular
 from hpcdist.training.data.samples import FileArray, Sliceable, allocated
 
+HDF5_SUFFIXES: Final = (".h5", ".hdf5", ".hdf")
 MOST_CLASSES: Final = 1 << 24
 BLOCK_ROWS: Final = 1 << 22  # of y, looked at together
 FEW_FILES: Final = 8  # so many are checked after every read; more of them once in CHECK_S
 CHECK_S: Final = 1.0
-TOKEN_TYPES: Final = tuple(np.dtype(name) for name in ("uint8", "uint16", "uint32"))
+TOKEN_TYPES: Final = tuple(np.dtype(name) for name in ("uint8", "uint16", "uint32", "int32", "int64"))
+MOST_TOKEN: Final = 2**32 - 1  # the largest value of the largest unsigned type
 
 
 class Hdf5Dataset:
@@ -109,9 +112,12 @@ def npy_tokens(path: Path) -> Sliceable:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(array, np.memmap):
             raise ValueError("an archive of several arrays, where one is expected")
-        _check_tokens(array, f"data.path = {path}")
-        return FileArray(path, array.dtype, array.offset, array.shape)
-    except DataError:
+        what = f"data.path = {path}"
+        _check_tokens(array, what)
+        tokens = FileArray(path, array.dtype, array.offset, array.shape)
+        _check_range(tokens, what)
+        return tokens
+    except (DataError, StorageError):
         raise
     except (OSError, ValueError, EOFError, OverflowError, MemoryError) as error:
         raise DataError(f"data.path = {path} cannot be read as .npy: {error}") from error
@@ -121,6 +127,7 @@ def hdf5_tokens(path: Path) -> Sliceable:
     """Return the dataset ``tokens`` of an HDF5 file. Raises DataError."""
     tokens = _datasets(path, ("tokens",))[0]
     _check_tokens(tokens, f"data.path = {path}, dataset tokens")
+    _check_range(tokens, f"data.path = {path}, dataset tokens")
     return tokens
 
 
@@ -207,16 +214,90 @@ def _open_dataset(path: Path, file: Any, name: str) -> Sliceable:
 
 
 def _check_tokens(tokens: Sliceable, what: str) -> None:
-    if tokens.dtype not in TOKEN_TYPES or len(tokens.shape) != 1:
+    if tokens.dtype.newbyteorder("=") not in TOKEN_TYPES or len(tokens.shape) != 1:
         names = ", ".join(str(dtype) for dtype in TOKEN_TYPES)
         raise DataError(f"{what} is {tokens.dtype}{tokens.shape}; expected one dimension of {names}")
     if not len(tokens):
         raise DataError(f"{what} is empty")
 
 
+def _check_range(tokens: Sliceable, what: str) -> None:
+    """Read signed tokens in blocks. Raises DataError if one is negative or larger than `MOST_TOKEN`."""
+    if tokens.dtype.kind != "i":
+        return
+    for start in range(0, len(tokens), BLOCK_ROWS):
+        block = tokens[start : start + BLOCK_ROWS]
+        least, most = int(block.min()), int(block.max())
+        if least < 0 or most > MOST_TOKEN:
+            raise DataError(
+                f"{what} holds the token {least if least < 0 else most} in {tokens.dtype}; expected 0 to {MOST_TOKEN:,}"
+            )
+
+
 SNIFFED_BYTES = 8192
+MOST_CONTROL: Final = 0.02  # share of control characters in text; random bytes have 0.1
+CONTROL: Final = bytes(code for code in range(32) if code not in b"\b\t\n\f\r\x1b")
+SHOWN_FILES: Final = 5
+# Suffixes of files that are no text to train on, by the format.
+_TEXT_FIRST: Final = "write its texts to a text file, or its tokens to .npy or HDF5"
+FORMATS: Final = {
+    **dict.fromkeys((".parquet", ".arrow", ".feather", ".orc", ".avro", ".tfrecord"), "a table"),
+    **dict.fromkeys((".json", ".jsonl", ".ndjson", ".csv", ".tsv"), "records with markup"),
+    **dict.fromkeys(
+        (".gz", ".tgz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar", ".rar"), "compressed or packed"
+    ),
+    **dict.fromkeys(
+        (".bin", ".idx", ".npz", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".safetensors", ".gguf"), "binary"
+    ),
+    **dict.fromkeys((".h5", ".hdf5", ".hdf", ".npy"), "an array"),
+}
+_RULES: Final = b"2"  # number of the rules of `not_text`: concatenations by other rules are not used
+
+
+def not_text(path: Path, head: bytes) -> str:
+    """Return the reason why a file that begins with ``head`` is not read as text, or "" if it is text (local).
+
+    Text in an encoding of one byte or in UTF-8 is accepted. Text in UTF-16 or UTF-32 has NUL bytes, and is not.
+    """
+    suffix = path.suffix.lower()
+    if suffix in FORMATS:
+        return f"{suffix} is {FORMATS[suffix]}"
+    head = head[:SNIFFED_BYTES]
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "its text is UTF-16 or UTF-32, and expected is UTF-8"
+    if b"\0" in head:
+        return "it has NUL bytes"
+    control = len(head) - len(head.translate(None, CONTROL))
+    return "it has control characters" if control > MOST_CONTROL * len(head) else ""
+
+
 # Not part of the library: installed packages, and byte code.
 SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__"}
+
+
+def kind_of(path: Path) -> str:
+    """Return the kind of data at ``path``, by the first bytes of a file, else by its name.
+
+    Raises DataError for a file that is neither tokens nor text.
+    """
+    if path.is_dir():
+        return "directory"
+    if not path.is_file():
+        raise DataError(f"data.path = {path} is neither a file nor a directory")
+    try:
+        with open(regular.open_regular(path), "rb") as file:
+            head = file.read(SNIFFED_BYTES)
+    except OSError as error:
+        raise DataError(f"data.path = {path} cannot be read: {error.strerror}") from error
+    if not head:
+        raise DataError(f"data.path = {path}: the file is empty")
+    if head.startswith(b"\x89HDF\r\n\x1a\n") or path.suffix.lower() in HDF5_SUFFIXES:
+        return "hdf5"
+    if head.startswith(b"\x93NUMPY") or path.suffix.lower() == ".npy":
+        return "npy"
+    if reason := not_text(path, head):
+        raise DataError(f"data.path = {path} is not text: {reason}; {_TEXT_FIRST}")
+    return "text"
 
 
 def text_of_directory(path: Path) -> tuple[FileArray, np.ndarray, str]:
@@ -227,7 +308,9 @@ def text_of_directory(path: Path) -> tuple[FileArray, np.ndarray, str]:
     files = [name for name in _walk(path, set()) if not os.path.basename(name).startswith(".")]
     if not files:
         raise DataError(f"data.path = {path}: the directory holds no files; name a text file or a directory of them")
-    return *_concatenate(path, files), f"text files in {path}"
+    tokens, ends = _concatenate(path, files)
+    skipped = len(files) - len(ends)
+    return tokens, ends, f"text files in {path}" + (f" ({skipped} skipped)" if skipped else "")
 
 
 def text_of_standard_library() -> tuple[FileArray, np.ndarray, str]:
@@ -269,7 +352,7 @@ def _walk(root: Path, left_out: set[str]) -> list[str]:
 
 def _concatenate(root: Path, files: list[str]) -> tuple[FileArray, np.ndarray]:
     """Return ``files`` one behind the other, as a file that the processes of a node share, and where each ends."""
-    state = hashlib.blake2b(os.fsencode(root), digest_size=16)
+    state = hashlib.blake2b(os.fsencode(root) + b"\0" + _RULES, digest_size=16)
     for name in files:
         status = (root / name).stat()
         state.update(os.fsencode(name) + b"\0" + f"{status.st_size} {status.st_mtime_ns}\0".encode())
@@ -289,13 +372,13 @@ def _concatenate(root: Path, files: list[str]) -> tuple[FileArray, np.ndarray]:
             "set HPCDIST_CACHE to a local directory with room for it"
         ) from error
     if target.stat().st_size == 0:
-        raise DataError(f"data.path = {root}: the files of the directory hold no text")
+        raise DataError(f"data.path = {root}: the files of the directory hold no text; {_TEXT_FIRST}")
     return bytes_of_file(target), np.fromfile(ends, np.int64)
 
 
 def _write_concatenation(target: Path, ends: Path, files: Iterable[Path]) -> None:
     """Write the text among ``files`` to ``target``, and to ``ends`` where each ends; they appear when complete."""
-    places = []
+    places, skipped = [], []
     with atomic.replacing(target) as out:
         for path in files:
             try:
@@ -304,14 +387,21 @@ def _write_concatenation(target: Path, ends: Path, files: Iterable[Path]) -> Non
                 raise DataError(f"{path} cannot be read: {error.strerror}") from error
             with open(descriptor, "rb") as text:
                 head = text.read(SNIFFED_BYTES)
-                if b"\0" in head:
-                    continue  # not text
+                if reason := not_text(path, head):
+                    skipped.append(f"{path} ({reason})")
+                    continue
                 out.write(head)
                 while block := text.read(1 << 20):
                     out.write(block)
                 places.append(out.tell())
         with atomic.replacing(ends) as beside:
             beside.write(np.array(places, np.int64).tobytes())
+    if skipped:
+        listing = target.with_suffix(".skipped")
+        with atomic.replacing(listing) as out:
+            out.write("\n".join([*skipped, ""]).encode(errors="surrogateescape"))
+        shown = "; ".join(skipped[:SHOWN_FILES]) + ("; ..." if len(skipped) > SHOWN_FILES else "")
+        print(f"hpcdist: {len(skipped)} files are not text and are skipped: {shown}; all: {listing}", file=sys.stderr)
 
 
 @contextmanager

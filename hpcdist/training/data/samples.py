@@ -87,7 +87,8 @@ class FileArray:
 
     def __init__(self, path: Path, dtype: Any, offset: int, shape: tuple[int, ...]) -> None:
         self._path, self.place = path, offset
-        self.dtype, self.shape = np.dtype(dtype), shape
+        self._stored, self.shape = np.dtype(dtype), shape
+        self.dtype = self._stored.newbyteorder("=")
         self._row_bytes = math.prod(shape[1:]) * self.dtype.itemsize
         try:
             self._descriptor = open_regular(path)
@@ -121,6 +122,8 @@ class FileArray:
             while (row := row + _read_blocks(self._descriptor, offsets[row:], blocks[row:])) < len(starts):
                 self._read_again(int(offsets[row]), blocks[row])
                 row += 1
+            if not self._stored.isnative:
+                rows.byteswap(inplace=True)
         return rows
 
     def _read_again(self, offset: int, row: np.ndarray) -> None:

@@ -27,7 +27,7 @@ from hpcdist.models.config import FOREIGN, TRANSFORMERS, ModelConfig
 from hpcdist.models.counts import DocumentPairs
 from hpcdist.models.documents import PackedTokens
 from hpcdist.models.stage import IGNORED, check_tokens
-from hpcdist.reporting import regular, user_cache
+from hpcdist.reporting import user_cache
 from hpcdist.training.data import files
 from hpcdist.training.data.files import Hdf5Dataset
 from hpcdist.training.data.packed import document_ends, split_documents
@@ -186,7 +186,6 @@ def _announce(what: str, columns: Sequence[Sliceable]) -> None:
 PROBES, PROBE_ELEMENTS = 64, 1024  # what is read to tell data apart
 MODEL_INPUTS = {"context", "features", "classes", "height", "width", "channels"}  # arguments of `models.build`
 LARGEST_INPUT = 1 << 40  # of these: products of three of them stay numbers that NumPy has
-HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
 
 
 @dataclass(frozen=True)
@@ -298,7 +297,7 @@ def _open_files(config: DataConfig, model: ModelConfig) -> tuple[Source, tuple[S
     """Return the source, and the arrays that it is made of."""
     path = Path(config.staged or config.path)
     config.check_exists()
-    kind = _file_kind(path) if config.path else "library"
+    kind = files.kind_of(path) if config.path else "library"
     if model.kind == "convnet" and kind != "hdf5":
         raise DataError(
             f"data.path = {config.path!r}: a convnet takes pictures; give an HDF5 file with datasets x (rows, height, "
@@ -326,24 +325,6 @@ def _open_files(config: DataConfig, model: ModelConfig) -> tuple[Source, tuple[S
             tokens,
         )
     return _token_source(tokens, description, config, model), (tokens,)
-
-
-def _file_kind(path: Path) -> str:
-    """Return the kind of data at ``path``, by the first bytes of a file, else by its name."""
-    if path.is_dir():
-        return "directory"
-    if not path.is_file():
-        raise DataError(f"data.path = {path} is neither a file nor a directory")
-    try:
-        with open(regular.open_regular(path), "rb") as file:
-            head = file.read(8)
-    except OSError as error:
-        raise DataError(f"data.path = {path} cannot be read: {error.strerror}") from error
-    if not head:
-        raise DataError(f"data.path = {path}: the file is empty")
-    if head == b"\x89HDF\r\n\x1a\n" or path.suffix.lower() in HDF5_SUFFIXES:
-        return "hdf5"
-    return "npy" if head.startswith(b"\x93NUMPY") or path.suffix.lower() == ".npy" else "text"
 
 
 def _token_source(tokens: Sliceable, description: str, config: DataConfig, model: ModelConfig) -> Source:

@@ -66,9 +66,9 @@ RUN_RULES: Final = (
 class DataConfig:
     """Section ``[data]``: the data that is trained on.
 
-    ``keys.toml`` says what each key is. ``path`` may name a text file, a directory of them, tokens (uint8, uint16 or
-    uint32) in a .npy file or in the dataset ``tokens`` of an HDF5 file, or, for an mlp or a convnet, an HDF5 file with
-    datasets ``x`` (rows, ...), pictures as (rows, height, width) or with channels last, and ``y``.
+    ``keys.toml`` says what each key is. ``path`` may name a text file, a directory of them, tokens (uint8, uint16,
+    uint32, int32 or int64) in a .npy file or in the dataset ``tokens`` of an HDF5 file, or, for an mlp or a convnet, an
+    HDF5 file with datasets ``x`` (rows, ...), pictures as (rows, height, width) or with channels last, and ``y``.
 
     With measured ``shares`` the batch is the same, and so are losses and weights up to rounding. Positions in a packed
     document count from its first token, and padding has no loss. All parts of a document that is cut but the last are

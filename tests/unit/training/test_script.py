@@ -16,13 +16,14 @@ from harness.models.passes import Passes
 from hpcdist import models
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.telemetry import report
-from hpcdist.training import script
+from hpcdist.training import inference, script
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.script import Training
 
@@ -68,6 +69,8 @@ def test_the_steps_are_those_of_the_formulas(strategy, tmp_path, rng):
     assert all(np.isfinite(value).all() for value in kept.values())
     assert recipes.load_stored(training.path / "recipe.toml").model.kind == "given"
     assert (training.path / "metrics.h5").exists() and training.done == 6
+    with pytest.raises(UsageError, match=r"belongs to the script .* model\.factory"):
+        inference.load(solo(), training.path, recipes.load_stored(training.path / "recipe.toml"))
 
 
 def test_a_run_goes_on_where_it_was_ended(tmp_path, rng):

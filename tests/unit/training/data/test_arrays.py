@@ -14,7 +14,7 @@ from hpcdist.training.data import files as data_files
 from hpcdist.training.data import samples
 from hpcdist.training.data.samples import FileArray, TokenWindows
 
-DTYPES = ("uint8", "uint16", "uint32")
+DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 
 
 @pytest.fixture
@@ -29,6 +29,27 @@ def test_npy_tokens(tmp_path, tokens, dtype):
     assert got.dtype == dtype
     assert np.array_equal(got[:], tokens)
     assert got[-1] == tokens[-1]
+
+
+@pytest.mark.parametrize("dtype", [">u2", ">u4", ">i8"])
+def test_npy_tokens_of_the_other_byte_order_are_converted(tmp_path, tokens, dtype):
+    np.save(tmp_path / "a.npy", tokens.astype(dtype))
+    got = data_files.npy_tokens(tmp_path / "a.npy")
+    assert got.dtype.isnative
+    assert np.array_equal(got[:], tokens)
+    assert np.array_equal(got.gather(np.array([3, 70]), 5), [tokens[3:8], tokens[70:75]])
+
+
+@pytest.mark.parametrize("value", [-1, 2**32])
+def test_signed_tokens_out_of_range_are_rejected(tmp_path, tokens, value, monkeypatch):
+    monkeypatch.setattr(data_files, "BLOCK_ROWS", 1000)
+    tokens[4321] = value
+    np.save(tmp_path / "a.npy", tokens)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["tokens"] = tokens
+    for read, name in ((data_files.npy_tokens, "a.npy"), (data_files.hdf5_tokens, "a.h5")):
+        with pytest.raises(DataError, match=f"holds the token {value} in int64"):
+            read(tmp_path / name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -207,7 +228,7 @@ def _short(array, index):
 
 
 @pytest.mark.parametrize(
-    "array", [np.arange(9), np.zeros((3, 3), np.uint8), np.zeros(3, np.float32), np.zeros(0, np.uint8)]
+    "array", [np.arange(9, dtype=np.int16), np.zeros((3, 3), np.uint8), np.zeros(3, np.float32), np.zeros(0, np.uint8)]
 )
 def test_what_is_no_tokens_is_refused(tmp_path, array):
     np.save(tmp_path / "a.npy", array)

@@ -36,7 +36,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def data(tmp_path, rng):
     path = tmp_path / "data.txt"
-    path.write_bytes(rng.integers(1, 256, SIZE).astype(np.uint8).tobytes())
+    path.write_bytes(rng.integers(32, 127, SIZE).astype(np.uint8).tobytes())
     return path
 
 

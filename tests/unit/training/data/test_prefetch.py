@@ -56,7 +56,7 @@ def test_leaving_early_ends_the_thread():
 
 
 def test_the_shares_of_any_ranks_are_the_global_batches(tmp_path, rng):
-    (tmp_path / "a.txt").write_bytes(rng.integers(0, 256, 3000).astype(np.uint8).tobytes())
+    (tmp_path / "a.txt").write_bytes(rng.integers(32, 127, 3000).astype(np.uint8).tobytes())
     config = DataConfig(path=str(tmp_path / "a.txt"), context=8)
     recipe = Recipe(data=config, run=RunConfig(global_batch=7, seed=int(rng.integers(1000))))
 

@@ -24,7 +24,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tokens(rng):
-    return rng.integers(1, 256, 2000).astype(np.uint8)
+    return rng.integers(32, 127, 2000).astype(np.uint8)
 
 
 def _store(folder, kind, tokens):

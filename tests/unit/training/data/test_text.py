@@ -140,3 +140,36 @@ def test_the_own_cache_must_be_private(tmp_path, monkeypatch):
     folder.chmod(0o777)
     with pytest.raises(StorageError, match="only this user can write"):
         data_files.cache_directory()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        *((f"a{suffix}", b"text", f"{suffix} is") for suffix in (".parquet", ".jsonl", ".csv", ".gz", ".zst", ".bin")),
+        ("a.txt", b"a\0b", "NUL bytes"),
+        ("a.txt", "text".encode("utf-16"), "UTF-16"),
+        ("a", bytes(range(1, 256)), "control characters"),
+    ],
+)
+def test_files_that_are_not_text_are_rejected_with_the_reason(tmp_path, name, content, reason):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"is not text: .*{reason}"):
+        data_files.kind_of(tmp_path / name)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "shift-jis", "koi8-r"])
+def test_text_in_any_encoding_of_bytes_is_accepted(tmp_path, encoding):
+    texts = {"latin-1": "caf\u00e9", "shift-jis": "\u65e5\u672c", "koi8-r": "\u043c\u0438\u0440"}
+    (tmp_path / "a.py").write_bytes((texts.get(encoding, "caf\u00e9") + "\t\r\n").encode(encoding) * 100)
+    assert data_files.kind_of(tmp_path / "a.py") == "text"
+
+
+def test_skipped_files_of_a_directory_are_listed(folder, cache, capsys):
+    for number in range(8):
+        (folder / f"{number}.jsonl").write_text("{}")
+    assert data_files.text_of_directory(folder)[2].endswith("(9 skipped)")
+    shown = capsys.readouterr().err
+    assert "9 files are not text and are skipped" in shown and shown.count(".jsonl is records") <= 5
+    (listing,) = cache.glob("*.skipped")
+    lines = listing.read_text().splitlines()
+    assert len(lines) == 9 and f"{folder}/picture.bin (.bin is binary)" in lines

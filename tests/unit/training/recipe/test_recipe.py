@@ -343,3 +343,8 @@ def test_shifted_steps_need_ranks_in_lock_step():
     servers = ["parallel.strategy=parameter_server", "parameter_server.consistency=asp"]
     with pytest.raises(ConfigurationError, match=r"energy\.shift = true with parameter_server\.consistency = 'asp'"):
         recipes.load(None, ["energy.shift=true", *servers], {})
+
+
+def test_a_recipe_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "a.toml").write_text("run.steps = 3", encoding="utf-8-sig")
+    assert recipes.load(tmp_path / "a.toml", []).recipe.run.steps == 3
