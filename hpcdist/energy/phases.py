@@ -4,34 +4,59 @@
 """
 
 import atexit
-from collections.abc import Iterator
+import math
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, Final
 
 from hpcdist.comm.mpi.world import init
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.monitor.monitor import EnergyMonitor
-from hpcdist.errors import UsageError
+from hpcdist.errors import ConfigurationError, UsageError
+
+VARIABLES: Final = "HPCDIST_SET__ENERGY__"  # prefix of the variables that set keys of [energy]
 
 _monitors: Final[list[EnergyMonitor]] = []  # the one of this process
+_entered: Final[dict[str, None]] = {}  # phases that this rank has entered
 
 
 def configure(**keys: Any) -> None:
     """Open the sensors with the keys of ``[energy]`` of a recipe, before the first `window`. Collective.
 
-    ``configure(sources="declared", cpu_tdp_w=280.0)`` is an estimate where nothing can be read. Raises UsageError after
-    the first window or for an unknown key, ConfigurationError for a value that cannot be.
+    ``configure(sources="declared", cpu_tdp_w=280.0)`` is an estimate where nothing can be read. Variables such as
+    HPCDIST_SET__ENERGY__SOURCES of rank 0 win over ``keys``. Raises UsageError after the first window or for an unknown
+    key, ConfigurationError for an invalid value or variable.
     """
     if _monitors:
         raise UsageError("energy.configure comes before the first energy.window of a program")
+    world = init()
     try:
-        config = EnergyConfig(**keys)
+        config = EnergyConfig(**keys | _settings(world.bcast(dict(os.environ) if world.rank == 0 else {})))
     except TypeError as error:
         raise UsageError(f"energy.configure: {error}; the keys are those of [energy] in a recipe") from None
-    monitor = EnergyMonitor(init().comm, config)
+    monitor = EnergyMonitor(world.comm, config)
     monitor.start()
     atexit.register(monitor.stop)
     _monitors.append(monitor)
+
+
+def _settings(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the keys of ``[energy]`` that variables set. Raises ConfigurationError."""
+    defaults = {field.name: field.default for field in fields(EnergyConfig)}
+    keys: dict[str, Any] = {}
+    for variable in sorted(name for name in environment if name.startswith(VARIABLES)):
+        key, text = variable.removeprefix(VARIABLES).lower(), environment[variable]
+        try:
+            kind = type(defaults[key])
+            keys[key] = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text.strip("'\""))
+        except KeyError:
+            expected = "true or false" if key in defaults else f"a key of [energy]: {', '.join(defaults)}"
+            raise ConfigurationError(f"environment variable {variable}={text!r}; expected {expected}") from None
+        except ValueError:
+            raise ConfigurationError(f"environment variable {variable}={text!r}; expected a number") from None
+    return keys
 
 
 @contextmanager
@@ -39,10 +64,12 @@ def window(phase: str) -> Iterator[None]:
     """Attribute the energy that this job uses inside of the block to ``phase``, without that of inner windows.
 
     The first one of a program opens the sensors (collective); the others are local, and every rank should have the
-    same ones: the first rank of a node reads for all of its ranks. `usage` has the joules.
+    same ones. The sensors of a node count all of its ranks together, and the windows of the first rank of the node
+    divide the joules. `usage` has the joules.
     """
     if not _monitors:
         configure()
+    _entered[phase] = None
     with _monitors[0].window(phase):
         yield
 
@@ -52,8 +79,16 @@ def usage() -> dict[str, Any]:
 
     ``energy_j`` is the total and ``phases`` the same by phase (``joules``, ``seconds``, ``windows``); NaN where it is
     not known, for the ``reason`` given. ``not_included`` names what has no sensor, ``label`` says whether a model was
-    asked instead of a sensor. Outside of Linux machines with readable counters all of it is NaN.
+    asked instead of a sensor. The joules of a phase are those of all ranks of each node while the first rank of the
+    node was in the phase. A phase that none of these first ranks has entered is NaN. Outside of Linux machines with
+    readable counters all of it is NaN.
     """
     if not _monitors:
         configure()
-    return _monitors[0].report()
+    usage = _monitors[0].report()
+    for rank, names in enumerate(init().comm.allgather_object(list(_entered))):
+        for name in names:
+            reason = f"only ranks that are not the first of a node, such as rank {rank}, have windows of {name}"
+            nothing = {"joules": math.nan, "seconds": math.nan, "windows": 0, "reason": reason}
+            usage["phases"].setdefault(name, nothing)
+    return usage

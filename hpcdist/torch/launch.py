@@ -98,7 +98,8 @@ def _print_joules(world: World) -> None:
     usage = phases.usage()
     if world.rank == 0:
         reason = f": {usage['reason']}" if usage.get("reason") else ""
-        print(f"energy {format_joules(usage['energy_j'])}{reason}", flush=True)
+        label = f"({usage['label']}) " if usage["label"] else ""
+        print(f"energy {label}{format_joules(usage['energy_j'])}{reason}", flush=True)
 
 
 def communicator(world: World, ranks: list[int], name: str) -> Communicator:

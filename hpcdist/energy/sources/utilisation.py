@@ -66,6 +66,7 @@ class TdpProcessors(NoPowerReading):
         self._stat, self._clock_ns = stat, clock_ns
         self._ticks = float(os.sysconf("SC_CLK_TCK"))
         self._last: tuple[int, float, float] | None = None
+        self._share = 0.0  # utilisation between the last two ticks of the kernel's clock
         self._joules = 0.0
 
     def read(self) -> int:
@@ -76,10 +77,11 @@ class TdpProcessors(NoPowerReading):
             self._last = now_ns, busy_s, all_s
         else:
             then_ns, busy_before_s, all_before_s = self._last
-            if all_s > all_before_s:  # else the kernel's clock, of 10 ms, has not ticked
-                share = min(1.0, max(0.0, (busy_s - busy_before_s) / (all_s - all_before_s)))
-                self._joules += power_w(self._tdp_w, self._idle_fraction, share) * (now_ns - then_ns) / 1e9
-                self._last = now_ns, busy_s, all_s
+            if all_s > all_before_s:  # else the kernel's clock, of 10 ms, has not ticked: the last share counts on
+                self._share = min(1.0, max(0.0, (busy_s - busy_before_s) / (all_s - all_before_s)))
+                busy_before_s, all_before_s = busy_s, all_s
+            self._joules += power_w(self._tdp_w, self._idle_fraction, self._share) * (now_ns - then_ns) / 1e9
+            self._last = now_ns, busy_before_s, all_before_s
         return round(self._joules * 1e6)
 
     def _seconds(self) -> tuple[float, float]:

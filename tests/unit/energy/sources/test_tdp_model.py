@@ -73,6 +73,19 @@ def test_between_two_ticks_nothing_is_lost(tmp_path):
     assert counter.read() == pytest.approx(100e6, rel=0.01)
 
 
+def test_time_between_two_ticks_counts_at_the_last_utilisation(tmp_path):
+    machine = Machine(tmp_path / "stat", 1)
+    counter = TdpProcessors(100.0, 0.0, machine.path, machine.clock)
+    counter.read()
+    machine.spend(1.0, 0.5)
+    before = counter.read()
+    machine.now_ns += S // 200
+    assert counter.read() - before == pytest.approx(50e6 / 200)
+    machine.now_ns -= S // 200
+    machine.spend(1.0, 0.5)
+    assert counter.read() == pytest.approx(100e6, rel=0.01), "the time is counted once"
+
+
 def test_a_machine_without_proc_stat_is_a_failed_read(tmp_path):
     track = CounterReader(TdpProcessors(100.0, 0.3, tmp_path / "none"))
     assert track.read(0) is None and "cannot be read" in track.failure
