@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hpcdist.comm.mpi.world import start_world
 from hpcdist.comm.start import is_worker, refuse_worker
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
-from hpcdist.torch import holders, launch
+from hpcdist.torch import launch, work
 from hpcdist.torch.group import NAME, Group, Options
 from hpcdist.torch.hooks import compress
 from hpcdist.training.stopping import should_stop
@@ -32,7 +32,7 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST:
 
 if not is_worker():  # processes of spawn and forkserver import the script of the rank
     launch.start()
-holders.install()
+work.install()
 
 
 def _create(backend: Any, options: Any) -> Group:

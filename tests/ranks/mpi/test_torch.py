@@ -14,7 +14,7 @@ dist = pytest.importorskip("torch.distributed")
 
 import hpcdist.torch
 from hpcdist.errors import BufferHandoverError, DeadlineError, UsageError
-from hpcdist.torch import holders
+from hpcdist.torch import work as handles
 
 SUM, AVG, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -619,8 +619,8 @@ def test_bindings_of_pytorch_store_a_work_only_where_a_holder_is_added():
     functions += [(owner, name) for owner in vars(bindings).values() if isinstance(owner, type) for name in vars(owner)]
     texts = {(owner, name): getattr(getattr(owner, name), "__doc__", None) or "" for owner, name in functions}
     stores = {key for key, text in texts.items() if re.search(r"(?<!self): c10d::Work\b", text)}
-    assert not stores  # `holders.install` has replaced them
-    assert all(hasattr(owner, name) for owner, name in holders.STORES)
+    assert not stores  # `work.install` has replaced them
+    assert all(hasattr(owner, name) for owner, name in handles.STORES)
 
 
 def test_rank_join_by_number_of_active_ranks_averages_over_them(comm):
