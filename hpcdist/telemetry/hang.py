@@ -28,7 +28,7 @@ _SITE: Final = re.compile(r"(?P<file>.*?):(?P<line>\d+) \((?P<function>.*?)\)")
 
 @dataclass(frozen=True)
 class Finding:
-    """Finding of the diagnosis: skipped, mismatch, raised, stopped, killed, absent, deadlock, missing or damaged."""
+    """Finding: skipped, mismatch, raised, stopped, killed, absent, deadlock, waiting, missing or damaged."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -183,6 +183,7 @@ def analyse(
     findings += [Finding("damaged", (rank,), f"is not known: {why}") for rank, why in unread.items()]
     findings += suspects.absent()
     findings += suspects.deadlock()
+    findings = findings or suspects.unexplained()
     symptoms = [finding for finding in findings if _is_symptom(finding)]
     causes = [finding for finding in findings if finding not in symptoms]
     return HangReport(world, (*causes, *symptoms), ranks)
@@ -310,6 +311,7 @@ class WaitGraph:
                 self._members[event.comm].add(record.rank)
                 if event.collective:  # in the order of their numbers: the last one stays
                     self._reached[record.rank, event.comm] = event.sequence
+        self._long: dict[int, RecordedEvent] = {}  # rank -> the outermost operation that it has been in for long
         self.waits: dict[int, dict[int, RecordedEvent]] = {}
         for record in records:
             if states[record.rank] in ("finished", "raised"):
@@ -317,6 +319,7 @@ class WaitGraph:
             live = states[record.rank] in ("running", "stopped")
             for event in record.open_events:
                 if not live or now - event.started_ns >= patience_s * NS:
+                    self._long.setdefault(record.rank, event)
                     for rank in self._awaited(record, event):
                         self.waits.setdefault(record.rank, {}).setdefault(rank, event)
         self.culprits: dict[int, RecordedEvent] = {}
@@ -365,6 +368,24 @@ class WaitGraph:
         last = record.events[-1]
         busy = "computes, waits for something that is no message, or took another branch"
         return f"{text}: after {last} it {busy}; its stacks, if it could write them, are in {record.path.stem}.stacks"
+
+    def unexplained(self) -> list[Finding]:
+        """Return the ranks that wait in an operation or passed a deadline, if nothing else explains the waits."""
+        findings = []
+        for rank, record in sorted(self.records.items()):
+            late = self.states[rank] == "deadline"
+            waits = self.waits.get(rank, {})
+            if late or rank in self._long:
+                event = self._long.get(rank) or _last(record)
+                known = sorted(waits)
+                whom = (
+                    f"for {'rank' if len(known) == 1 else 'ranks'} {', '.join(map(str, known))}"
+                    if known
+                    else ("and the records do not show for whom")
+                )
+                text = f"waits {whom}" + (f"; it passed its deadline: {record.notes['deadline'].text}" if late else "")
+                findings.append(Finding("waiting", (rank,), text, event))
+        return findings
 
     def _is_explained(self, circle: Sequence[int]) -> bool:
         """Whether the circle is the effect of a rank in it that was stopped, or killed while others were not."""

@@ -41,7 +41,7 @@ def command(context: click.Context, run_dir: Path, patience: float, as_json: boo
 
 def render(report: HangReport) -> str:
     """Return the report as text: the verdict, then a line per rank."""
-    lines = [] if report.findings else ["nothing is wrong: every rank runs, or finished"]
+    lines = [] if report.findings else ["nothing is wrong: no rank waits for another"]
     for number, finding in enumerate(report.findings):
         lines.append(("" if number == 0 else "also: ") + _sentence(finding))
     # Ranks that stand apart come first when not all can be shown.

@@ -52,14 +52,15 @@ def _losses(data: PageData) -> Iterator[KeyFigure]:
     train = values["train_loss_mean"]
     count = min(20, len(data.run.steps["step"])) if data.run is not None else 0
     mean = f"mean of the last {count} steps, " if count > 1 else ""
-    yield KeyFigure("Training loss", _form(train, "{:.4f} nats"), mean + steps)
+    form = f"{{:.4f}} {data.attributes.get('loss_unit', 'nats')}".rstrip()
+    yield KeyFigure("Training loss", _form(train, form), mean + steps)
     val = values["val_loss"]
     known = [(key, finite_number(data.attributes.get(key))) for key in ENTROPIES]
     beside = ", ".join(f"{key.removesuffix('_nats')} {value:.3f}" for key, value in known if value is not None)
     note = f"entropies of the data: {beside}" if beside else "entropies of the data are not known"
     if val is None:
         note = f"no validation was made yet, or the recipe has no validation data; {note}"
-    yield KeyFigure("Validation loss", _form(val, "{:.4f} nats"), note)
+    yield KeyFigure("Validation loss", _form(val, form), note)
 
 
 def _speed(data: PageData) -> Iterator[KeyFigure]:

@@ -74,6 +74,11 @@ class Trainer:
         return "tokens" if texts else "samples"
 
     @property
+    def loss_unit(self) -> str:
+        """The unit of losses: "nats", or "" for a script's model without tokens, whose loss may have any unit."""
+        return "" if self.recipe.model.kind == "given" and self.speed_unit == "samples" else "nats"
+
+    @property
     def data_axis(self) -> Communicator:
         """The replicas of this rank's stages that see other samples."""
         return self.context.samplers

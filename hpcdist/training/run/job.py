@@ -207,6 +207,7 @@ def _metrics_attributes(
     made = trainer.recipe.chaos.described()
     chaos = {"chaos": made} if made else {}
     about: dict[str, float | str] = {"lock_step": int(trainer.exchange.lock_step), "speed_unit": trainer.speed_unit}
+    about["loss_unit"] = trainer.loss_unit
     if trainer.source.padding is not None:
         about["padding_share"] = trainer.source.padding
     return {**provenance(mpi_library=session.library), **known, **about, **chaos}

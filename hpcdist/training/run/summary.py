@@ -159,6 +159,7 @@ def summarise(
         "entropy": entropies,
         "tokens_per_s": json_number(pace.tokens_per_s),
         "speed_unit": trainer.speed_unit,
+        "loss_unit": trainer.loss_unit,
         **step_figures(pace, workers),
         **figures.utilisation_figures(comm, trainer, pace.tokens_per_s, NO_STEP_MADE),
         **overlap_figures(workers),
@@ -354,7 +355,7 @@ def _losses_text(summary: dict[str, Any]) -> str:
     losses = [f"{name} {loss:.4f}" for name, loss in (("train_loss", train), ("val_loss", val)) if loss is not None]
     if not losses:
         return "no loss was measured"
-    line = "  ".join(losses) + " nats"
+    line = f"{'  '.join(losses)} {summary['loss_unit']}".rstrip()
     if val is None:
         return line
     entropies = {name: nats for name, nats in summary["entropy"].items() if nats is not None}

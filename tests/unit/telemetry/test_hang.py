@@ -318,5 +318,20 @@ def test_a_truncated_file_hides_no_other_rank(tmp_path):
     assert [line.split()[0] for line in result.output.splitlines()[-2:]] == ["0", "2"]
 
 
+def test_ranks_that_passed_the_deadline_in_the_same_collective_are_waiting():
+    stories = [Story(rank, 2).does("allreduce", 1).notes_("deadline", 20, "19 s in allreduce") for rank in (0, 1)]
+    report = analyse([story.record() for story in stories], now_ns=30 * NS)
+    assert [(finding.kind, finding.ranks) for finding in report.findings] == [("waiting", (0,)), ("waiting", (1,))]
+    assert "passed its deadline: 19 s in allreduce" in report.findings[0].text
+    assert report.findings[0].event.op == "allreduce"
+
+
+def test_live_ranks_that_stay_in_the_same_collective_are_waiting():
+    stories = [Story(rank, 2).does("barrier", 1).beats(99) for rank in (0, 1)]
+    report = analyse([story.record() for story in stories], now_ns=100 * NS)
+    assert [(finding.kind, finding.ranks) for finding in report.findings] == [("waiting", (0,)), ("waiting", (1,))]
+    assert analyse([story.record() for story in stories], patience_s=1000, now_ns=100 * NS).findings == ()
+
+
 def test_finding_without_an_operation_is_a_finding():
     assert Finding("missing", (1,), "no record").event is None

@@ -31,13 +31,18 @@ def charts(data: PageData) -> dict[str, list[Chart]]:
     }
 
 
+def _unit(data: PageData) -> str:
+    """Return the unit of the losses with a leading space, or "" if the losses have no unit."""
+    return f" {data.attributes.get('loss_unit', 'nats')}".rstrip()
+
+
 def _loss(data: PageData) -> Chart:
     run, title = data.run, "Loss"
     if run is None:
         return Chart("loss", title, reason=data.reason, wide=True)
     steps = run.steps["step"]
     last = data.figures["train_loss_mean"]
-    alt = f"Training loss over {int(steps[-1]):,} steps, {series.format_value(last)} nats at the end"
+    alt = f"Training loss over {int(steps[-1]):,} steps, {series.format_value(last)}{_unit(data)} at the end"
     caption = "Thin: each step. " if _window(len(steps)) > 1 else ""
     if any(name in data.attributes for name in ENTROPIES):
         caption += "Horizontals: entropies of the training data, which a table of counts can reach."
@@ -53,7 +58,7 @@ def _end(data: PageData) -> list[Chart]:
         return []
     loss = data.run.steps["loss"]
     mean = series.smooth(loss, _window(len(loss)))
-    alt = f"Loss of the second half of the steps, {series.format_value(_last(mean))} nats at the end"
+    alt = f"Loss of the second half of the steps, {series.format_value(_last(mean))}{_unit(data)} at the end"
     drawing = draw.draw_svg("end", lambda axes: draw_loss(axes, data, len(loss) // 2))
     return [Chart("end", "Loss, second half", drawing, alt=alt)]
 
@@ -82,7 +87,7 @@ def draw_loss(axes: Any, data: PageData, first: int = 0) -> None:
     series.mark_resumes(axes, data, since)
     marks = [value for value in entropies.values() if value is not None]
     _limits_of_loss(axes, loss, evaluations["val_loss"][late], marks)
-    series.label_step_axis(axes, "loss (nats)")
+    series.label_step_axis(axes, "loss (nats)" if _unit(data) else "loss")
     draw.legend(axes, 4 if first else 7)
 
 
@@ -172,18 +177,20 @@ def _throughput(data: PageData) -> Chart:
     mean = series.means(np.where(np.isfinite(slowest), rows["tokens"], np.nan), edges) / series.means(slowest, edges)
     at = rows["step"][np.minimum(edges[1:] - 1, len(rows["step"]) - 1)]
 
+    counted_unit = str(data.attributes.get("speed_unit", "tokens"))
+
     def picture(axes: Any) -> None:
         if len(rate) > series.BINS:
             axes.plot(*series.decimate(rows["step"], rate), color=draw.SKY, linewidth=0.5, alpha=0.6, label="each step")
         axes.plot(at, mean, color=draw.BLUE, label="mean")
         series.mark_resumes(axes, data)
         axes.set_ylim(0, draw.robust_upper_limit(rate, 99.5))
-        series.label_step_axis(axes, "tokens/s")
+        series.label_step_axis(axes, f"{counted_unit}/s")
         draw.format_thousands(axes.yaxis)
         draw.legend(axes)
 
     speed = series.format_value(data.figures["tokens_per_s"], "{:,.0f}")
-    alt = f"Tokens per second over the steps, {speed} in the mean"
+    alt = f"{counted_unit.capitalize()} per second over the steps, {speed} in the mean"
     return Chart("speed", title, draw.draw_svg("speed", picture), series.rows_note(run), alt)
 
 

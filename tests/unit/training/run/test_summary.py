@@ -216,6 +216,7 @@ def test_the_lines_of_a_summary_are_short_and_say_what_they_count(words):
     assert "energy not measured: no source can be read; see `hpcdist energy sources`" in lines
     assert max(map(len, lines)) <= 120 and "<=" not in str(lines)
     assert "train_loss 2.0000 nats" in describe(shown | {"val_loss": None}).splitlines()
+    assert "train_loss 2.0000" in describe(shown | {"val_loss": None, "loss_unit": ""}).splitlines()
 
 
 @pytest.mark.parametrize(("kind", "unit"), [("gpt", "tokens"), ("encoder", "tokens"), ("mlp", "samples")])
