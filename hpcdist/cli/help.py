@@ -32,6 +32,7 @@ TOPICS: Final = {
     "collectives": "Algorithms of allreduce and its like, and how one is chosen.",
     "compression": "Gradients in fewer bytes, and what that costs.",
     "cluster": "Slurm and other launchers: submit, sites, modules, GPUs.",
+    "security": "What hpcdist trusts, what it does not, and what a site must firewall.",
     "checkpoints": "Save, resume on other ranks, verify, import and export.",
     "survival": "When ranks die: restarts, requeues, going on without them.",
     "monitoring": "Metrics, traces, the report of a run, hangs.",
