@@ -43,6 +43,7 @@ GROUPS: Final = {
         "survival": "When ranks die: restarts, requeues, going on without them.",
         "monitoring": "Metrics, traces, the report of a run, hangs.",
         "energy": "Joules of a run and of its phases; power limits.",
+        "security": "What hpcdist trusts, what it does not, and what a site must firewall.",
         "exit-codes": "What a job's exit code tells a script.",
     },
     "Plan and compare": {

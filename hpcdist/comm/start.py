@@ -25,7 +25,7 @@ from hpcdist.comm.failure import failfast
 from hpcdist.comm.failure.rank_failures import all_agree, is_rank_failure
 from hpcdist.comm.failure.watchdog import Watchdog
 from hpcdist.comm.handover import Handover
-from hpcdist.comm.launch import environment, exit_file, guard, standard_streams
+from hpcdist.comm.launch import environment, exit_file, guard, listeners, standard_streams
 from hpcdist.comm.mpi import cuda_aware, spawn
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.record import flight_recorder
@@ -344,6 +344,7 @@ def import_mpi() -> Any:
     rank while it sends over TCP revokes communicators, which sends over the connection that it holds the lock of.
     """
     environment.provide_home()
+    listeners.exclude_tcp()
     try:
         import mpi4py
     except ImportError as error:
@@ -358,6 +359,7 @@ def import_mpi() -> Any:
             f"mpi4py {importlib.metadata.version('mpi4py')} finds no MPI library ({error}); load the site's MPI "
             "module, or install hpcdist[workstation]"
         ) from error
+    listeners.restrict_to_loopback()
     return MPI
 
 

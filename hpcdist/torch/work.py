@@ -405,7 +405,7 @@ def install() -> None:
     for owner, name in STORES:
         if hasattr(owner, name):  # a later PyTorch may have removed it
             setattr(owner, name, _with_holders(getattr(owner, name)))
-    Work.boxed = _boxed
+    setattr(Work, "boxed", _boxed)  # noqa: B010 - another signature than the base
 
 
 def _with_holders(store: Any) -> Any:

@@ -16,7 +16,7 @@ from hpcdist import __version__
 from hpcdist.cli.common import FILE, PATH, json_option
 from hpcdist.cli.doctor import report
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
-from hpcdist.comm.launch import environment
+from hpcdist.comm.launch import environment, listeners
 from hpcdist.errors import FAILURE, HpcdistError, MissingCapabilityError, UsageError
 from hpcdist.reporting.hostlist import format_ranges
 from hpcdist.reporting.machine import package_version
@@ -110,8 +110,9 @@ def _examine_world(launched: environment.LaunchEnvironment, as_json: bool) -> in
     rows = session.comm.allgather_object(
         (session.place.host, session.place.local_rank, session.place.cores, os.getpid())
     )
+    ports = session.comm.allgather_object(sorted(listeners.rank_listeners()))
     if session.comm.rank == 0:
-        checks = [*_examine_machine(), *checks, _placement(rows)]
+        checks = [*_examine_machine(), *checks, _placement(rows), _ports(ports, len({row[0] for row in rows}))]
         report.show(checks, as_json)
     code: int = session.comm.broadcast_object(report.exit_code(checks))
     session.leave(code)
@@ -130,6 +131,16 @@ def _placement(rows: list[tuple[str, int, tuple[int, ...], int]]) -> Check:
         if len(sets) > 1 and any(len(cores) == 1 for cores in sets) and len(set(sets)) < len(sets):
             return Check("placement", WARN, shown, f"ranks on {host} are bound to the same core: mpirun --bind-to none")
     return Check("placement", OK, shown)
+
+
+def _ports(addresses: list[list[str]], hosts: int) -> Check:
+    """List the TCP ports on which the ranks listen; on one host they need no port of another interface."""
+    shown = "; ".join(f"rank {rank}: {', '.join(ports)}" for rank, ports in enumerate(addresses) if ports)
+    is_open = any(not listeners.is_loopback(port) for ports in addresses for port in ports)
+    if is_open and hosts == 1:
+        cure = "any user can connect, and block the rank: unset OMPI_MCA_btl and UCX_TLS; see `hpcdist help security`"
+        return Check("listening ports", WARN, shown, cure)
+    return Check("listening ports", OK, shown or "none: no rank listens on TCP")
 
 
 def _versions() -> Check:
@@ -245,4 +256,8 @@ def _launched() -> list[Check]:
     except (IndexError, ValueError):
         reason = " | ".join(process.stderr.strip().splitlines()[-3:])
         return [Check("two ranks", FAIL, f"exit code {process.returncode}: {reason}", "see the launcher match above")]
-    return [Check(**check) for check in report["checks"] if check["name"] in ("world", "thread level", "placement")]
+    return [
+        Check(**check)
+        for check in report["checks"]
+        if check["name"] in ("world", "thread level", "placement", "listening ports")
+    ]

@@ -241,6 +241,7 @@ class MpirunStarter(Starter):
     def session(self, folder: Path, options: Sequence[str]) -> dict[str, str]:
         """Return the variables for the folders of this start; the launcher may keep files in ``folder``."""
         own = mpirun.session(self.launcher, folder, options)
+        own |= mpirun.transports(self.launcher, options, surviving=self.surviving)
         return own | mpirun.daemons(self.launcher, options) | core_binding.whole_node_step()
 
     def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Final
 
 from hpcdist.comm.launch.core_binding import CoreBinding
 from hpcdist.comm.launch.exit_file import SEGMENT_DIRECTORY, SEGMENTS, SHARED_MEMORY
+from hpcdist.comm.launch.listeners import OPEN_MPI_TRANSPORTS, TCP_INTERFACE, UCX_TRANSPORTS
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.reporting.machine import package_version
 
@@ -44,7 +45,7 @@ SECOND_MPI_CURE: Final = (
 )
 # Under a resource manager neither its binding nor its number of slots is overridden.
 _RESOURCE_MANAGERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
-_TRANSPORTS: Final = "OMPI_MCA_btl"  # an option of mpirun overrides it
+_HOST_OPTIONS: Final = {"-H", "-f", "-machinefile", "--machinefile", "-rf", "-rankfile", "--rankfile"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _EXPORTED: Final = "SLURM_EXPORT_ENV"
 # Options that Open MPI 5 refuses twice; here the last one counts.
@@ -189,9 +190,9 @@ def ulfm_options(launcher: Launcher) -> list[str]:
         )
     # Of the PMLs only ob1 reports rank failures. Slots of failed ranks are not freed, so spawned ranks need
     # --oversubscribe. TCP must not use the put protocol for long messages: a transfer with a failed rank would never
-    # end. And libfabric, which ob1 does not use, delays each new rank by a second.
+    # end.
     return [
-        *("--with-ft", "ulfm", "--mca", "pml", "ob1", "--mca", "btl_tcp_flags", "send,inplace", "--mca", "btl", "^ofi"),
+        *("--with-ft", "ulfm", "--mca", "pml", "ob1", "--mca", "btl_tcp_flags", "send,inplace"),
         *("--oversubscribe", "--bind-to", "none"),
     ]
 
@@ -230,14 +231,55 @@ def session(
         return {}
     words = (*environment, *options, *_parameters(launcher))
     session = {} if any(base in word for word in words for base in _BASES) else {_SESSION_BASE: str(folder)}
-    elsewhere = is_managed(environment) or any(word == "-H" or "host" in word for word in options)
-    if elsewhere or any("hostfile" in word or "backing_directory" in word for word in words):
+    if not _is_one_host(launcher, options, environment) or any("backing_directory" in word for word in words):
         return session
     with suppress(OSError):  # there is no such file system, or it is full
         own = tempfile.mkdtemp(prefix=SEGMENT_DIRECTORY, dir=SHARED_MEMORY)
         (folder / f"{SEGMENTS}directory").write_text(f"{own}\n")
         session[_SEGMENTS_IN] = own
     return session
+
+
+def transports(
+    launcher: Launcher,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] = os.environ,
+    *,
+    surviving: bool = False,
+) -> dict[str, str]:
+    """Return the variables that select the transports of the ranks. A value that the user or the site set stays.
+
+    A TCP transport listens on every interface of the host, and a connection that stays silent blocks the rank. So ranks
+    on one host get no TCP transport: they use shared memory. TCP is excluded by name, so that transports between GPUs
+    remain. With ``surviving``, Open MPI needs TCP between old and new ranks, because its shared memory does not connect
+    two MPI jobs. TCP then uses the loopback interface only (see `listeners.restrict_to_loopback`). Open MPI gets no
+    libfabric: it searches for networks at each start, and `--survive` does not use it.
+    """
+    here = _is_one_host(launcher, options, environment)
+    if launcher.vendor == MPICH:
+        return {UCX_TRANSPORTS: "^tcp"} if here and not _is_set(UCX_TRANSPORTS, launcher, options, environment) else {}
+    if launcher.vendor != OPEN_MPI or not (surviving or not is_managed(environment)):
+        return {}
+    chosen = {OPEN_MPI_TRANSPORTS: "^ofi,tcp" if here and not surviving else "^ofi"}
+    if here and surviving:
+        chosen[TCP_INTERFACE] = "lo"
+    return {name: value for name, value in chosen.items() if not _is_set(name, launcher, options, environment)}
+
+
+def _is_one_host(launcher: Launcher, options: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Return True if the launcher starts all ranks on this host: neither a scheduler nor an option names hosts."""
+    if is_managed(environment) or "HYDRA_HOST_FILE" in environment:
+        return False
+    if any(word in _HOST_OPTIONS or "host" in word for word in options):
+        return False
+    return not any("hostfile" in word for word in (*environment, *_parameters(launcher)))
+
+
+def _is_set(name: str, launcher: Launcher, options: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Return True if ``environment``, the ``options`` or a parameter file of the launcher set the variable ``name``."""
+    short = name.removeprefix("OMPI_MCA_")
+    lines = (line.partition("=")[0].strip() for line in _parameters(launcher))
+    return name in environment or short in options or short in lines
 
 
 def daemons(
@@ -321,13 +363,11 @@ def on_hosts(launcher: Launcher, hosts: Sequence[str], ranks: int | None) -> lis
 def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, threads: int = 1) -> dict[str, str]:
     """Return the variables to add for the launcher and its ranks: `common_settings`, and those of Open MPI.
 
-    Open MPI must be allowed to run as root, and is kept from libfabric on a workstation.
+    Open MPI must be allowed to run as root.
     """
     added = common_settings(threads, environment)
     if launcher.vendor == OPEN_MPI and os.geteuid() == 0:
         added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    if launcher.vendor == OPEN_MPI and not is_managed(environment) and _TRANSPORTS not in environment:
-        added[_TRANSPORTS] = "^ofi"  # libfabric searches a second for networks, which a workstation does not have
     return added
 
 

@@ -149,9 +149,51 @@ def test_settings(tmp_path, monkeypatch, vendor, user, root):
     assert added["OPENBLAS_NUM_THREADS"] == "1"
     assert ("OMPI_ALLOW_RUN_AS_ROOT" in added) is root
     assert ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" in added) is root
-    assert ("OMPI_MCA_btl" in added) is (vendor == OPEN_MPI)
-    for variable in ("OMPI_MCA_btl", "SLURM_JOB_ID"):
-        assert "OMPI_MCA_btl" not in mpirun.settings(Launcher(tmp_path, vendor, ""), {variable: "1"})
+    assert "OMPI_MCA_btl" not in added, "options and parameter files decide about transports, see mpirun.transports"
+
+
+def test_ranks_on_one_host_get_no_tcp_transport_unless_new_ranks_can_join(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    launcher = Launcher(tmp_path / "bin" / "mpirun", OPEN_MPI, "5.0.11")
+    survive = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_btl_tcp_if_include": "lo"}
+    assert mpirun.transports(launcher, [], {}) == {"OMPI_MCA_btl": "^ofi,tcp"}
+    assert mpirun.transports(launcher, [], {}, surviving=True) == survive
+    assert mpirun.transports(Launcher(launcher.path, MPICH, "5.0.2"), [], {}) == {"UCX_TLS": "^tcp"}
+    assert mpirun.transports(Launcher(launcher.path, INTEL_MPI, "2021"), [], {}) == {}
+
+
+def test_ranks_on_several_hosts_keep_tcp_and_the_interface_that_the_site_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    launcher, mpich = (Launcher(tmp_path / "bin" / "mpirun", vendor, "5.0.11") for vendor in (OPEN_MPI, MPICH))
+    for options in (["--host", "a,b"], ["-H", "a"], ["--hostfile", "x"], ["-machinefile", "x"], ["--rankfile", "x"]):
+        for surviving in (False, True):
+            assert mpirun.transports(launcher, options, {}, surviving=surviving) == {"OMPI_MCA_btl": "^ofi"}
+        assert mpirun.transports(mpich, options, {}) == {}
+    job = {"SLURM_JOB_ID": "1", "OMPI_MCA_btl_tcp_if_include": "ib0"}
+    assert mpirun.transports(launcher, [], job) == mpirun.transports(mpich, [], job) == {}
+    assert mpirun.transports(launcher, [], job, surviving=True) == {"OMPI_MCA_btl": "^ofi"}
+
+
+def test_transports_that_the_user_chose_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    launcher, mpich = (Launcher(tmp_path / "bin" / "mpirun", vendor, "5.0.11") for vendor in (OPEN_MPI, MPICH))
+    assert mpirun.transports(launcher, [], {"OMPI_MCA_btl": "self,tcp"}) == {}
+    assert mpirun.transports(launcher, ["--mca", "btl", "self,tcp"], {}) == {}
+    assert (
+        mpirun.transports(mpich, [], {"UCX_TLS": "tcp"})
+        == mpirun.transports(mpich, ["-genv", "UCX_TLS", "tcp"], {})
+        == {}
+    )
+    own = mpirun.transports(launcher, [], {"OMPI_MCA_btl_tcp_if_include": "eth0"}, surviving=True)
+    assert own == {"OMPI_MCA_btl": "^ofi"}
+    monkeypatch.setattr(mpirun, "_output", lambda *_: "ft_mpi_support:yes")
+    assert "btl" not in mpirun.ulfm_options(launcher), (
+        "Open MPI 5 refuses a parameter that is on its command line twice"
+    )
+    file = tmp_path / "etc" / "openmpi-mca-params.conf"
+    file.parent.mkdir()
+    file.write_text("btl = self,tcp\n")
+    assert mpirun.transports(launcher, [], {}) == {}
 
 
 @pytest.mark.parametrize("vendor", [OPEN_MPI, MPICH])

@@ -1,0 +1,96 @@
+"""Listening TCP sockets of a process: list them, and restrict them to the loopback interface. Linux only.
+
+This module starts no MPI.
+"""
+
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import MutableMapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from hpcdist.comm.launch.exit_file import SURVIVE
+
+OPEN_MPI_TRANSPORTS: Final = "OMPI_MCA_btl"
+UCX_TRANSPORTS: Final = "UCX_TLS"
+TCP_INTERFACE: Final = "OMPI_MCA_btl_tcp_if_include"
+_FAULT_TOLERANCE: Final = "OMPI_MCA_mpi_ft_enable"
+_MPIRUN_SIZES: Final = (  # world size, number of ranks on this host, transports
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", OPEN_MPI_TRANSPORTS),
+    ("PMI_SIZE", "MPI_LOCALNRANKS", UCX_TRANSPORTS),
+)
+_LISTENING: Final = "0A"  # TCP_LISTEN in /proc/net/tcp
+
+
+def listening(pid: int | str = "self") -> dict[int, str]:
+    """Return the listening TCP sockets of process ``pid``: file descriptor to "address:port" (local).
+
+    Empty for a process that does not exist or belongs to another user.
+    """
+    process = Path("/proc") / str(pid)
+    inodes: dict[str, str] = {}
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in (process / "net" / table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENING:
+                    inodes[f"socket:[{fields[9]}]"] = _address(fields[1])
+    found: dict[int, str] = {}
+    with suppress(OSError):
+        for link in (process / "fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                target = os.readlink(link)
+                if target in inodes:
+                    found[int(link.name)] = inodes[target]
+    return found
+
+
+def rank_listeners() -> list[str]:
+    """Return the addresses on which this process listens, without sockets inherited from the launcher (local).
+
+    Hydra, the launcher of MPICH, leaves its socket open in every rank.
+    """
+    inherited = set(listening(os.getppid()).values())
+    return [address for address in listening().values() if address not in inherited]
+
+
+def _address(text: str) -> str:
+    """Return "address:port" from the hexadecimal form of /proc/net/tcp, whose words are in the host's byte order."""
+    host, _, port = text.partition(":")
+    words = [bytes.fromhex(host[index : index + 8]) for index in range(0, len(host), 8)]
+    address = ipaddress.ip_address(b"".join(word[::-1] if sys.byteorder == "little" else word for word in words))
+    return f"[{address}]:{int(port, 16)}" if address.version == 6 else f"{address}:{int(port, 16)}"
+
+
+def is_loopback(address: str) -> bool:
+    """Return True if ``address``, in the form of `listening`, is on the loopback interface."""
+    return ipaddress.ip_address(address.rpartition(":")[0].strip("[]")).is_loopback
+
+
+def restrict_to_loopback() -> None:
+    """Bind the listening sockets of this process to the device ``lo`` if MPI uses TCP over ``lo`` alone (local).
+
+    The TCP transport of Open MPI listens on every interface, whatever interface it uses. Needs Linux 5.7 or root.
+    """
+    if os.environ.get(TCP_INTERFACE) != "lo":
+        return
+    for descriptor, address in listening().items():
+        if not is_loopback(address):
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
+
+
+def exclude_tcp(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Exclude the TCP transports of MPI if all ranks are on this host, before MPI starts (local).
+
+    `hpcdist run` does the same for the jobs that it starts; this function covers a plain mpirun. Jobs with fault
+    tolerance keep TCP, which new ranks need. A transport that the environment sets stays.
+    """
+    if environment.get(SURVIVE) or _FAULT_TOLERANCE in environment:
+        return
+    for world_size, local_size, transports in _MPIRUN_SIZES:
+        if world_size in environment and environment[world_size] == environment.get(local_size):
+            environment.setdefault(transports, "^tcp")
