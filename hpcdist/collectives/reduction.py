@@ -65,6 +65,11 @@ def ufunc(buffer: Array, op: str) -> Combine:
     return combine
 
 
+def may_lose_nan(buffer: Array, op: str) -> bool:
+    """Return True for the maximum and the minimum of floats, in which foreign libraries may lose NaN (local)."""
+    return op != "sum" and buffer.dtype.kind == "f"
+
+
 def check_op(op: str) -> None:
     """Raise UsageError for an unknown reduction (local)."""
     if op not in _UFUNCS:

@@ -32,7 +32,7 @@ from hpcdist.collectives.algorithms.all_to_all import all_to_all_reduce_scatter
 from hpcdist.collectives.gpu import nccl
 from hpcdist.collectives.gpu.staging import staged_all_gather, staged_reduce_scatter
 from hpcdist.collectives.node import shared_memory
-from hpcdist.collectives.reduction import REFUSALS, check_buffer, check_op, combiner
+from hpcdist.collectives.reduction import REFUSALS, check_buffer, check_op, combiner, may_lose_nan
 from hpcdist.collectives.segments import scratch
 from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator
@@ -80,7 +80,10 @@ def _in_rank_order(comm: Communicator, size: int, itemsize: int) -> list[Range]:
 
 
 def _native_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[Range], op: str) -> None:
-    comm.reduce_scatter(buffer, shares, op)
+    if is_device(buffer) and may_lose_nan(buffer, op):
+        staged_reduce_scatter(_native_reduce_scatter, comm, buffer, shares, op)
+    else:
+        comm.reduce_scatter(buffer, shares, op)
 
 
 def _native_all_gather(comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:

@@ -33,7 +33,10 @@ def configure(**keys: Any) -> None:
         raise UsageError("energy.configure comes before the first energy.window of a program")
     world = init()
     try:
-        config = EnergyConfig(**keys | _settings(world.bcast(dict(os.environ) if world.rank == 0 else {})))
+        config = EnergyConfig(
+            **keys
+            | _settings(world.bcast({name: text for name, text in os.environ.items() if name.startswith(VARIABLES)}))
+        )
     except TypeError as error:
         raise UsageError(f"energy.configure: {error}; the keys are those of [energy] in a recipe") from None
     monitor = EnergyMonitor(world.comm, config)
@@ -49,7 +52,7 @@ def _settings(environment: Mapping[str, str]) -> dict[str, Any]:
     for variable in sorted(name for name in environment if name.startswith(VARIABLES)):
         key, text = variable.removeprefix(VARIABLES).lower(), environment[variable]
         try:
-            kind = type(defaults[key])
+            kind: Any = type(defaults[key])
             keys[key] = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text.strip("'\""))
         except KeyError:
             expected = "true or false" if key in defaults else f"a key of [energy]: {', '.join(defaults)}"

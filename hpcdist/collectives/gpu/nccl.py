@@ -25,7 +25,7 @@ from hpcdist.arrays.dtypes import is_16bit_float, name_of
 from hpcdist.arrays.gpu import device
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives.algorithms.all_to_all import reduce_rows
-from hpcdist.collectives.reduction import check_buffer, check_op, combiner
+from hpcdist.collectives.reduction import check_buffer, check_op, combiner, may_lose_nan
 from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import BufferHandoverError, MissingCapabilityError
@@ -52,7 +52,7 @@ def nccl_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
 
     Raises MissingCapabilityError, with the reason and on every rank, where NCCL is missing or would refuse the GPUs.
     """
-    if is_16bit_float(buffer.dtype):
+    if is_16bit_float(buffer.dtype) or may_lose_nan(buffer, op):
         parts = split(buffer.size, comm.size, buffer.itemsize)
         reduce_scatter(comm, buffer, parts, op)
         all_gather(comm, buffer, parts)
@@ -68,7 +68,7 @@ def nccl_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
 
 def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
     """Reduce ``buffer`` in place; afterwards the own range is defined, the rest not. Collective over ``comm``."""
-    if is_16bit_float(buffer.dtype):
+    if is_16bit_float(buffer.dtype) or may_lose_nan(buffer, op):
         _exchange_and_reduce(comm, buffer, ranges, op)
         return
     combiner(buffer, op)
@@ -85,7 +85,10 @@ def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], o
 
 
 def _exchange_and_reduce(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str) -> None:
-    """Reduce the own range of ``buffer``, 16-bit floats, in place. Collective over ``comm``."""
+    """Reduce this rank's range of ``buffer`` in place by kernels of cupy. Collective over ``comm``.
+
+    Used for 16-bit floats, and for the maximum and minimum of floats, in which NCCL may lose NaN.
+    """
     check_buffer(buffer)
     check_op(op)
     if comm.size == 1 or buffer.size == 0:

@@ -35,7 +35,7 @@ from hpcdist.arrays.gpu import device, staging
 from hpcdist.arrays.gpu.device import Event
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.collectives.gpu import nccl, peer_memory
-from hpcdist.collectives.reduction import AllreduceFunction
+from hpcdist.collectives.reduction import AllreduceFunction, may_lose_nan
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.endpoint import Endpoint
 from hpcdist.comm.handover import MESSAGES
@@ -120,7 +120,8 @@ def _shared(function: AllreduceFunction, comm: Communicator, buffer: Array, op: 
 
 
 def _pointers(function: AllreduceFunction, asks: str, comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    if takes_pointers(comm, asks):
+    # The operators that propagate NaN run on the host (`comm.mpi.extremes`).
+    if takes_pointers(comm, asks) and not (asks == "allreduce" and may_lose_nan(buffer, op)):
         function(comm, buffer, op)
     else:
         staged_allreduce(function, comm, buffer, op)

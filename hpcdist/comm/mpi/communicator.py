@@ -18,7 +18,7 @@ from hpcdist.comm import window
 from hpcdist.comm.communicator import ANY, Message, Request, SharedBlock
 from hpcdist.comm.endpoint import Endpoint
 from hpcdist.comm.handover import Handover
-from hpcdist.comm.mpi import large_messages, shared_memory, ulfm
+from hpcdist.comm.mpi import extremes, large_messages, shared_memory, ulfm
 from hpcdist.errors import CommunicationError
 
 
@@ -142,14 +142,20 @@ class MpiCommunicator(Endpoint):
             for piece in large_messages.pieces(message.size):
                 self._allreduce(message[piece.slice], op)
         else:
-            self._comm.Allreduce(self._mpi.IN_PLACE, message, self._ops[op])
+            self._comm.Allreduce(self._mpi.IN_PLACE, message, self._mpi.SUM if op == "sum" else self._op(message, op))
+
+    def _op(self, message: Array, op: str) -> Any:
+        """Return the MPI operator of ``op``; for extremes of floats one that propagates NaN (local)."""
+        if op != "sum" and message.dtype.kind == "f":
+            return extremes.operator(self._mpi, op, message.dtype.char)
+        return self._ops[op]
 
     def _iallreduce(self, message: Array, op: str) -> Request:
         if message.size <= large_messages.LARGEST_COUNT:
-            return _MpiRequest(self._comm.Iallreduce(self._mpi.IN_PLACE, message, self._ops[op]))
+            return _MpiRequest(self._comm.Iallreduce(self._mpi.IN_PLACE, message, self._op(message, op)))
         parts = [message[piece.slice] for piece in large_messages.pieces(message.size)]
         return _MpiRequests(
-            self._mpi, [self._comm.Iallreduce(self._mpi.IN_PLACE, part, self._ops[op]) for part in parts]
+            self._mpi, [self._comm.Iallreduce(self._mpi.IN_PLACE, part, self._op(message, op)) for part in parts]
         )
 
     def _reduce_scatter(self, message: Array, ranges: Sequence[Range], op: str) -> None:
@@ -161,11 +167,11 @@ class MpiCommunicator(Endpoint):
         # In place, MPI leaves the result at the start of the buffer, whatever the rank. That overwrites nothing of use:
         # only the own range is defined afterwards.
         if isinstance(own, np.ndarray):
-            self._comm.Reduce_scatter(self._mpi.IN_PLACE, message, counts, self._ops[op])
+            self._comm.Reduce_scatter(self._mpi.IN_PLACE, message, counts, self._op(message, op))
             own[...] = message[: own.size]  # numpy copies overlapping memory correctly
         else:
             result = own.copy()
-            self._comm.Reduce_scatter(message, result, counts, self._ops[op])
+            self._comm.Reduce_scatter(message, result, counts, self._op(message, op))
             own[...] = result
 
     def _all_gather(self, message: Array, ranges: Sequence[Range]) -> None:

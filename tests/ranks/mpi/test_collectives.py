@@ -6,6 +6,7 @@ import hashlib
 import numpy as np
 import pytest
 
+import hpcdist
 from hpcdist import collectives
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, is_16bit_float
 from hpcdist.arrays.ranges import Range, split
@@ -34,6 +35,37 @@ def test_rank_allreduce_is_exact_on_small_integers(comm, algorithm, name, rng):
             collectives.allreduce(comm, buffer, algorithm, op)
             expected = NUMPY[op].reduce(inputs.astype(np.int64), axis=0)
             assert np.array_equal(buffer.astype(np.int64), expected), f"{count} elements, {op}"
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("algorithm", ALLREDUCE)
+def test_rank_extremes_are_nan_wherever_a_rank_has_nan(comm, algorithm, op, rng):
+    for dtype in FLOATS.values():
+        for count in COUNTS[1:]:
+            inputs = rng.standard_normal((comm.size, count)).astype(dtype)
+            inputs[rng.integers(0, comm.size, count), np.arange(count)] = np.nan  # each element on one rank
+            inputs[:, ::3] = np.arange(comm.size)[:, None]
+            buffer = inputs[comm.rank].copy()
+            collectives.allreduce(comm, buffer, algorithm, op)
+            expected = NUMPY[op].reduce(inputs.astype(np.float64), axis=0)
+            assert np.array_equal(buffer.astype(np.float64), expected, equal_nan=True), f"{dtype}, {count} elements"
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_rank_native_extremes_of_every_kind_keep_nan(comm, op, rng):
+    inputs = rng.standard_normal((comm.size, 40 * comm.size))
+    inputs[rng.integers(0, comm.size, inputs.shape[1]), np.arange(inputs.shape[1])] = np.nan
+    inputs[:, ::3] = np.arange(comm.size)[:, None]
+    expected = NUMPY[op].reduce(inputs, axis=0)
+    begun = inputs[comm.rank].copy()
+    comm.iallreduce(begun, op).wait()
+    assert np.array_equal(begun, expected, equal_nan=True)
+    part, shares = inputs[comm.rank].copy(), split(inputs.shape[1], comm.size, 8)
+    comm.reduce_scatter(part, shares, op)
+    own = shares[comm.rank].slice
+    assert np.array_equal(part[own], expected[own], equal_nan=True)
+    number = hpcdist.allreduce(np.nan if comm.rank == comm.size - 1 else 1.0, op, comm=comm)
+    assert np.isnan(number)
 
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)

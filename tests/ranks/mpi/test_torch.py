@@ -81,6 +81,18 @@ def test_rank_all_reduce_by_other_operations(comm, rng, op, dtype):
     assert torch.allclose(own.double(), (expected if dtype.is_floating_point else expected.trunc()).double(), rtol=1e-6)
 
 
+@pytest.mark.parametrize("op", ["min", "max"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_rank_extremes_are_nan_wherever_a_rank_has_nan(comm, rng, op, dtype):
+    inputs = everyones(rng, comm, dtype, 3000)
+    for rank, tensor in enumerate(inputs):
+        tensor[rank :: 2 * comm.size] = torch.nan
+    own = inputs[comm.rank].clone()
+    dist.all_reduce(own, OPERATIONS[op][0])
+    assert torch.equal(own.isnan(), torch.stack(inputs).isnan().any(dim=0))
+    assert torch.equal(own.nan_to_num(7), OPERATIONS[op][1](torch.stack(inputs)).nan_to_num(7))
+
+
 @pytest.mark.parametrize("op", ["BAND", "BOR", "BXOR"])
 def test_rank_all_reduce_of_bits(comm, rng, op):
     inputs = [torch.from_numpy(rng.integers(0, 1 << 30, 50)) for _ in range(comm.size)]

@@ -16,7 +16,7 @@ NCCL_SUM, NCCL_MAX, NCCL_MIN = 0, 2, 3
 NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_UINT32, NCCL_INT64, NCCL_UINT64 = range(6)
 NCCL_FLOAT16, NCCL_FLOAT32, NCCL_FLOAT64 = 6, 7, 8
 _DTYPES = dict(enumerate(("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")))
-_UFUNCS = {NCCL_SUM: np.add, NCCL_MAX: np.maximum, NCCL_MIN: np.minimum}
+_UFUNCS = {NCCL_SUM: np.add, NCCL_MAX: np.fmax, NCCL_MIN: np.fmin}
 
 available = True
 VERSION = [22703]  # as get_version gives it: 2.27.3; tests change it

@@ -45,6 +45,19 @@ def test_allreduce_is_exact_on_small_integers(algorithm, size, rng):
     run_threads(size, body)
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("algorithm", ALLREDUCE)
+def test_extremes_are_nan_wherever_a_rank_has_nan(algorithm, size, rng):
+    for dtype in FLOATS.values():
+        inputs = rng.standard_normal((size, 300)).astype(dtype)
+        inputs[rng.integers(0, size, 300), np.arange(300)] = np.nan
+        inputs[:, ::3] = np.arange(size)[:, None]
+        for op in ("max", "min"):
+            expected = NUMPY[op].reduce(inputs.astype(np.float64), axis=0)
+            for result in reduced_on(size, algorithm, list(inputs), op):
+                assert np.array_equal(result.astype(np.float64), expected, equal_nan=True), f"{dtype} {op}"
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)

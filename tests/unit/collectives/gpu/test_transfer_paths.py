@@ -149,6 +149,17 @@ def test_nccl(gpu, size, dtype, rng):
 
 
 @pytest.mark.usefixtures("several_ranks_a_gpu")
+@pytest.mark.parametrize("algorithm", ["nccl", "native", "node_shared", "ring"])
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_extremes_on_a_gpu_are_nan_wherever_a_rank_has_nan(gpu, algorithm, op, rng):
+    inputs = integers(rng, 3)
+    for rank, values in enumerate(inputs):
+        values[rank::5] = np.nan
+    expected = {"max": np.maximum, "min": np.minimum}[op].reduce(inputs) * np.float32(2) + 1
+    found = reduced(3, inputs, lambda comm, buffer: collectives.allreduce(comm, buffer, algorithm, op))
+    assert all(np.array_equal(values, expected, equal_nan=True) for values in found)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_shards_of_nccl(gpu, size, rng):
     inputs = integers(rng, size)
