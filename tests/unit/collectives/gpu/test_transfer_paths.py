@@ -160,6 +160,7 @@ def test_extremes_on_a_gpu_are_nan_wherever_a_rank_has_nan(gpu, algorithm, op, r
     assert all(np.array_equal(values, expected, equal_nan=True) for values in found)
 
 
+@pytest.mark.usefixtures("several_ranks_a_gpu")
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_shards_of_nccl(gpu, size, rng):
     inputs = integers(rng, size)
