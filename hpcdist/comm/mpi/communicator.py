@@ -238,7 +238,7 @@ class MpiCommunicator(Endpoint):
         gathered[ranges[self.rank].slice] = pickled
         del pickled  # before the objects are made
         self._all_gather(gathered, ranges)
-        return [pickle.loads(gathered[part.slice]) for part in ranges]
+        return [pickle.loads(gathered[part.slice].data) for part in ranges]
 
     def _broadcast_object(self, value: Any, root: int) -> Any:
         pickled = np.empty(0, np.uint8)
@@ -249,7 +249,7 @@ class MpiCommunicator(Endpoint):
         if self.rank != root:
             pickled = np.empty(size[0], np.uint8)
         self._broadcast(pickled, root)
-        return pickle.loads(pickled)
+        return pickle.loads(pickled.data)
 
     def _split(self, color: int | None, key: int, name: str) -> "MpiCommunicator | None":
         child = self._comm.Split(self._mpi.UNDEFINED if color is None else color, key)
