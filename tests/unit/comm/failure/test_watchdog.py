@@ -130,8 +130,8 @@ def test_a_stopped_process_is_forgiven(make):
     rank = make(0, 10)
     hour = 3600 * 1_000_000_000
     now = time.monotonic_ns()
-    assert rank.watchdog._late(now + hour, now, 0)
-    assert not rank.watchdog._late(now + hour, now, now + hour)
+    assert rank.watchdog._late(now + hour, now, 0, token=0)
+    assert not rank.watchdog._late(now + hour, now, now + hour, token=0)
 
 
 def test_signs_of_life(make):
