@@ -47,9 +47,12 @@ def _create(backend: Any, options: Any) -> Group:
             f"{world.rank} of {world.size}; leave rank and world_size out"
         )
     comm = launch.communicator(world, ranks, f"torch{backend.group_id or 0}")
-    if backend.global_ranks_in_group:
-        return Group(comm, options or Options())
-    return Group(comm, options or Options(), launch.begin(world, backend.timeout))
+    if not backend.global_ranks_in_group:
+        return Group(comm, options or Options(), launch.begin(world, backend.timeout), launch.limit)
+    group = Group(comm, options or Options(), limit=launch.limit)
+    if backend.timeout != dist.constants.default_pg_timeout:  # else the timeout of `init_process_group` holds
+        group.set_timeout(backend.timeout)
+    return group
 
 
 def monitored_barrier(group: Any = None, timeout_s: float = 300.0, wait_all_ranks: bool = False) -> None:

@@ -6,7 +6,7 @@ copied back, on the stream that is then current: that of the operation (`streams
 """
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -41,7 +41,7 @@ class Buffer:
     __slots__ = ("_copy", "_tensor", "array")
     array: Array
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, copy: bool = False) -> None:
         self._tensor = tensor
         self._copy: torch.Tensor | None = None
         if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -54,7 +54,7 @@ class Buffer:
             )
         if not (tensor.is_cpu or tensor.is_cuda):
             raise BufferHandoverError(f"a tensor on the device {tensor.device} cannot travel; bring it to cpu or cuda")
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        if copy or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             plain = tensor.detach().resolve_conj().resolve_neg()
             tensor = self._copy = plain.clone(memory_format=torch.contiguous_format)
         if tensor.is_cpu:
@@ -78,6 +78,31 @@ class Buffer:
             if self._tensor.is_cuda:
                 streams.record_use(self._tensor)
             self._tensor.detach().copy_(self._copy)
+
+
+def coalesced_inputs(inputs: Sequence[torch.Tensor], *outputs: Sequence[torch.Tensor]) -> list[Buffer]:
+    """Return the buffers of ``inputs`` of a coalesced call, whose entry i writes item i of each of ``outputs`` (local).
+
+    If tensors of two entries overlap in memory, the inputs are copied: all are read before an output is written.
+    """
+    copy = len(inputs) > 1 and _do_overlap(inputs, *outputs)
+    return [Buffer(tensor, copy) for tensor in inputs]
+
+
+def _do_overlap(*lists: Sequence[torch.Tensor]) -> bool:
+    spans = []
+    for tensors in lists:
+        for entry, tensor in enumerate(tensors):
+            if tensor.layout is torch.strided and tensor.numel():
+                extents = zip(tensor.shape, tensor.stride(), strict=True)
+                last = sum((size - 1) * stride for size, stride in extents)
+                spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize, entry))
+    longest, owner = 0, -1
+    for start, stop, entry in sorted(spans):
+        if start < longest and entry != owner:
+            return True
+        longest, owner = max((longest, owner), (stop, entry))
+    return False
 
 
 def array_of(memory: torch.Tensor) -> Array:

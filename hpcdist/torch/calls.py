@@ -7,7 +7,7 @@ algorithm follows from the size and the type of the elements, by measurement (`h
 import time
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -215,3 +215,20 @@ def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, wh
     if tensor.is_complex():
         width *= 2
     return ranges([size * width for size in sizes])
+
+
+def check_pair(name: str, output: torch.Tensor, own: torch.Tensor, expected: int = 0, given: int = 0) -> None:
+    """Raise UsageError unless both have one dtype and the number of elements ``given`` is as ``expected`` (local)."""
+    if output.dtype != own.dtype:
+        raise UsageError(f"the output of {name} is {output.dtype}, the input {own.dtype}; make them alike")
+    if expected != given:
+        raise UsageError(
+            f"the output of {name} has {output.numel()} elements, the input {own.numel()}; the whole has to be the "
+            "part times the number of ranks"
+        )
+
+
+def check_count(tensors: Sequence[Any], size: int, name: str) -> None:
+    """Raise UsageError unless ``tensors`` has one entry for each of ``size`` ranks (local)."""
+    if len(tensors) != size:
+        raise UsageError(f"{name} got a list of {len(tensors)} tensors for {size} ranks; give one for each")

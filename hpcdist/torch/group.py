@@ -23,11 +23,11 @@ from hpcdist.comm.events import attribute, call_site
 from hpcdist.comm.start import refuse_worker
 from hpcdist.errors import UsageError
 from hpcdist.torch import calls, streams
-from hpcdist.torch.buffers import Buffer, devices_of
+from hpcdist.torch.buffers import Buffer, coalesced_inputs, devices_of
 from hpcdist.torch.messages import Mailbox
 from hpcdist.torch.reductions import reduction_of
 from hpcdist.torch.streams import Streams
-from hpcdist.torch.work import BatchWork, CollectiveWork, OperationQueue, Work
+from hpcdist.torch.work import NO_TIMEOUT, BatchWork, CollectiveWork, OperationQueue, Work
 
 NAME: Final = "hpcdist"
 # Operations are attributed to the line of the program, behind the files of PyTorch and of this package.
@@ -53,12 +53,18 @@ class Options:
 class Group(_ProcessGroup):
     """The ranks of ``comm``, which it takes over, as a process group. Construction is collective over ``comm``.
 
-    ``at_end`` is called by `shutdown`, on all ranks.
+    ``at_end`` is called by `shutdown`, on all ranks. ``limit(name, timeout)`` sets the deadline of a communicator.
     """
 
-    def __init__(self, comm: Communicator, options: Options, at_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        options: Options,
+        at_end: Callable[[], None] = lambda: None,
+        limit: Callable[[str, timedelta], None] = lambda name, timeout: None,
+    ) -> None:
         super().__init__(comm.rank, comm.size)
-        self.comm, self.options, self._at_end = comm, options, at_end
+        self.comm, self.options, self._at_end, self._limit = comm, options, at_end, limit
         has_thread = comm.size > 1 and comm.supports("thread_multiple")
         self._queue = OperationQueue(comm.name, has_thread, lambda: comm.events)
         self._mailbox = Mailbox(comm.dup("messages"), has_thread)
@@ -88,10 +94,14 @@ class Group(_ProcessGroup):
         """
         self._check_lives()
         work = CollectiveWork(self._queue, run, result, call_site(sys._getframe(1), OUTSIDE), gpu_streams, name)
+        work.timeout = max(getattr(opts, "timeout", NO_TIMEOUT), NO_TIMEOUT)  # negative if it is not set
         if _is_asynchronous(opts):
             self._queue.start(work)
         else:
-            self._queue.run(work)
+            if work.timeout:
+                self._queue.start(work).wait()
+            else:
+                self._queue.run(work)
             if gpu_streams is not None:
                 work.hold_back()
         return self._entered(work)
@@ -154,7 +164,14 @@ class Group(_ProcessGroup):
         each = [(Buffer(tensor), reduction_of(_op(opts), tensor), algorithm) for tensor in tensors]
         return self._run_each(calls.allreduce, each, tensors, opts)
 
-    allreduce_coalesced = allreduce
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
+        """Do as `allreduce` does; tensors that overlap in memory are all read before one is written. Collective."""
+        tensors, algorithm = _as_list(tensors), self.options.algorithm
+        each = [
+            (buffer, reduction_of(_op(opts), tensor), algorithm)
+            for buffer, tensor in zip(coalesced_inputs(tensors, tensors), tensors, strict=True)
+        ]
+        return self._run_each(calls.allreduce, each, tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         """Overwrite each of ``tensors`` with that of the root. Collective."""
@@ -171,9 +188,9 @@ class Group(_ProcessGroup):
         """Fill each list of ``outputs`` with the tensors of all ranks, whose sizes may differ. Collective."""
         if outputs and isinstance(outputs[0], torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        pairs = [(_buffers(ones), Buffer(own)) for ones, own in zip(outputs, inputs, strict=True)]
+        pairs = list(zip(map(_buffers, outputs), coalesced_inputs(inputs, *zip(*outputs, strict=False)), strict=True))
         for ones in outputs:
-            _check_count(ones, self.comm.size, "all_gather")
+            calls.check_count(ones, self.comm.size, "all_gather")
         return self._run_each(calls.all_gather_list, pairs, [tensor for ones in outputs for tensor in ones], opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
@@ -189,8 +206,8 @@ class Group(_ProcessGroup):
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
         """Do as `all_gather_single` does for several tensors. Collective."""
         for output, own in zip(outputs, inputs, strict=True):
-            _check_pair("all_gather", output, own, output.numel(), own.numel() * self.comm.size)
-        pairs = [(Buffer(output), Buffer(own)) for output, own in zip(outputs, inputs, strict=True)]
+            calls.check_pair("all_gather", output, own, output.numel(), own.numel() * self.comm.size)
+        pairs = list(zip(_buffers(outputs), coalesced_inputs(inputs, outputs), strict=True))
         return self._run_each(calls.all_gather, pairs, outputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -200,7 +217,7 @@ class Group(_ProcessGroup):
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         for ones in inputs:
-            _check_count(ones, self.comm.size, "reduce_scatter")
+            calls.check_count(ones, self.comm.size, "reduce_scatter")
         pairs = zip(outputs, inputs, strict=True)
         each = [(Buffer(output), _buffers(ones), reduction_of(_op(opts), output)) for output, ones in pairs]
         return self._run_each(calls.reduce_scatter_list, each, outputs, opts)
@@ -214,9 +231,9 @@ class Group(_ProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
         """Do as `reduce_scatter_single` does for several tensors. Collective."""
         for output, own in zip(outputs, inputs, strict=True):
-            _check_pair("reduce_scatter", output, own, output.numel() * self.comm.size, own.numel())
-        pairs = zip(outputs, inputs, strict=True)
-        each = [(Buffer(output), Buffer(own), reduction_of(_op(opts), output)) for output, own in pairs]
+            calls.check_pair("reduce_scatter", output, own, output.numel() * self.comm.size, own.numel())
+        pairs = zip(outputs, coalesced_inputs(inputs, outputs), strict=True)
+        each = [(Buffer(output), own, reduction_of(_op(opts), output)) for output, own in pairs]
         return self._run_each(calls.reduce_scatter, each, outputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -230,7 +247,7 @@ class Group(_ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Send rows of ``own`` to all ranks, and theirs to ``output``; without sizes as many to each. Collective."""
-        _check_pair("all_to_all", output, own)
+        calls.check_pair("all_to_all", output, own)
         sent = calls.row_ranges(own, input_sizes, self.comm.size, "input")
         received = calls.row_ranges(output, output_sizes, self.comm.size, "output")
         return self._run_each(calls.all_to_all, [(Buffer(own), Buffer(output), sent, received)], [output], opts)
@@ -239,8 +256,8 @@ class Group(_ProcessGroup):
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
         """Send ``inputs[q]`` to each rank q, and receive ``outputs[q]`` from it; sizes may differ. Collective."""
-        _check_count(outputs, self.comm.size, "all_to_all")
-        _check_count(inputs, self.comm.size, "all_to_all")
+        calls.check_count(outputs, self.comm.size, "all_to_all")
+        calls.check_count(inputs, self.comm.size, "all_to_all")
         return self._run_each(calls.all_to_all_list, [(_buffers(inputs), _buffers(outputs))], outputs, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
@@ -261,7 +278,7 @@ class Group(_ProcessGroup):
         if self.comm.rank != root:
             return []
         buffers = _buffers([tensor for tensors in lists for tensor in tensors])
-        _check_count(buffers, self.comm.size, name)
+        calls.check_count(buffers, self.comm.size, name)
         return buffers
 
     def barrier(self, opts: Any = None, *_: Any) -> Work:
@@ -333,7 +350,9 @@ class Group(_ProcessGroup):
         child = self.comm.split(*((0, list(new_ranks).index(self.comm.rank)) if is_member else (None, 0)))
         if child is None:
             return None
-        group = Group(child, opts if isinstance(opts, Options) else self.options)
+        group = Group(child, opts if isinstance(opts, Options) else self.options, limit=self._limit)
+        if timeout is not None:
+            group.set_timeout(timeout)
         group._set_group_name(group_name or child.name)
         group._set_group_desc(group_desc or "")
         return group
@@ -396,7 +415,8 @@ class Group(_ProcessGroup):
         return  # operations are numbered by the recorder
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: the deadline is that of the recorder, for all groups."""
+        """Let an operation of this group that takes longer than ``timeout`` end the job (local)."""
+        self._limit(self.comm.name, timeout)
 
     _set_default_timeout = set_timeout
 
@@ -427,19 +447,3 @@ def _op(options: Any) -> Any:
 
 def _is_asynchronous(options: Any) -> bool:
     return bool(getattr(options, "asyncOp", True))
-
-
-def _check_pair(name: str, output: torch.Tensor, own: torch.Tensor, expected: int = 0, given: int = 0) -> None:
-    """Raise UsageError unless both are of one type and the elements of all ranks together are as many."""
-    if output.dtype != own.dtype:
-        raise UsageError(f"the output of {name} is {output.dtype}, the input {own.dtype}; make them alike")
-    if expected != given:
-        raise UsageError(
-            f"the output of {name} has {output.numel()} elements, the input {own.numel()}; the whole has to be the "
-            "part times the number of ranks"
-        )
-
-
-def _check_count(tensors: Sequence[Any], size: int, name: str) -> None:
-    if len(tensors) != size:
-        raise UsageError(f"{name} got a list of {len(tensors)} tensors for {size} ranks; give one for each")

@@ -19,7 +19,7 @@ from hpcdist.arrays.gpu import device
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch.environment import ENERGY
 from hpcdist.comm.mpi.communicator import MpiCommunicator
-from hpcdist.comm.mpi.world import World, record, start_world
+from hpcdist.comm.mpi.world import DEADLINE, World, record, start_world
 from hpcdist.energy import phases
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.reporting.units import format_joules
@@ -92,6 +92,13 @@ def begin(world: World, timeout: timedelta) -> Callable[[], None]:
         program.callback(_print_joules, world)
         program.enter_context(phases.window("program"))
     return program.close
+
+
+def limit(name: str, timeout: timedelta) -> None:
+    """Set the deadline of operations of the communicator ``name``, unless HPCDIST_DEADLINE_S is set (local)."""
+    watchdog = start_world("cpu").session.watchdog
+    if watchdog is not None and not os.environ.get(DEADLINE):
+        watchdog.limit(name, timeout.total_seconds())
 
 
 def _print_joules(world: World) -> None:

@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 
 import torch
 
+from hpcdist.arrays.dtypes import name_of
 from hpcdist.collectives import segments
 from hpcdist.comm.communicator import ANY, Communicator, Request
 from hpcdist.errors import DeadlineError
@@ -34,6 +35,8 @@ class _AnySource:
     def __init__(self, comm: Communicator, buffer: Buffer, tag: int) -> None:
         self._comm, self._buffer, self._tag = comm, buffer, tag
         self.source = ANY
+        self._events = comm.events  # a poll that finds nothing has no event, so no deadline
+        self._token = self._events.begin(comm.name, "recv", name_of(buffer.array.dtype), buffer.array.size, 0, ANY, tag)
 
     def test(self) -> bool:
         message = self._comm.poll(ANY, self._tag)
@@ -41,6 +44,7 @@ class _AnySource:
             return False
         self.source = message.source
         message.recv(self._buffer.array)
+        self._events.end(self._token)
         return True
 
 
@@ -103,7 +107,12 @@ class MessageWork(Work):
         while not self._mailbox.look(self):
             time.sleep(0)
             if limit is not None and time.monotonic() > limit:
-                raise DeadlineError(f"a message of {self._mailbox.name} has not ended within {seconds:g} s")
+                raise DeadlineError(
+                    f"a message of {self._mailbox.name} with {self._peer_name()} has not ended within {seconds:g} s"
+                )
+
+    def _peer_name(self) -> str:
+        return "any rank" if self._peer == ANY else f"rank {self._peer}"
 
     def _let_end(self) -> None:
         if not self._mailbox.has_thread:

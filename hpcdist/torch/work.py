@@ -75,6 +75,7 @@ class Work(dist.Work):
         self._error: BaseException | None = None
         self._future: Any = None
         self._unsettled: Any = None
+        self._ended: threading.Event | None = None  # of threads that wait with a timeout
 
     def _complete(self, timeout: timedelta) -> None:
         """Return when the operation has ended. Raises DeadlineError."""
@@ -88,6 +89,14 @@ class Work(dist.Work):
         """Enter the end of the operation. `settle` comes after it."""
         self._error = error
         self.done = True  # before `settle` looks for a future: one that is asked for from now on is completed there
+        if self._ended is not None:
+            self._ended.set()
+
+    def wait_for_end(self, seconds: float) -> bool:
+        """Wait for another thread to end the operation; return False after ``seconds`` (local)."""
+        with _guard:
+            self._ended = ended = self._ended or threading.Event()
+        return self.done or ended.wait(seconds)  # `done` after `_ended`: `end` sets them in the other order
 
     def settle(self) -> None:
         """Complete the future, if one was asked for. Its callbacks may start operations."""
@@ -107,7 +116,8 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return true when the result is there for what comes on the current stream; raise what made it fail.
 
-        Raises DeadlineError after a ``timeout`` in which it has not ended, or not been enqueued on the GPU.
+        Raises DeadlineError after a ``timeout`` in which it has not ended, or not been enqueued on the GPU. Without
+        MPI_THREAD_MULTIPLE a collective runs in this call and ``timeout`` is not enforced.
         """
         if not self.done:
             self._complete(timeout)
@@ -174,6 +184,7 @@ class CollectiveWork(Work):
     ) -> None:
         super().__init__(result, streams)
         self.name = name
+        self.timeout = NO_TIMEOUT  # of a `wait` without a timeout
         self._queue = queue
         if streams is not None:
             self._start_event = streams.mark()
@@ -212,7 +223,7 @@ class CollectiveWork(Work):
                     queue.watch(self.end_event)
 
     def _complete(self, timeout: timedelta) -> None:
-        self._queue.complete(self, timeout)
+        self._queue.complete(self, timeout or self.timeout)
 
     def _let_end(self) -> None:
         if not self._queue.has_thread:
@@ -236,9 +247,11 @@ class BatchWork(Work):
         return True
 
     def _complete(self, timeout: timedelta) -> None:
+        limit = time.monotonic() + timeout.total_seconds()
         for work in self._works:
             if not work.done:
-                work._complete(timeout)
+                rest = timedelta(seconds=max(limit - time.monotonic(), 1e-6))
+                work._complete(rest if timeout > NO_TIMEOUT else NO_TIMEOUT)
             work.hold_back()
         if self.streams is not None:
             self.end_event = self.streams.mark()
@@ -315,14 +328,21 @@ class OperationQueue:
         self._calls.put(True)
 
     def complete(self, work: CollectiveWork, timeout: timedelta) -> None:
-        """Return when ``work`` has been run, by this thread if no other runs it. Raises DeadlineError."""
+        """Return when ``work`` has been run.
+
+        This thread runs ``work`` if no other does. MPI does not interrupt an operation, so with a ``timeout`` the
+        thread of the queue runs ``work``. Raises DeadlineError after ``timeout``.
+        """
         if self._runner == threading.get_ident():
             while not work.done:
                 self._perform(self._waiting.popleft())
             return
         seconds = timeout.total_seconds()
-        if not self._turn.acquire(timeout=seconds if seconds > 0 else -1):
-            raise DeadlineError(f"an operation of {self.name} has not ended within {seconds:g} s")
+        if seconds > 0 and self.has_thread:
+            if not work.wait_for_end(seconds):
+                raise DeadlineError(f"{work.name or 'operation'} of {self.name} has not ended within {seconds:g} s")
+            return
+        self._turn.acquire()
         self._runner = threading.get_ident()
         try:
             while not work.done:

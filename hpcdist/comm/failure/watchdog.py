@@ -42,6 +42,7 @@ class Watchdog:
         self.stacks = recorder.path.with_suffix(".stacks")
         self._leave = leave
         self._factor = 1.0
+        self._limits_s: dict[str, float] = {}
         self._interval_s = min(1.0, deadline_s / 10)
         # The marker is on a shared file system, and every rank polls it: so rarely.
         self._marker_interval_s = min(10.0, deadline_s / 10)
@@ -71,6 +72,18 @@ class Watchdog:
         """Return to the deadline itself (local)."""
         self._factor = 1.0
 
+    def limit(self, comm: str, deadline_s: float) -> None:
+        """Set the deadline of operations of the communicator ``comm`` and its children (local)."""
+        self._limits_s = {**self._limits_s, comm: deadline_s}  # a new dictionary: the thread reads the old one
+        self._interval_s = min(self._interval_s, deadline_s / 10)
+
+    def _deadline_s(self, token: int) -> float:
+        """Return the deadline of an operation in seconds (local)."""
+        limits = self._limits_s
+        name = self.recorder.communicator(token) if limits else ""
+        parents = [comm for comm in limits if f"{name}/".startswith(f"{comm}/")]
+        return self._factor * (limits[max(parents, key=len)] if parents else self.deadline_s)
+
     def _watch(self) -> None:
         resumed = last = time.monotonic_ns()
         next_look = last
@@ -81,7 +94,9 @@ class Watchdog:
                 self.recorder.note("frozen", f"was stopped for {(now - last) / NS:.1f} s")
             self._beat()
             last = now
-            overdue = [(start, token) for start, token in self.recorder.running() if self._late(now, start, resumed)]
+            overdue = [
+                (start, token) for start, token in self.recorder.running() if self._late(now, start, resumed, token)
+            ]
             if overdue:
                 self._expire(*overdue[0])
                 return
@@ -92,11 +107,13 @@ class Watchdog:
     def _beat(self) -> None:
         self.recorder.beat(int(self._interval_s * NS))
 
-    def _late(self, now: int, start: int, resumed: int) -> bool:
-        return now - max(start, resumed) > self.deadline_s * self._factor * NS
+    def _late(self, now: int, start: int, resumed: int, token: int) -> bool:
+        age_s = (now - max(start, resumed)) / NS
+        shortest_s = min(self.deadline_s, *self._limits_s.values()) if self._limits_s else self.deadline_s
+        return age_s > shortest_s * self._factor and age_s > self._deadline_s(token)
 
     def _expire(self, start: int, token: int) -> None:
-        rank, limit_s = self.recorder.rank, self.deadline_s * self._factor
+        rank, limit_s = self.recorder.rank, self._deadline_s(token)
         what = self.recorder.describe(token)
         text = f"{what}: has taken {(time.monotonic_ns() - start) / NS:.1f} s, the deadline is {limit_s:g} s"
         self.recorder.note("deadline", text)

@@ -430,6 +430,11 @@ class Recorder(EventSink):
         event = parse(bytes(self._map), self.path).event(token)
         return "an operation that has just ended" if event is None else str(event)
 
+    def communicator(self, token: int) -> str:
+        """Return the name of the communicator of ``token``, or "" if its operation has ended."""
+        event = parse(bytes(self._map), self.path).event(token)
+        return "" if event is None else event.comm
+
     def close(self) -> None:
         """Unmap the file; nothing may be reported afterwards. The end of the process does the same."""
         self._words.release()

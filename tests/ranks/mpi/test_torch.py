@@ -416,6 +416,44 @@ def test_rank_a_wait_may_end_early(comm):
             dist.send(number, 0)
 
 
+def test_rank_wait_for_a_collective_keeps_its_timeout(comm):
+    if comm.size == 1 or not comm.supports("thread_multiple"):
+        return
+    ones = torch.ones(3)
+    if comm.rank == 0:
+        work = dist.all_reduce(ones, async_op=True)
+        with pytest.raises(DeadlineError, match=r"all_reduce of world/torch\d+ has not ended within 0\.05 s"):
+            work.wait(timedelta(seconds=0.05))
+        options = dist.BarrierOptions()
+        options.timeout, options.asyncOp = timedelta(seconds=0.05), False
+        with pytest.raises(DeadlineError, match=r"barrier of world/torch\d+ has not ended within 0\.05 s"):
+            dist.group.WORLD.barrier(options)
+        comm.barrier()
+        assert work.wait()
+    else:
+        comm.barrier()
+        dist.all_reduce(ones)
+        dist.barrier()
+    assert ones.tolist() == [comm.size] * 3
+
+
+def test_rank_coalesced_calls_read_all_inputs_before_they_write(comm):
+    size, group = comm.size, dist.group.WORLD
+    total = size * (size + 1) / 2
+    for first, second in ((slice(0, 4), slice(0, 4)), (slice(0, 3), slice(1, 4)), (slice(0, 4, 2), slice(1, 4))):
+        numbers = torch.full((4,), comm.rank + 1.0)
+        group.allreduce_coalesced([numbers[first], numbers[second]]).wait()
+        expected = torch.full((4,), comm.rank + 1.0)
+        expected[first] = expected[second] = total
+        assert torch.equal(numbers, expected)
+    own, gathered, others = torch.full((2,), comm.rank + 1.0), torch.zeros(2 * size), torch.ones(2 * size)
+    group.allgather_into_tensor_coalesced([gathered, others], [own, gathered[:2]]).wait()
+    assert gathered.tolist() == [rank + 1.0 for rank in range(size) for _ in range(2)] and not others.any()
+    numbers, output = torch.ones(2 * size), torch.zeros(2)
+    group.reduce_scatter_tensor_coalesced([numbers[:2], output], [numbers, numbers]).wait()
+    assert numbers[:2].tolist() == output.tolist() == [size] * 2
+
+
 def test_rank_bad_arguments(comm):
     ones = torch.ones(4)
     with pytest.raises(BufferHandoverError, match=r"sparse_coo tensors are not supported.*sparse=False"):

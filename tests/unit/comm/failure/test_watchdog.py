@@ -92,6 +92,18 @@ def test_a_marker_of_an_earlier_run_means_nothing(make, tmp_path):
     assert (tmp_path / MARKER).read_text().startswith("rank 0: allreduce")
 
 
+def test_limit_of_a_communicator_expires_before_the_deadline_of_the_others(make):
+    rank = make(0, math.inf)
+    rank.begin()
+    rank.recorder.begin("world/torch10", "allreduce", "float32", 3, -1, -1, 0)
+    rank.recorder.begin("world/torch1/messages", "recv", "float32", 3, -1, -1, 0)
+    rank.watchdog.limit("world/torch1", 0.3)
+    rank.watchdog.start()
+    assert rank.left.wait(LIMIT_S) and rank.codes == [1]
+    note = flight_recorder.read(rank.recorder.path).notes["deadline"].text
+    assert "recv #1 on world/torch1/messages" in note and "the deadline is 0.3 s" in note
+
+
 def test_ended_operations_have_no_deadline(make):
     rank = make(0, 0.2)
     rank.watchdog.start()
@@ -118,8 +130,8 @@ def test_a_stopped_process_is_forgiven(make):
     rank = make(0, 10)
     hour = 3600 * 1_000_000_000
     now = time.monotonic_ns()
-    assert rank.watchdog._late(now + hour, now, 0)
-    assert not rank.watchdog._late(now + hour, now, now + hour)
+    assert rank.watchdog._late(now + hour, now, 0, token=0)
+    assert not rank.watchdog._late(now + hour, now, now + hour, token=0)
 
 
 def test_signs_of_life(make):
