@@ -120,7 +120,7 @@ def _shared(function: AllreduceFunction, comm: Communicator, buffer: Array, op: 
 
 
 def _pointers(function: AllreduceFunction, asks: str, comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    # The operators that propagate NaN run on the host (`comm.mpi.extremes`).
+    # The operators that propagate NaN run on the host (`comm.mpi.communicator`).
     if takes_pointers(comm, asks) and not (asks == "allreduce" and may_lose_nan(buffer, op)):
         function(comm, buffer, op)
     else:

@@ -4,11 +4,12 @@ mpi4py is imported by `comm.start`, never at import of this module. Buffers have
 contiguous, of a dtype that MPI knows, and ready to be read or written.
 """
 
+import functools
 import pickle
 import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -18,8 +19,28 @@ from hpcdist.comm import window
 from hpcdist.comm.communicator import ANY, Message, Request, SharedBlock
 from hpcdist.comm.endpoint import Endpoint
 from hpcdist.comm.handover import Handover
-from hpcdist.comm.mpi import extremes, large_messages, shared_memory, ulfm
+from hpcdist.comm.mpi import large_messages, shared_memory, ulfm
 from hpcdist.errors import CommunicationError
+
+
+_EXTREMES: Final = {"max": np.maximum, "min": np.minimum}
+
+
+@functools.cache  # MPI has few slots for operators of users; these live as long as MPI
+def _extreme(mpi: Any, op: str, code: str) -> Any:
+    """Return the MPI operator ``op``, "max" or "min", for floats of the dtype character ``code`` (local).
+
+    The built-in MPI.MAX and MPI.MIN compare: the order of the operands then decides whether a NaN survives. This
+    operator propagates NaN.
+    """
+    ufunc, dtype = _EXTREMES[op], np.dtype(code)
+
+    def reduce(left: Any, right: Any, datatype: Any) -> None:
+        out = np.frombuffer(right, dtype)
+        with np.errstate(all="ignore"):
+            ufunc(np.frombuffer(left, dtype), out, out=out)
+
+    return mpi.Op.Create(reduce, commute=True)
 
 
 class _MpiRequest:
@@ -147,7 +168,7 @@ class MpiCommunicator(Endpoint):
     def _op(self, message: Array, op: str) -> Any:
         """Return the MPI operator of ``op``; for extremes of floats one that propagates NaN (local)."""
         if op != "sum" and message.dtype.kind == "f":
-            return extremes.operator(self._mpi, op, message.dtype.char)
+            return _extreme(self._mpi, op, message.dtype.char)
         return self._ops[op]
 
     def _iallreduce(self, message: Array, op: str) -> Request:
