@@ -22,7 +22,6 @@ from hpcdist.comm.handover import Handover
 from hpcdist.comm.mpi import large_messages, shared_memory, ulfm
 from hpcdist.errors import CommunicationError
 
-
 _EXTREMES: Final = {"max": np.maximum, "min": np.minimum}
 
 
