@@ -609,6 +609,43 @@ def test_the_session_of_a_killed_mpirun_is_no_hindrance(mpi, tmp_path):
     assert [path.name for path in stale.iterdir()] == ["pmix.vm.tool"], "and the job has left nothing"
 
 
+PORTS = """
+import os, socket, hpcdist
+from hpcdist.comm.launch import listeners
+world = hpcdist.init()
+hpcdist.allreduce(1.0)
+for descriptor, address in listeners.listening().items():
+    if address in listeners.listening(os.getppid()).values():
+        continue  # a socket of the launcher, which the rank inherited
+    with socket.socket(fileno=os.dup(descriptor)) as listener:
+        device = listener.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).strip(b"\\0").decode()
+    print(f"open: {address}" if device != "lo" else "on loopback", flush=True)
+print(f"rank {world.rank} done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["run", "mpirun", pytest.param("survive", marks=pytest.mark.full)])
+def test_ranks_on_one_host_listen_on_no_port_of_another_interface(kind, mpi, tmp_path, request):
+    file = tmp_path / "ports.py"
+    file.write_text(PORTS)
+    command, environment = [sys.executable, str(file)], dict(os.environ)
+    if kind == "run":
+        command = [sys.executable, "-m", "hpcdist", "run", "-n", "2", "--", *command]
+    else:
+        settings, options = mpirun.settings(mpi), []
+        if kind == "survive":  # as `hpcdist run --survive` starts the ranks of a training
+            request.getfixturevalue("ulfm")
+            settings |= mpirun.transports(mpi, surviving=True) | {exit_file.SURVIVE: "shrink"}
+            options = mpirun.ulfm_options(mpi)
+        command, environment = mpirun.command(mpi, 2, command, settings, options), environment | settings
+    done = run(command, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert "open: " not in done.stdout, done.stdout
+    assert [line for line in lines if line.startswith("rank")] == ["rank 0 done", "rank 1 done"]
+    assert ("on loopback" in lines) == (kind == "survive"), lines
+
+
 @pytest.mark.full
 def test_a_job_that_is_started_again_can_be_stopped_while_it_starts(training, tmp_path):
     job = training("run.steps=1000000", "checkpoint.every_steps=5", options=["--restarts", "3"])
