@@ -141,9 +141,9 @@ def test_allreduce(gpu, algorithm, size, pointers, rng):
             waits = 2 * (size > 1)  # before each of two barriers; nothing crosses to the host
             kinds = [(event.kind, event.thread) for event in gpu.LOG.of()]
             assert sorted(kinds) == sorted([(gpu.SYNCHRONISE, f"rank {rank}") for rank in range(size)] * waits)
-        elif pointers and algorithm not in ON_HOST:
+        elif pointers and algorithm not in ON_HOST and (algorithm, op) != ("native", "max"):
             check_transfers(gpu, found, pointers)
-        else:
+        else:  # MPI's operators that propagate NaN run on the host
             check_staged(gpu, found)
 
 
