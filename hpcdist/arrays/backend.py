@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from hpcdist.arrays.ranges import ALIGN_BYTES
 from hpcdist.errors import UsageError
 
 Array: TypeAlias = np.ndarray  # or cupy.ndarray: the part of the interface that both have
+MOST_BYTES: Final = 1 << 47  # the address space of a process on x86-64; numpy refuses larger sizes with a ValueError
 Scalar: TypeAlias = float | Array  # a number of the host, or an array () that is still to be computed on a GPU
 
 
@@ -144,6 +145,8 @@ def zeros(shape: int | tuple[int, ...], dtype: np.dtype, on: str = "cpu") -> Arr
     if on == "gpu":
         return device.cupy().zeros(shape, dtype)
     nbytes = prod(shape if isinstance(shape, tuple) else (shape,)) * np.dtype(dtype).itemsize
+    if nbytes > MOST_BYTES:
+        raise MemoryError(f"an array of shape {shape} and type {np.dtype(dtype)} has {nbytes:.3g} bytes")
     owner = np.zeros(nbytes + ALIGN_BYTES, np.uint8)  # numpy itself aligns to 16 bytes
     start = -owner.ctypes.data % ALIGN_BYTES
     array: Array = owner[start : start + nbytes].view(dtype).reshape(shape)

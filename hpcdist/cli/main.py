@@ -16,7 +16,7 @@ import click
 
 from hpcdist import __version__
 from hpcdist.cli.common import LazyGroup
-from hpcdist.comm.failure import failfast
+from hpcdist.comm.failure import exits, failfast
 from hpcdist.comm.launch import environment, exit_file, standard_streams
 from hpcdist.errors import FAILURE, INTERRUPTED, STORAGE, HpcdistError
 
@@ -73,6 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except HpcdistError as error:
         _print_error(f"Error: {error}\n")
         code = error.exit_code
+    except MemoryError as error:
+        _print_error(f"Error: {''.join(exits.error_lines(error))}\n")
+        code = FAILURE
     except KeyboardInterrupt:
         code = INTERRUPTED
     except OSError as error:

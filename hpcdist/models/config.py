@@ -8,6 +8,7 @@ from hpcdist.reporting.rules import (
     Condition,
     Rule,
     at_least,
+    at_most,
     check_section,
     must,
     no_effect,
@@ -24,6 +25,10 @@ ACTIVATIONS: Final = ("gelu", "relu", "swiglu")
 POSITIONS: Final = ("learned", "rotary")
 NORMS: Final = ("layer", "rms")
 ROUTERS: Final = ("softmax", "sigmoid")
+# Limits far beyond any model: a mistyped size is rejected before anything is allocated, and not after minutes.
+MOST: Final = {"layers": 10_000, "hidden": 1 << 20, "vocabulary": 1 << 30}
+MOST_CONTEXT: Final = 1 << 27  # tokens of a sample
+MOST_EXPERTS: Final = 1 << 16
 ROUND_UP: Final = 32  # the width that "swiglu" gives to a feed-forward is a multiple of it
 
 # Keys that only some kinds have.
@@ -146,6 +151,11 @@ RULES: Final = (
     one_of("model.positions", POSITIONS),
     one_of("model.norm", NORMS),
     *at_least(1, "model.layers", "model.hidden", "model.heads", "model.vocabulary"),
+    *(each for name, most in MOST.items() for each in at_most(most, f"model.{name}")),
+    *at_most(MOST["hidden"], "model.heads"),
+    *at_most(16 * MOST["hidden"], "model.feed_forward", "model.expert_hidden"),
+    *at_most(MOST_EXPERTS, "model.experts", "model.shared_experts"),
+    *at_most(MOST_CONTEXT, "model.window"),
     one_of("model.router", ROUTERS),
     *at_least(0, *(f"model.{name}" for name in ("kv_heads", "window", "feed_forward", "experts"))),
     *at_least(0, "model.shared_experts", "model.expert_hidden"),

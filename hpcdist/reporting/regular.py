@@ -26,6 +26,8 @@ BROKEN_LIBRARY_ERRORS: Final = (
 # OSErrors for a file that is not regular or too large; libhdf5's errors for damaged content have no errno.
 _FILE_ERRORS: Final = frozenset((errno.EINVAL, errno.EISDIR, errno.EFBIG, errno.ELOOP, errno.ENXIO))
 FIGURES: Final = "one of its files is damaged, or of another program"
+_MOST_LEVELS: Final = 64  # of tables and arrays in one another
+_TOO_DEEP: Final = "its values are nested too deeply"
 MOST_BYTES: Final = 16 << 20  # more than any file of settings, records or figures needs
 
 
@@ -123,9 +125,20 @@ def settings(path: Path, what: str) -> dict[str, Any]:
 def toml_of(written: str) -> dict[str, Any]:
     """Return the tables of the TOML text ``written``. Raises ValueError, also for too deeply nested values."""
     try:
-        return tomllib.loads(written.removeprefix("\ufeff"))  # a byte order mark, which some editors write
+        tables = tomllib.loads(written.removeprefix("\ufeff"))  # a byte order mark, which some editors write
     except RecursionError:
-        raise ValueError("its values lie too deep in one another") from None
+        raise ValueError(_TOO_DEEP) from None
+    level: list[Any] = [tables]  # level by level: tomllib reads dotted names of any depth, and its readers recurse
+    for _ in range(_MOST_LEVELS):
+        level = [
+            value
+            for outer in level
+            for value in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(value, dict | list)
+        ]
+        if not level:
+            return tables
+    raise ValueError(_TOO_DEEP)
 
 
 def json_value(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
@@ -133,7 +146,7 @@ def json_value(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> An
     try:
         return json.loads(read(path, most_bytes))
     except RecursionError:
-        raise ValueError("its values lie too deep in one another") from None
+        raise ValueError(_TOO_DEEP) from None
 
 
 def json_or_none(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:

@@ -194,6 +194,14 @@ def at_least(least: float, *keys: str, expected: str = "") -> Iterator[Rule]:
         yield Rule({key: below}, cure=expected or f"it must be at least {least}")
 
 
+def at_most(most: float, *keys: str) -> Iterator[Rule]:
+    """Yield the rules that the numbers of ``keys`` are at most ``most``."""
+    for key in keys:
+        yield Rule(
+            {key: Condition(lambda value: value > most, sign=">", values=(most,))}, cure=f"it must be at most {most}"
+        )
+
+
 def finite(key: str, holds: Callable[[float], object], expected: str) -> Rule:
     """Return the rule that a number is finite, and ``holds`` true of it."""
     return must(key, lambda value: math.isfinite(value) and holds(value), f"it must be finite and {expected}")

@@ -1,7 +1,6 @@
 """Several runs side by side: a table of their figures, what differs between two of them, and one picture."""
 
 import math
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -9,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.errors import UsageError
-from hpcdist.reporting import plotting
+from hpcdist.reporting import plotting, regular
 from hpcdist.reporting.table import MISSING, Columns, aligned, rows_of, text_of
 from hpcdist.reporting.units import format_bytes
 from hpcdist.telemetry.metrics import step_metrics
@@ -56,7 +55,7 @@ def figure_text(report: RunReport, key: str) -> str:
 def strategy_of(run_dir: Path) -> str:
     """Return ``parallel.strategy`` of the recipe of a run; `MISSING` where it cannot be read."""
     try:
-        strategy = tomllib.loads((run_dir / "recipe.toml").read_text())["parallel"]["strategy"]
+        strategy = regular.toml(run_dir / "recipe.toml")["parallel"]["strategy"]
     except (OSError, ValueError, KeyError):
         return MISSING
     return str(strategy)

@@ -281,6 +281,11 @@ def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: i
         return
     with InspectionSession(path, alone=True) as look:
         model, context = look.recipe.model, look.recipe.data.context
+        if model.kind == "given":
+            raise UsageError(
+                f"the model of {path} belongs to the script that trained it: write text in the script. `sample` needs "
+                "a gpt on bytes, the default of `hpcdist train`"
+            )
         if model.kind != "gpt" or model.vocabulary != 256:
             raise UsageError(
                 f"{path} holds a model of kind {model.kind!r} over {model.vocabulary} tokens; only a gpt on bytes "

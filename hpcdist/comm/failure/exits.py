@@ -28,12 +28,17 @@ USER_ERRORS: Final = (
     TooFewRanksError,
     UsageError,
 )
+MEMORY_CURE: Final = (
+    "`hpcdist plan` estimates the memory of each rank; use a smaller model, fewer ranks a node or more nodes"
+)
 
 
 def error_lines(error: BaseException) -> list[str]:
     """Return the text to show for ``error``: its message where that is complete, else its traceback."""
     if isinstance(error, USER_ERRORS):
         return [f"{type(error).__name__}: {error}"]
+    if isinstance(error, MemoryError):
+        return [f"out of memory: {error}; {MEMORY_CURE}" if str(error) else f"out of memory; {MEMORY_CURE}"]
     if isinstance(error, SystemExit) and isinstance(error.code, str):
         return [error.code, "\n", *traceback.format_exception(error)]
     if isinstance(error, Exit) and error.__traceback__ is None:  # the interpreter has dropped it

@@ -212,7 +212,9 @@ def all_agree(comm: Communicator, text: str, patience_s: float = AGREEMENT_PATIE
     Collective where it returns true. Where some ranks do not call, those that do get False, and messages stay under
     way: they have to leave the job.
     """
-    own = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest(), np.uint8).copy()
+    own = np.frombuffer(
+        hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).digest(), np.uint8
+    ).copy()
     verdict = np.zeros(1, np.uint8)
     # Point-to-point and polled: a collective could not be given up after a time limit.
     if comm.rank > 0:

@@ -228,7 +228,7 @@ def _write_note(name: str, text: str) -> bool:
     folder = os.environ.get(LAUNCH_DIR)
     with suppress(OSError):  # on another host the directory does not exist
         if folder:
-            (Path(folder) / name).write_text(text)
+            (Path(folder) / name).write_bytes(os.fsencode(text))  # a path may be no valid UTF-8
             return True
     return False
 
@@ -238,7 +238,7 @@ def read_announcements(folder: Path) -> tuple[str, str]:
     texts = ["", ""]
     for place, name in enumerate((RUN_FILE, STOPPED_FILE)):
         with suppress(OSError, ValueError):
-            texts[place] = (folder / name).read_text()
+            texts[place] = os.fsdecode((folder / name).read_bytes())
     return texts[0], texts[1]
 
 

@@ -102,7 +102,10 @@ def _open_closed() -> set[int]:
 
 
 def _stream(descriptor: _Descriptor, before: io.TextIOWrapper | None) -> io.TextIOWrapper:
-    """Return a text stream on ``descriptor`` with the encoding and buffering of ``before``."""
+    """Return a text stream on ``descriptor`` with the encoding and buffering of ``before``.
+
+    A file name that is not valid UTF-8 is written as its bytes, where a strict stream would raise UnicodeEncodeError.
+    """
     if before is None:
         return io.TextIOWrapper(io.BufferedWriter(descriptor), "utf-8", "backslashreplace", line_buffering=True)
     with suppress(OSError, ValueError):
@@ -111,7 +114,7 @@ def _stream(descriptor: _Descriptor, before: io.TextIOWrapper | None) -> io.Text
     return io.TextIOWrapper(
         descriptor if direct else io.BufferedWriter(descriptor),
         before.encoding,
-        before.errors,
+        "surrogateescape" if before.errors == "strict" and before.encoding == "utf-8" else before.errors,
         line_buffering=before.line_buffering,
         write_through=direct,
     )

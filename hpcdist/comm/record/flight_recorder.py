@@ -391,7 +391,7 @@ class Recorder(EventSink):
             return self._sites[key]
 
     def _add_text(self, kind: int, text: str) -> int:
-        data = text.encode()[:1000]
+        data = text.encode(errors="backslashreplace")[:1000]
         start = TEXTS + self._text_used
         if start + TEXT.size + len(data) > RING:
             return 0  # the table is full: the event is kept, its text is unknown
@@ -408,7 +408,7 @@ class Recorder(EventSink):
         Of the kinds that end a rank (`FINAL`) the first note stays, because later ones follow from it; "frozen" and
         "stage" are replaced by the next.
         """
-        data = text.encode()[: NOTE_BYTES - NOTE.size]
+        data = text.encode(errors="backslashreplace")[: NOTE_BYTES - NOTE.size]
         start = NOTES + KINDS.index(kind) * NOTE_BYTES
         with self._lock:
             if kind in FINAL and NOTE.unpack_from(self._map, start)[0]:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from hpcdist.models import config as models_config
 from hpcdist.planner import layout as known
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import MemoryEstimate
@@ -261,7 +262,7 @@ COUNTS: Final = ("servers", "optimizer_slots")
 SHARES: Final = ("overlap", "tensor_overlap")
 GB: Final = 1e9
 # Beyond what anybody trains: a slip of the keyboard is told at once, and not planned for hours.
-MOST: Final = {"layers": 10_000, "hidden": 1 << 20, "context": 1 << 27, "vocabulary": 1 << 30}
+MOST: Final = {**models_config.MOST, "context": models_config.MOST_CONTEXT}
 MOST_SAMPLES: Final = 1 << 40
 WORTH_16_BITS: Final = 2.0  # times the peak of float32 products, from which a plan in float32 names them
 MOST_DEVICES: Final = 10_000_000

@@ -1,7 +1,7 @@
 """The ``[data]``, ``[precision]``, ``[run]`` and ``[survival]`` sections of a recipe.
 
-Frozen dataclasses with their defaults and the rules of single keys. Light: imports nothing but the errors, `reporting`
-and the arithmetic of batch sizes.
+Frozen dataclasses with their defaults and the rules of single keys. Light: imports nothing but the errors, `reporting`,
+the sizes of models and the arithmetic of batch sizes.
 """
 
 import math
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from hpcdist.errors import DataError
+from hpcdist.models.config import MOST_CONTEXT
 from hpcdist.optim.rates import BatchSchedule, staged_batches
-from hpcdist.reporting.rules import NO_EFFECT, at_least, check_section, finite, must, no_effect, one_of, rule
+from hpcdist.reporting.rules import NO_EFFECT, at_least, at_most, check_section, finite, must, no_effect, one_of, rule
 
 MODES: Final = ("float32", "float64", "bfloat16", "float16")
 HALVES: Final = ("bfloat16", "float16")
@@ -28,6 +29,7 @@ def _is_power_of_two(value: float, least: float, most: float) -> bool:
 DATA_RULES: Final = (
     rule("data.staged with data.path=", "there is nothing of which it is a copy", "set data.path, or leave it out"),
     *at_least(1, "data.context"),
+    *at_most(MOST_CONTEXT, "data.context"),
     must("data.validation_fraction", lambda share: 0 <= share <= 0.5, "it must be between 0 and 0.5"),
     one_of("data.digest", DIGESTS),
     one_of("data.shares", SHARES),

@@ -5,7 +5,6 @@ that has them. An unknown key is refused with the nearest known one.
 """
 
 import os
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,9 +167,9 @@ def _parse(key: str, text: str, known: Mapping[str, Any]) -> Any:
         if kind is int or kind is float:
             return kind(text)
         if kind is tuple:
-            return tomllib.loads(f"list = {text}")["list"]
+            return regular.toml_of(f"list = {text}")["list"]
         # Quotes are not needed around a text, but a copied line of TOML has them.
-        return tomllib.loads(f"text = {text}")["text"] if text[:1] in ("'", '"') else text
+        return regular.toml_of(f"text = {text}")["text"] if text[:1] in ("'", '"') else text
     except (ValueError, KeyError):
         return text
 

@@ -57,7 +57,7 @@ class StartRecord:
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.time, launch: str | None = None) -> None:
         if launch is None:
-            launch = Path(os.environ.get(LAUNCH_DIR, "")).name
+            launch = os.fsencode(Path(os.environ.get(LAUNCH_DIR, "")).name).decode(errors="backslashreplace")
         self._path, self._clock, self._warn = directory / STARTS_FILE, clock, True
         self._writes = True  # unless the record cannot be read: a new one would lack what is in it
         starts, now = self._read(), clock()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import h5py
 import numpy as np
 import pytest
 
@@ -243,6 +244,20 @@ def test_bad_input_is_refused_with_a_word_and_a_code(text, tmp_path, arguments, 
 def test_more_ranks_than_samples(text, tmp_path):
     done = train(3, text, "--out", tmp_path / "run", "--set", "run.global_batch=2")
     assert done.returncode == 78 and "with 3 data ranks: each needs at least one sample" in done.stderr
+
+
+@pytest.mark.full
+def test_virtual_dataset_without_its_source_ends_all_ranks_with_78(tmp_path):
+    """h5py: the dataset of the source file does not exist."""
+    with h5py.File(tmp_path / "source.h5", "w") as file:
+        file["part"] = np.zeros(6000, np.uint8)
+    layout = h5py.VirtualLayout((6000,), np.uint8)
+    layout[:] = h5py.VirtualSource("source.h5", "missing", (6000,))
+    with h5py.File(tmp_path / "virtual.h5", "w") as file:
+        file.create_virtual_dataset("tokens", layout)
+    done = train(2, tmp_path / "virtual.h5", "--out", tmp_path / "run", steps=1)
+    assert done.returncode == 78, done.stderr
+    assert "no dataset missing" in done.stderr and "Segmentation" not in done.stderr
 
 
 @pytest.mark.full

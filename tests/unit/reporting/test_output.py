@@ -1,6 +1,7 @@
 """Output that cannot be written: lost by a training, an error of a command whose product it is."""
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -77,3 +78,10 @@ def test_files_do_not_take_the_place_of_closed_descriptors(tmp_path):
     done = shell('"$0" -c "$1" "$2" <&- >&- 2>&-', program, str(tmp_path / "file"))
     assert done.returncode == 0
     assert (tmp_path / "file").read_text() == ""
+
+
+def test_file_name_with_invalid_utf8_is_printed_as_its_bytes():
+    program = "from hpcdist.comm.launch import standard_streams\nstandard_streams.protect()\nprint('run \\udcff')\n"
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=jobs.LIMIT_S)
+    assert (done.returncode, done.stdout) == (0, b"run \xff\n"), done.stderr

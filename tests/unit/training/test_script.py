@@ -71,6 +71,8 @@ def test_the_steps_are_those_of_the_formulas(strategy, tmp_path, rng):
     assert (training.path / "metrics.h5").exists() and training.done == 6
     with pytest.raises(UsageError, match=r"belongs to the script .* model\.factory"):
         inference.load(solo(), training.path, recipes.load_stored(training.path / "recipe.toml"))
+    with pytest.raises(UsageError, match="belongs to the script that trained it: write text in the script"):
+        list(inference.sample(training.path, "a", 1, temperature=1.0, top_k=0, seed=0))
 
 
 def test_a_run_goes_on_where_it_was_ended(tmp_path, rng):

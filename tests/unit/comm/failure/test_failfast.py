@@ -8,14 +8,16 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import hpcdist
 from harness import jobs
 from harness.jobs import LIMIT_S
 from harness.marks import cases
+from hpcdist.arrays import backend
 from hpcdist.comm.failure import failfast
-from hpcdist.comm.failure.exits import exit_code
+from hpcdist.comm.failure.exits import error_lines, exit_code
 from hpcdist.comm.record import flight_recorder
 from hpcdist.errors import CommunicationError, ConfigurationError, StorageError
 
@@ -284,6 +286,16 @@ print("on it goes")
 )
 def test_exit_code(error, code):
     assert exit_code(error) == code
+
+
+def test_allocation_beyond_the_address_space_is_one_message():
+    with pytest.raises(MemoryError) as caught:
+        backend.zeros((1 << 40, 1 << 40), np.dtype(np.float32))
+    (line,) = error_lines(caught.value)
+    assert line.startswith(
+        "out of memory: an array of shape (1099511627776, 1099511627776) and type float32 has 4.84e+24"
+    )
+    assert "hpcdist plan" in line and exit_code(caught.value) == 1
 
 
 def test_frames_of_a_failure_are_released_before_the_end():

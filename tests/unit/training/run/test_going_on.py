@@ -82,6 +82,8 @@ def test_hpcdist_run_is_told_and_shows_it_last(tmp_path, monkeypatch):
     assert exit_file.read_announcements(tmp_path) == ("", "")
     exit_file.announce_run(Path("runs/1"))
     assert exit_file.read_announcements(tmp_path) == ("runs/1", "")
+    exit_file.announce_run(Path("runs/\udcff"))  # a byte that is not valid UTF-8
+    assert exit_file.read_announcements(tmp_path) == ("runs/\udcff", "")
     assert exit_file.announce_completion("stopped") and exit_file.read_announcements(tmp_path) == ("", "stopped")
 
 

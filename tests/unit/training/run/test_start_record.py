@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hpcdist.comm.launch.exit_file import LAUNCH_DIR
 from hpcdist.training.run.start_record import FINISHED, HEARTBEAT_S, STARTS_FILE, STOPPED, StartRecord
 
 
@@ -99,3 +100,9 @@ def test_a_directory_that_cannot_be_written_is_told_once(tmp_path, clock, capsys
     starts.alive()
     assert capsys.readouterr().err.count("cannot be written") == 1
     assert starts.mtbf_s == 60
+
+
+def test_launch_directory_with_invalid_utf8_is_recorded(tmp_path, clock, monkeypatch):
+    monkeypatch.setenv(LAUNCH_DIR, "/tmp/launch\udcff")
+    assert StartRecord(tmp_path, clock).own.launch == "launch\\xff"
+    assert StartRecord(tmp_path, clock).before == ()
