@@ -4,7 +4,6 @@
 committed by one rename, with a digest of every block; ``hpcdist checkpoint ls DIRECTORY`` and its like read it.
 """
 
-import atexit
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from hpcdist.checkpoint.lock import RunLock
 from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, on_first_rank, restore_together
 from hpcdist.checkpoint.saving import two_phase
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.failure.exits import at_exit
 from hpcdist.comm.mpi.world import AnyComm, communicator_of, whole_number
 from hpcdist.errors import StorageError, UsageError
 
@@ -148,7 +148,7 @@ def _lock(directory: Path) -> None:
         raise StorageError(f"{directory} cannot be created: {error.strerror}") from error
     lock = RunLock()
     lock.take(directory, otherwise="save in another directory")
-    atexit.register(lock.release)
+    at_exit(lock.release)
     _locks[place] = lock
 
 

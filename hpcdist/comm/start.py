@@ -352,6 +352,9 @@ def import_mpi() -> Any:
             f"mpi4py cannot be imported ({error}); install hpcdist[workstation], or build mpi4py against the site's MPI"
         ) from error
     mpi4py.rc.thread_level = "serialized" if os.environ.get(exit_file.SURVIVE) else "multiple"
+    finalizes = mpi4py.rc.initialize and mpi4py.rc.finalize is None and "mpi4py.MPI" not in sys.modules
+    if finalizes:
+        mpi4py.rc.finalize = False
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -360,7 +363,25 @@ def import_mpi() -> Any:
             "module, or install hpcdist[workstation]"
         ) from error
     listeners.restrict_to_loopback()
+    if finalizes:
+        setattr(sys, _Finalizer.__name__, _Finalizer(MPI))  # Python empties `sys` as the last module but builtins
     return MPI
+
+
+class _Finalizer:
+    """Finalizes MPI when Python destroys this object, as late as mpi4py would, but not in a forked child.
+
+    MPI_Finalize of a forked child waits for a thread that only the rank has, or ends the rank's connections.
+    """
+
+    def __init__(self, mpi: Any) -> None:
+        self._calls = mpi.Is_finalized, mpi.Finalize, os.getpid  # modules are empty by then
+        self._pid = os.getpid()
+
+    def __del__(self) -> None:
+        is_finalized, finalize, getpid = self._calls
+        if getpid() == self._pid and not is_finalized():
+            finalize()
 
 
 def _exit_process(code: int) -> None:

@@ -3,7 +3,6 @@
 `hpcdist.energy.window` and its like are these names. They use one `EnergyMonitor` over all ranks of the job.
 """
 
-import atexit
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Final
 
+from hpcdist.comm.failure.exits import at_exit
 from hpcdist.comm.mpi.world import init
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.monitor.monitor import EnergyMonitor
@@ -41,7 +41,7 @@ def configure(**keys: Any) -> None:
         raise UsageError(f"energy.configure: {error}; the keys are those of [energy] in a recipe") from None
     monitor = EnergyMonitor(world.comm, config)
     monitor.start()
-    atexit.register(monitor.stop)
+    at_exit(monitor.stop)
     _monitors.append(monitor)
 
 

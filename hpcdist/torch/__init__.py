@@ -32,6 +32,7 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST:
 
 if not is_worker():  # processes of spawn and forkserver import the script of the rank
     launch.start()
+launch.shield_workers()
 work.install()
 
 

@@ -1,12 +1,15 @@
-"""World of a program of PyTorch that MPI started: its environment variables, its communicator, its recorder.
+"""World of a program of PyTorch that MPI started: its environment variables, communicator, recorder and workers.
 
 `torch.distributed` reads rank and size from the environment, as torchrun sets it. Under a launcher of MPI they are set
 here from MPI, with an address of rank 0 for the store, which groups of other backends need. Where torchrun has set
 them, they have to be those of MPI.
 """
 
+import multiprocessing
 import os
+import signal
 import socket
+import threading
 import zlib
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -14,10 +17,12 @@ from datetime import timedelta
 from typing import Final
 
 import torch
+from torch.utils.data._utils import signal_handling
 
 from hpcdist.arrays.gpu import device
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch.environment import ENERGY
+from hpcdist.comm.launch.exit_file import STOP_CODES
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.mpi.world import DEADLINE, World, record, start_world
 from hpcdist.energy import phases
@@ -76,6 +81,30 @@ def _address() -> dict[str, str]:
     except OSError:
         host = "127.0.0.1"  # a machine that does not know its own name has no others beside it
     return {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+
+
+def shield_workers() -> None:
+    """Let workers of a DataLoader outlive the signals that ask a job to stop (local).
+
+    A worker that such a signal kills raises an error in its rank, which then cannot save. The rank itself may still
+    terminate its workers, and they end by themselves after their rank has died.
+    """
+    set_handlers = signal_handling._set_worker_signal_handlers
+
+    def shielded() -> None:
+        set_handlers()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_CODES)
+        threading.Thread(target=_await_parent, name="hpcdist worker signals", daemon=True).start()
+
+    signal_handling._set_worker_signal_handlers = shielded
+
+
+def _await_parent() -> None:
+    """End this worker at a signal of its rank; drop signals of other processes."""
+    rank = multiprocessing.parent_process()
+    while rank is not None and signal.sigwaitinfo(STOP_CODES).si_pid != rank.pid:
+        pass
+    os._exit(0)
 
 
 def begin(world: World, timeout: timedelta) -> Callable[[], None]:

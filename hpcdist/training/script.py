@@ -111,6 +111,7 @@ class Training:
             for stage in model.stages:
                 if hasattr(stage, "guard"):
                     stage.guard("this rank has its parameters within a step only; use `training.evaluate`")
+        self._pid = os.getpid()
         atexit.register(self._forgotten)
 
     @property
@@ -269,7 +270,7 @@ class Training:
 
     def _forgotten(self) -> None:
         """Print at the end of the script that it has not ended the run."""
-        if not self._ended and self.rank == 0:
+        if not self._ended and self.rank == 0 and self._pid == os.getpid():  # not in a forked child
             print(
                 f"hpcdist: {self._done - self._trainer.first_step} steps were made in {self.path}, and the last of "
                 "them are not saved: call training.close() or training.parameters() at the end, or use `with "

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import textwrap
 from pathlib import Path
 
@@ -90,46 +91,81 @@ def test_an_exception_in_a_training_of_ddp_crashes_no_other_rank(program):
 
 
 @pytest.mark.full
-def test_workers_of_a_rank_start_no_mpi_and_name_the_reason(program):
-    """Processes of spawn and forkserver import the script, and with it the backend; forked ones inherit MPI."""
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.matrix_except("spawn")
+def test_workers_of_a_rank_start_no_mpi_and_name_the_reason(launch, method):
+    """Processes of spawn and forkserver import the script; forked ones inherit MPI."""
+    done = launch(
+        2,
+        """
+import multiprocessing, sys
+import numpy as np
+import hpcdist
+
+def attempt(call):
+    try:
+        hpcdist.init() if call == "init" else hpcdist.allreduce(np.ones(1))
+    except hpcdist.errors.UsageError as error:
+        return "is a worker that a rank started" in str(error)
+
+if __name__ == "__main__":
+    hpcdist.init()
+    with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
+        reasons = pool.map_async(attempt, ["init", "allreduce"]).get(timeout=100)
+    print(*reasons, int(hpcdist.allreduce(np.ones(1))[0]), flush=True)
+""",
+        method,
+    )
+    assert done.code == 0, done.output
+    assert re.findall("True True 2", done.stdout) == ["True True 2"] * 2, done.output
+
+
+@pytest.mark.matrix
+def test_a_worker_imports_the_backend_without_mpi_and_forms_no_group(program):
     done = program(
         2,
         """
         import multiprocessing
-        from concurrent.futures import ProcessPoolExecutor
 
-        def attempt(number):
-            calls = [
-                hpcdist.init,
-                lambda: hpcdist.allreduce(torch.ones(1).numpy()),
-                lambda: dist.init_process_group("hpcdist"),
-                lambda: dist.is_initialized() and dist.all_reduce(torch.ones(1)),
-            ]
-            reasons = []
-            for call in calls:
-                try:
-                    call()
-                except hpcdist.errors.UsageError as error:
-                    reasons.append("is a worker that a rank started" in str(error))
-            return reasons
+        def attempt():
+            try:
+                dist.init_process_group("hpcdist")
+            except hpcdist.errors.UsageError as error:
+                assert "is a worker that a rank started" in str(error)
+                os._exit(7)
 
         if __name__ == "__main__":
-            dist.init_process_group("hpcdist")
-            for method in ("fork", "spawn", "forkserver"):
-                context = multiprocessing.get_context(method)
-                with ProcessPoolExecutor(1, mp_context=context) as pool:
-                    print(method, pool.submit(attempt, 0).result(timeout=100))
-            total = torch.ones(1)
-            dist.all_reduce(total)
-            print("total", int(total))
-            dist.destroy_process_group()
+            worker = multiprocessing.get_context("spawn").Process(target=attempt)
+            worker.start()
+            worker.join(100)
+            print("worker", worker.exitcode, flush=True)
         """,
     )
     assert done.code == 0, done.output
-    # Only a forked process has the group of its rank.
-    assert done.stdout.count("fork [True, True, True, True]") == 2, done.stdout
-    assert len(re.findall(r"^(?:spawn|forkserver) \[True, True, True\]$", done.stdout, re.MULTILINE)) == 4, done.stdout
-    assert done.stdout.count("total 2") == 2, done.stdout
+    assert done.stdout.count("worker 7") == 2, done.output
+
+
+@pytest.mark.full
+def test_a_signal_to_the_workers_of_a_loader_too_lets_the_rank_save(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("""
+import os, subprocess, hpcdist, hpcdist.torch
+from multiprocessing import active_children
+from torch.utils.data import DataLoader
+
+for step, _ in enumerate(DataLoader(range(10**6), num_workers=2)):
+    code = hpcdist.torch.should_stop()
+    if step == 2:  # not from this process: workers end at a signal of their rank
+        pids = [str(worker.pid) for worker in active_children()]
+        assert len(pids) == 2
+        subprocess.run(["sh", "-c", f"kill -TERM {' '.join(pids)} {os.getpid()}"], check=True)
+    if code:
+        break
+print("saved", flush=True)
+hpcdist.init().exit(code)
+""")
+    done = jobs.run([sys.executable, str(program)], cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (75, "saved\n"), done.stderr
 
 
 @pytest.mark.full

@@ -1,5 +1,7 @@
-"""Ends of a process by an error: exit codes, the text to show for each, and a SystemExit that nothing has caught."""
+"""Ends of a process: functions to call, exit codes and texts of errors, and a SystemExit that nothing has caught."""
 
+import atexit
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -31,6 +33,16 @@ USER_ERRORS: Final = (
 MEMORY_CURE: Final = (
     "`hpcdist plan` estimates the memory of each rank; use a smaller model, fewer ranks a node or more nodes"
 )
+
+
+def at_exit(function: Callable[..., object], *arguments: object) -> None:
+    """Call ``function(*arguments)`` when this process ends normally; a forked child does not call it (local)."""
+    atexit.register(_call_in, os.getpid(), function, *arguments)
+
+
+def _call_in(pid: int, function: Callable[..., object], *arguments: object) -> None:
+    if os.getpid() == pid:
+        function(*arguments)
 
 
 def error_lines(error: BaseException) -> list[str]:

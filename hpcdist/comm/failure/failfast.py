@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -67,7 +67,6 @@ class _Installed:
     is_survivable: Callable[[BaseException], bool] | None = None
     limit: threading.Timer | None = None
     recorder: "Recorder | None" = None
-    pid: int = field(default_factory=os.getpid)  # a forked child is no rank
 
 
 _installed: _Installed | None = None  # one per process, as sys.excepthook is
@@ -122,14 +121,23 @@ def _label_stacks(rank: int) -> Callable[[], None]:
 
 
 def uninstall() -> None:
-    """Restore the hooks that `install` replaced (local)."""
+    """Restore the hooks that `install` replaced, and leave the signal for stacks (local)."""
+    if _installed is not None:
+        _installed.end_label()
+        faulthandler.unregister(signal.SIGUSR2)
+        _restore()
+
+
+def _restore() -> None:
+    """Restore the hooks of Python. A forked child does so at once, since it is not a rank (local)."""
     global _installed
     if _installed is not None:
         sys.excepthook, threading.excepthook, sys.exit = _installed.hooks
-        _installed.end_label()
-        faulthandler.unregister(signal.SIGUSR2)
         atexit.unregister(note_end)
         _installed = None
+
+
+os.register_at_fork(after_in_child=_restore)
 
 
 def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) -> None:
@@ -193,8 +201,8 @@ def detach() -> None:
 
 
 def note_end() -> None:
-    """Note in the recorder that this process ends normally; a forked child notes nothing (local)."""
-    if _installed is not None and _installed.recorder is not None and _installed.pid == os.getpid():
+    """Note in the recorder that this process ends normally (local)."""
+    if _installed is not None and _installed.recorder is not None:
         _installed.recorder.note("finished", "end of the program")
 
 
@@ -263,7 +271,7 @@ def _leave_together_or_fail(leaving: Exit) -> None:
     Those that stop before their last step have agreed on that, and one may still save while the others leave.
     """
     state, code = _installed, exit_code(leaving)
-    if state is None or state.all_agree is None or code in (0, REQUEUE, INTERRUPTED) or state.pid != os.getpid():
+    if state is None or state.all_agree is None or code in (0, REQUEUE, INTERRUPTED):
         return
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_finalized():

@@ -5,7 +5,6 @@ communicate take ``comm``: None (all ranks), a `World`, a communicator of mpi4py
 `communicator_of` makes of each what the rest of the package works with.
 """
 
-import atexit
 import operator
 import os
 import shutil
@@ -19,6 +18,7 @@ from typing import Any, Final, NoReturn, TypeAlias, TypeVar, cast
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.events import Observable
 from hpcdist.comm.failure import failfast
+from hpcdist.comm.failure.exits import at_exit
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.launch.environment import RUN_DIR
 from hpcdist.comm.mpi.communicator import MpiCommunicator
@@ -174,16 +174,11 @@ def record(world: World, default_s: float = DEADLINE_S) -> None:
     folder = Path(run_dir or world.bcast(tempfile.mkdtemp(prefix=RECORDS) if world.rank == 0 else ""))
     if not run_dir and world.local_rank == 0:
         _remove_old_records(folder.parent)
-        atexit.register(_remove_records, folder, os.getpid())
+        at_exit(shutil.rmtree, folder, True)  # errors are ignored
     folder.mkdir(parents=True, exist_ok=True)  # on every node
     world.session.record(folder, _deadline_s(default_s))
     assert world.session.watchdog is not None
     world.session.watchdog.tighten()  # the deadline is the program's: long enough for a first step
-
-
-def _remove_records(folder: Path, pid: int) -> None:
-    if os.getpid() == pid:  # not at the end of a forked child
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_old_records(parent: Path) -> None:

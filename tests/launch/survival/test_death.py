@@ -177,6 +177,33 @@ def test_an_exit_of_a_script_on_all_ranks_is_that_of_the_job(launch, tmp_path):
         assert done.returncode == 3 and (ALONE in done.stderr) is not bool(arguments), done.stderr
 
 
+def test_a_forked_child_ends_without_mpi_and_without_the_hooks_of_its_rank(launch, tmp_path):
+    program = """
+import os, sys
+import numpy as np
+import hpcdist
+
+world, run = hpcdist.init(), os.environ["HPCDIST_RUN_DIR"]
+hpcdist.checkpoint.save(run, {"step": 1})
+codes = []
+for error in (None, SystemExit(3), ValueError("of a child")):
+    child = os.fork()
+    if not child:
+        if error:
+            raise error
+        sys.exit()
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+codes.append(int(hpcdist.allreduce(np.ones(1))[0]))
+assert os.path.exists(run + "/lock")  # of rank 0, which still runs
+print(*codes, flush=True)
+"""
+    ended = launch(2, program, HPCDIST_RUN_DIR=str(tmp_path / "run"))
+    assert ended.code == 0, ended.output
+    assert re.findall("0 3 1 2", ended.stdout) == ["0 3 1 2"] * 2, ended.output
+    assert ended.stderr.count("ValueError: of a child") == 2, ended.output
+    assert [rank.state for rank in analyse(load(tmp_path / "run")).ranks] == ["finished", "finished"]
+
+
 def test_killed_rank(die, tmp_path):
     ended = die(
         3,
