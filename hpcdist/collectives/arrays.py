@@ -8,6 +8,7 @@ call it, with arrays of the same dtype.
 
 import os
 import sys
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar, overload
 
@@ -47,7 +48,8 @@ def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
     """Reduce ``array`` over all ranks in place, and return it. Collective over ``comm``.
 
     ``array`` is a numpy or cupy array, or a tensor of PyTorch, of any shape, the same on all ranks, of floats (16 to 64
-    bits, bfloat16 included) or integers; or a number of Python or numpy, of which the reduced one is returned. ``op``
+    bits, bfloat16 included) or integers; or a number of Python or numpy, of which the reduced one is returned. Python
+    integers must fit in int64; their sum is exact. ``op``
     is "sum", "mean" (not of integer arrays), "max" or "min". All ranks get the same bits. 16-bit floats are summed in
     float32 and rounded once. Raises UsageError for another op, BufferHandoverError for another dtype or a read-only
     array.
@@ -120,7 +122,13 @@ def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
     """
     where = communicator_of(comm)
     array = _accept(where, array, "all_gather")
-    counts = gather_counts(where, np.array([array.shape[0]], np.int64))[:, 0]
+    fingerprint = zlib.crc32(repr((array.shape[1:], name_of(array.dtype))).encode())
+    counts, fingerprints = gather_counts(where, np.array([array.shape[0], fingerprint], np.int64)).T
+    if len(set(fingerprints.tolist())) > 1:
+        raise UsageError(
+            f"the arrays of all_gather differ in dtype or in more than their rows between the ranks; rank {where.rank} "
+            f"has {array.dtype} of shape {array.shape}"
+        )
     shares = consecutive((counts * _row_size(array)).tolist())
     result: Array = backend.namespace(array).empty((int(counts.sum()), *array.shape[1:]), array.dtype)
     buffer = result.reshape(-1)
