@@ -57,7 +57,7 @@ def test_unaligned_array_and_matrix_give_the_result_of_a_plain_array(name):
         plain = np.arange(4.0).reshape(2, 2) + comm.rank
         unaligned = np.frombuffer(bytearray(33), np.uint8)[1:].view(np.float64).reshape(2, 2)
         unaligned[...] = plain
-        results = [call(name, array, comm) for array in (np.asmatrix(plain), unaligned, plain)]
+        results = [call(name, array, comm) for array in (np.matrix(plain), unaligned, plain)]
         return [np.array(result) for result in results]
 
     for *others, expected in run_threads(2, body):
