@@ -8,6 +8,7 @@ call it, with arrays of the same dtype.
 
 import os
 import sys
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar, overload
 
@@ -15,23 +16,25 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.dtypes import name_of
+from hpcdist.arrays.dtypes import FLOATS, INTEGERS, is_supported, name_of
 from hpcdist.arrays.ranges import Range, consecutive, split
 from hpcdist.collectives import dispatch
 from hpcdist.collectives.algorithms import all_to_all as exchange
 from hpcdist.collectives.algorithms import broadcast as tree
-from hpcdist.collectives.reduction import check_buffer, check_op
+from hpcdist.collectives.reduction import check_buffer
 from hpcdist.collectives.segments import gather_counts
 from hpcdist.collectives.sharded import SHARDED, SHARDED_ON_GPUS, Sharding
 from hpcdist.collectives.tuning import autotune
-from hpcdist.comm.communicator import Communicator
+from hpcdist.comm import checks
+from hpcdist.comm.communicator import REDUCTIONS, Communicator
 from hpcdist.comm.mpi.world import AnyComm, communicator_of, library_of, whole_number
-from hpcdist.errors import UsageError
+from hpcdist.errors import BufferHandoverError, HpcdistError, UsageError
 
 MEAN: Final = "mean"
 OPS: Final = ("sum", MEAN, "max", "min")
 MEASURED_BYTES: Final = 4 << 20  # the last row of such a table serves larger buffers
 BUDGET_S: Final = autotune.BUDGET_S
+_AS_FLOAT: Final = "Pass smaller numbers, or floats."
 _UNORDERED: Final = "hierarchical"  # its shares do not ascend with the rank, as rows do
 
 Number = TypeVar("Number", int, float)
@@ -45,7 +48,8 @@ def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
     """Reduce ``array`` over all ranks in place, and return it. Collective over ``comm``.
 
     ``array`` is a numpy or cupy array, or a tensor of PyTorch, of any shape, the same on all ranks, of floats (16 to 64
-    bits, bfloat16 included) or integers; or a number of Python or numpy, of which the reduced one is returned. ``op``
+    bits, bfloat16 included) or integers; or a number of Python or numpy, of which the reduced one is returned. Python
+    integers must fit in int64; their sum is exact. ``op``
     is "sum", "mean" (not of integer arrays), "max" or "min". All ranks get the same bits. 16-bit floats are summed in
     float32 and rounded once. Raises UsageError for another op, BufferHandoverError for another dtype or a read-only
     array.
@@ -55,10 +59,7 @@ def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
         return _reduced_number(where, array, op)
     if isinstance(array, np.generic):
         return allreduce(np.array([array]), op, comm=where)[0]
-    if op not in OPS:
-        raise UsageError(f"op = {op!r}; choose {', '.join(OPS)}")
-    scale, view = 1.0, _in_place(array, "allreduce")
-    _check_mean(view, op)
+    scale, view = 1.0, _accept(where, array, "allreduce", op, in_place=True)
     if op == MEAN:
         op, scale = "sum", 1.0 / where.size
     _on_flat(
@@ -68,12 +69,28 @@ def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
 
 
 def _reduced_number(comm: Communicator, number: int | float, op: str) -> int | float:
-    """Return the reduced ``number``: as int64 where it is an integer and stays one, else as float64."""
-    whole = isinstance(number, int) and op != MEAN
-    buffer = np.array([number], np.int64 if whole else np.float64)
+    """Return the reduced ``number``. Collective.
+
+    Integers are gathered, so that their sum is exact and every rank raises UsageError if one exceeds int64. The mean,
+    and floats, are reduced as float64.
+    """
+    if isinstance(number, int) and op in REDUCTIONS:
+        fits = -(2**63) <= number < 2**63
+        gathered = gather_counts(comm, np.array([number if fits else 0, not fits], np.int64)).tolist()
+        if any(is_too_large for _, is_too_large in gathered):
+            raise UsageError(
+                f"allreduce accepts integers of at most 64 bits; at least one rank passed more. {_AS_FLOAT}"
+            )
+        return int({"sum": sum, "max": max, "min": min}[op](value for value, _ in gathered))
+    try:
+        value = float(number)
+    except OverflowError:
+        value = float("inf")  # the result is then infinite on every rank
+    buffer = np.array([value])
     dispatch.allreduce(comm, buffer, "native", "sum" if op == MEAN else op, scale=1 / comm.size if op == MEAN else 1.0)
-    result: int | float = buffer[0].item()
-    return result
+    if isinstance(number, int) and not np.isfinite(buffer[0]):
+        raise UsageError(f"the mean of these integers exceeds float64. {_AS_FLOAT}")
+    return float(buffer[0])
 
 
 def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Array:
@@ -85,10 +102,7 @@ def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Ar
     another dtype.
     """
     where = communicator_of(comm)
-    _check_rows(array, "reduce_scatter")
-    _check_mean(array, op)
-    if op != MEAN:
-        check_op(op)
+    array = _accept(where, array, "reduce_scatter", op)
     rows, width = split(array.shape[0], where.size, itemsize=1, align_bytes=1), _row_size(array)
     shares = [Range(part.start * width, part.stop * width) for part in rows]
     buffer = array.reshape(-1).copy()  # the algorithms work in place
@@ -107,8 +121,14 @@ def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
     BufferHandoverError for another dtype.
     """
     where = communicator_of(comm)
-    _check_rows(array, "all_gather")
-    counts = gather_counts(where, np.array([array.shape[0]], np.int64))[:, 0]
+    array = _accept(where, array, "all_gather")
+    fingerprint = zlib.crc32(repr((array.shape[1:], name_of(array.dtype))).encode())
+    counts, fingerprints = gather_counts(where, np.array([array.shape[0], fingerprint], np.int64)).T
+    if len(set(fingerprints.tolist())) > 1:
+        raise UsageError(
+            f"the arrays of all_gather differ in dtype or in more than their rows between the ranks; rank {where.rank} "
+            f"has {array.dtype} of shape {array.shape}"
+        )
     shares = consecutive((counts * _row_size(array)).tolist())
     result: Array = backend.namespace(array).empty((int(counts.sum()), *array.shape[1:]), array.dtype)
     buffer = result.reshape(-1)
@@ -124,7 +144,8 @@ def broadcast(array: Array, root: int = 0, *, comm: AnyComm = None) -> Array:
     BufferHandoverError for another dtype or a read-only array.
     """
     where, root = communicator_of(comm), whole_number("root", root)
-    _on_flat(_in_place(array, "broadcast"), lambda flat: tree.broadcast(where, flat, root), where.rank != root)
+    view = _accept(where, array, "broadcast", in_place=True)
+    _on_flat(view, lambda flat: tree.broadcast(where, flat, root), where.rank != root)
     return array
 
 
@@ -136,37 +157,84 @@ def all_to_all(parts: Sequence[Array], *, comm: AnyComm = None) -> list[Array]:
     dtype.
     """
     where = communicator_of(comm)
-    if len(parts) != where.size:
-        raise UsageError(f"all_to_all got {len(parts)} parts for {where.size} ranks; give one for each rank")
-    for part in parts:
-        _check_rows(part, "all_to_all")
+    if not hasattr(parts, "__len__") or getattr(parts, "ndim", 1) == 0 or len(parts) != where.size:
+        count = len(parts) if getattr(parts, "ndim", 1) and hasattr(parts, "__len__") else "no"
+        raise UsageError(f"all_to_all got {count} parts for {where.size} ranks; give one for each rank")
+    if isinstance(parts, np.ndarray):
+        parts = _accept(where, parts, "all_to_all")
+    parts = [_accept(where, part, "all_to_all") for part in parts]
     shapes = {(part.shape[1:], part.dtype) for part in parts}
     if len(shapes) > 1:
         raise UsageError(f"the parts of all_to_all differ in more than their rows: {sorted(map(str, shapes))}")
-    sizes = gather_counts(where, np.array([part.size for part in parts], np.int64))
-    sent, received = (consecutive(own.tolist()) for own in (sizes[where.rank], sizes[:, where.rank]))
+    rows = gather_counts(where, np.array([len(part) for part in parts], np.int64))  # (from, to)
+    sizes = rows * _row_size(parts[0])
+    sent, received = (consecutive(counts.tolist()) for counts in (sizes[where.rank], sizes[:, where.rank]))
     xp = backend.namespace(parts[0])
     outgoing = xp.concatenate([part.reshape(-1) for part in parts])
     incoming = xp.empty(received[-1].stop, outgoing.dtype)
     exchange.all_to_all(where, outgoing, incoming, sent, received)
-    return [incoming[part.slice].reshape(-1, *parts[0].shape[1:]) for part in received]
+    shape = parts[0].shape[1:]
+    return [
+        incoming[part.slice].reshape(count, *shape)
+        for part, count in zip(received, rows[:, where.rank].tolist(), strict=True)
+    ]
 
 
-def _check_mean(array: Array, op: str) -> None:
-    if op == MEAN and array.dtype.kind in "iu":
-        raise UsageError(f"the mean of {array.dtype} arrays is not whole; reduce them as floats")
+def _accept(comm: Communicator, array: Any, name: str, op: str = "sum", *, in_place: bool = False) -> Array:
+    """Return ``array`` as a numpy or cupy array that the call ``name`` accepts, without a copy.
+
+    Raises UsageError or BufferHandoverError. In checked mode the other ranks learn of the error.
+    """
+    try:
+        if op not in OPS:
+            raise UsageError(f"op = {op!r}; choose {', '.join(OPS)}")
+        accepted = _accepted(array, name, in_place)
+        if op == MEAN and accepted.dtype.kind in "iu":
+            raise UsageError(f"the mean of {accepted.dtype} arrays is not whole; reduce them as floats")
+    except HpcdistError as error:
+        checks.announce_refusal(comm, checks.describe_call(name, "array", array, op), error)
+        raise
+    return accepted
 
 
-def _in_place(array: Any, name: str) -> Array:
-    """Return ``array`` as one whose memory ``name`` may write to. Raises UsageError for a sequence or a mapping."""
-    if isinstance(array, list | tuple | Mapping):
-        raise UsageError(f"{name} works in place, and got a {type(array).__name__}; pass numpy.array(...) of it")
-    return backend.as_array(array)
+def _accepted(array: Any, name: str, in_place: bool) -> Array:
+    kind = type(array).__name__
+    if isinstance(array, np.ma.MaskedArray):
+        raise UsageError(f"{name} does not accept masked arrays; pass array.filled(value)")
+    if in_place:
+        if isinstance(array, list | tuple | Mapping):
+            raise UsageError(f"{name} works in place, and got a {kind}; pass numpy.array(...) of it")
+        array = backend.as_array(array)
+    elif not getattr(array, "ndim", 0) or not hasattr(array, "flags"):
+        raise UsageError(f"{name} needs an array with at least one dimension, of numpy or cupy, got {kind}")
+    if isinstance(array, np.ndarray):
+        array = np.asarray(array)  # a numpy.matrix stays 2-D when it is flattened
+    if not is_supported(array.dtype):
+        verb = "reduced" if "reduce" in name else "sent"
+        raise BufferHandoverError(
+            f"{name}: dtype {array.dtype} cannot be {verb}; convert to one of {', '.join(FLOATS | INTEGERS)} in native "
+            "byte order, or pass a view of it"
+        )
+    if in_place and isinstance(array, np.ndarray):
+        if not array.flags.writeable:
+            raise BufferHandoverError(f"{name} works in place, and the array is read-only; pass array.copy()")
+        if _may_overlap(array):
+            raise BufferHandoverError(
+                f"{name} works in place, and elements of the array share memory (shape {array.shape}, strides "
+                f"{array.strides}); pass array.copy()"
+            )
+    result: Array = array
+    return result
 
 
-def _check_rows(array: Array, name: str) -> None:
-    if not getattr(array, "ndim", 0):
-        raise UsageError(f"{name} needs an array with at least one dimension, got {type(array).__name__}")
+def _may_overlap(array: np.ndarray) -> bool:
+    """Return True if two elements of ``array`` may share memory."""
+    extent = array.itemsize
+    for stride, count in sorted((abs(stride), count) for stride, count in zip(array.strides, array.shape, strict=True)):
+        if count > 1 and stride < extent:
+            return array.size > 0
+        extent += (count - 1) * stride
+    return False
 
 
 def _row_size(array: Array) -> int:
@@ -176,12 +244,15 @@ def _row_size(array: Array) -> int:
 def _on_flat(array: Array, run: Callable[[Array], object], changes: bool) -> None:
     """Call ``run`` on the elements of ``array`` as a 1-D contiguous buffer.
 
-    A strided array is copied, and copied back where it ``changes``.
+    A strided or unaligned array is copied, and copied back where it ``changes``.
     """
     if array.flags.c_contiguous:
-        run(array.reshape(-1))
-        return
-    flat = backend.namespace(array).ascontiguousarray(array).reshape(-1)
+        if getattr(array.flags, "aligned", True):
+            run(array.reshape(-1))
+            return
+        flat = array.copy().reshape(-1)
+    else:
+        flat = backend.namespace(array).ascontiguousarray(array).reshape(-1)
     run(flat)
     if changes:
         array[...] = flat.reshape(array.shape)

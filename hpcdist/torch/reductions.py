@@ -63,15 +63,15 @@ def _reduction(kind: Any, dtype: torch.dtype) -> Reduction:
     if dtype is torch.bool:
         kind = _ON_TRUTHS.get(kind, kind)
         if kind not in (RedOp.MAX, RedOp.MIN, RedOp.BXOR):
-            raise UsageError(f"{_name(kind)} of truths is none; use SUM (or), PRODUCT (and), MAX, MIN or BXOR")
+            raise UsageError(f"{_name(kind)} is not defined for bool tensors; use BOR, BAND, BXOR, MAX or MIN")
     elif dtype.itemsize == 1 and dtype.is_floating_point:
         raise UsageError(f"{dtype} has too few bits to be reduced in; send it, or reduce tensor.float()")
     if dtype.is_complex and kind not in (RedOp.SUM, RedOp.AVG, RedOp.PREMUL_SUM):
-        raise UsageError(f"{_name(kind)} of complex numbers is none; use SUM or AVG")
+        raise UsageError(f"{_name(kind)} is not defined for complex tensors; use SUM or AVG")
     if kind in (RedOp.BAND, RedOp.BOR, RedOp.BXOR) and (dtype.is_floating_point or dtype.is_complex):
-        raise UsageError(f"{_name(kind)} of {dtype} is none; use integers")
+        raise UsageError(f"{_name(kind)} is not defined for {dtype} tensors; use integers")
     if kind not in _NATIVE and kind not in _UFUNCS:
-        raise UsageError(f"the reduction {_name(kind)} is unknown")
+        raise UsageError(f"the reduction {_name(kind)} is unknown; use SUM, AVG, MAX, MIN, PRODUCT, BAND, BOR or BXOR")
     return Reduction(_NATIVE.get(kind, ""), _UFUNCS.get(kind, ""), kind == RedOp.AVG)
 
 

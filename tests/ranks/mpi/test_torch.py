@@ -460,7 +460,7 @@ def test_rank_bad_arguments(comm):
         dist.distributed_c10d._get_default_group().allreduce([ones.to_sparse()])
     with pytest.raises(BufferHandoverError, match="the device meta cannot travel"):
         dist.all_reduce(ones.to("meta"))
-    with pytest.raises(UsageError, match="BAND of torch.float32 is none"):
+    with pytest.raises(UsageError, match="BAND is not defined for torch.float32 tensors"):
         dist.all_reduce(ones, dist.ReduceOp.BAND)
     with pytest.raises(UsageError, match="too few bits"):
         dist.all_reduce(ones.to(torch.float8_e5m2))
