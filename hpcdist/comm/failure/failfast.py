@@ -320,6 +320,7 @@ def fail(error: BaseException, thread: str | None = None, headline: str = "") ->
         time.sleep(DRAIN_S)
         # Before the abort: after it a launcher may wait for ever, or return the code of a rank that it killed.
         exit_file.write_exit_code(code)
+        _release_frames(error)  # MPICH ends an aborted job by exit(), which runs libhdf5's end
         state.abort(code)
     except BaseException:  # noqa: BLE001 - whatever it was, the job must end, with the code of the first error
         traceback.print_exc()

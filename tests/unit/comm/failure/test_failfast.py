@@ -321,3 +321,19 @@ def test_frames_of_a_failure_are_released_before_the_end():
         fail()
     failfast._release_frames(caught.value)
     assert references[0]() is None
+
+
+def test_frames_of_a_single_failing_rank_are_released_before_the_abort():
+    """MPICH ends an aborted job of one rank by exit()."""
+    source = """
+class Dataset:
+    def __del__(self):
+        print("released", flush=True)
+
+def read():
+    dataset = Dataset()
+    raise ConfigurationError("bad")
+
+read()
+"""
+    assert run(source).stdout == "released\nabort 78\n"
