@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch.utils.data._utils import signal_handling
@@ -89,14 +89,15 @@ def shield_workers() -> None:
     A worker that such a signal kills raises an error in its rank, which then cannot save. The rank itself may still
     terminate its workers, and they end by themselves after their rank has died.
     """
-    set_handlers = signal_handling._set_worker_signal_handlers
+    handlers: Any = signal_handling  # untyped in PyTorch
+    set_handlers = handlers._set_worker_signal_handlers
 
     def shielded() -> None:
         set_handlers()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_CODES)
         threading.Thread(target=_await_parent, name="hpcdist worker signals", daemon=True).start()
 
-    signal_handling._set_worker_signal_handlers = shielded
+    handlers._set_worker_signal_handlers = shielded
 
 
 def _await_parent() -> None:
