@@ -6,6 +6,8 @@ beforehand, and HPCDIST_TUNING=off leaves it to the MPI library. Every function 
 call it, with arrays of the same dtype.
 """
 
+import functools
+import operator
 import os
 import sys
 import zlib
@@ -26,7 +28,7 @@ from hpcdist.collectives.segments import gather_counts
 from hpcdist.collectives.sharded import SHARDED, SHARDED_ON_GPUS, Sharding
 from hpcdist.collectives.tuning import autotune
 from hpcdist.comm import checks
-from hpcdist.comm.communicator import REDUCTIONS, Communicator
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.mpi.world import AnyComm, communicator_of, library_of, whole_number
 from hpcdist.errors import BufferHandoverError, HpcdistError, UsageError
 
@@ -49,10 +51,9 @@ def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
 
     ``array`` is a numpy or cupy array, or a tensor of PyTorch, of any shape, the same on all ranks, of floats (16 to 64
     bits, bfloat16 included) or integers; or a number of Python or numpy, of which the reduced one is returned. Python
-    integers must fit in int64; their sum is exact. ``op``
-    is "sum", "mean" (not of integer arrays), "max" or "min". All ranks get the same bits. 16-bit floats are summed in
-    float32 and rounded once. Raises UsageError for another op, BufferHandoverError for another dtype or a read-only
-    array.
+    integers must fit in 64 bits; their sum is exact. ``op`` is "sum", "mean" (not of integer arrays), "max" or "min".
+    All ranks get the same bits. 16-bit floats are summed in float32 and rounded once. Raises UsageError for another op,
+    BufferHandoverError for another dtype or a read-only array.
     """
     where = communicator_of(comm)
     if isinstance(array, int | float):
@@ -69,28 +70,27 @@ def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
 
 
 def _reduced_number(comm: Communicator, number: int | float, op: str) -> int | float:
-    """Return the reduced ``number``. Collective.
+    """Return the reduced ``number``, exact for integers and the same on every rank. Collective.
 
-    Integers are gathered, so that their sum is exact and every rank raises UsageError if one exceeds int64. The mean,
-    and floats, are reduced as float64.
+    The numbers of all ranks are gathered, so integers and floats may be mixed. Raises UsageError for another op, and on
+    every rank if an integer of any rank exceeds 64 bits.
     """
-    if isinstance(number, int) and op in REDUCTIONS:
-        fits = -(2**63) <= number < 2**63
-        gathered = gather_counts(comm, np.array([number if fits else 0, not fits], np.int64)).tolist()
-        if any(is_too_large for _, is_too_large in gathered):
-            raise UsageError(
-                f"allreduce accepts integers of at most 64 bits; at least one rank passed more. {_AS_FLOAT}"
-            )
-        return int({"sum": sum, "max": max, "min": min}[op](value for value, _ in gathered))
-    try:
-        value = float(number)
-    except OverflowError:
-        value = float("inf")  # the result is then infinite on every rank
-    buffer = np.array([value])
-    dispatch.allreduce(comm, buffer, "native", "sum" if op == MEAN else op, scale=1 / comm.size if op == MEAN else 1.0)
-    if isinstance(number, int) and not np.isfinite(buffer[0]):
-        raise UsageError(f"the mean of these integers exceeds float64. {_AS_FLOAT}")
-    return float(buffer[0])
+    if op not in OPS:
+        raise UsageError(f"op = {op!r}; choose {', '.join(OPS)}")
+    is_whole = isinstance(number, int)
+    is_too_large = is_whole and not -(2**63) <= number < 2**63
+    value = np.array([0 if is_too_large else number], np.int64 if is_whole else np.float64)
+    rows = gather_counts(comm, np.array([value.view(np.int64)[0], is_whole, is_too_large]))
+    if rows[:, 2].any():
+        raise UsageError(f"allreduce accepts integers of at most 64 bits; at least one rank passed more. {_AS_FLOAT}")
+    values = [bits if whole else np.int64(bits).view(np.float64).item() for bits, whole, _ in rows.tolist()]
+    if op in ("max", "min"):  # Python's max keeps a NaN or loses it by the order
+        if all(isinstance(value, int) for value in values):
+            return max(values) if op == "max" else min(values)
+        return float(np.max(values) if op == "max" else np.min(values))
+    with np.errstate(all="ignore"):
+        total = functools.reduce(operator.add, values)
+    return total / comm.size if op == MEAN else total
 
 
 def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Array:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import hpcdist
+from hpcdist.collectives.arrays import OPS
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import BufferHandoverError, HpcdistError, UsageError
 
@@ -70,12 +71,21 @@ def test_python_integers_are_reduced_exactly_or_rejected_on_every_rank(ranks):
         exact = [hpcdist.allreduce(2**62 + comm.rank, op, comm=comm) for op in ("sum", "max", "min")]
         with pytest.raises(UsageError, match="at most 64 bits"):
             hpcdist.allreduce(2**70 if comm.rank == 0 else 1, comm=comm)
-        with pytest.raises(UsageError, match="exceeds float64"):
+        with pytest.raises(UsageError, match="at most 64 bits"):
             hpcdist.allreduce(10**400 if comm.rank == 0 else 1, "mean", comm=comm)
         return exact
 
     total = sum(2**62 + rank for rank in range(ranks))
     assert run_threads(ranks, body) == [[total, 2**62 + ranks - 1, 2**62]] * ranks
+
+
+def test_numbers_of_different_types_are_reduced_together():
+    numbers = (1, 2.5, True)
+    found = run_threads(3, lambda comm: [hpcdist.allreduce(numbers[comm.rank], op, comm=comm) for op in OPS])
+    assert found == [[4.5, 1.5, 2.5, 1.0]] * 3
+    with_nan = (7, float("nan"), 9)
+    extremes = run_threads(3, lambda comm: hpcdist.allreduce(with_nan[comm.rank], "max", comm=comm))
+    assert all(np.isnan(value) for value in extremes)
 
 
 def test_all_to_all_keeps_the_shape_of_empty_parts():
