@@ -144,6 +144,11 @@ class ModelConfig:
         check_section(RULES, "model", self)
 
 
+def applies(name: str, kind: str) -> bool:
+    """Return True if the key ``name`` of [model] has an effect with ``model.kind`` = ``kind``."""
+    return name == "kind" or kind in _ONLY.get(name, TRANSFORMERS if name in EXPERT_KEYS else BUILT)
+
+
 _BLOCKS: Final = f"where model.kind={'|'.join(TRANSFORMERS)}"
 RULES: Final = (
     one_of("model.kind", KINDS),

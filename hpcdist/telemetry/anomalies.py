@@ -49,14 +49,15 @@ class Anomalies:
     """Detector of anomalies in the steps of one start of a run, which come in their order.
 
     ``loss_spike`` is how many robust standard deviations above the median of the steps before a loss has to be, and
-    ``throughput_drop`` the share of the tokens a second that has to be lost; 0 turns either off.
+    ``throughput_drop`` the share of the speed that has to be lost; 0 turns either off. ``unit`` is the unit of the
+    work whose speed is watched: "tokens" or "samples".
     """
 
-    def __init__(self, *, loss_spike: float = 5.0, throughput_drop: float = 0.5) -> None:
+    def __init__(self, *, loss_spike: float = 5.0, throughput_drop: float = 0.5, unit: str = "tokens") -> None:
         self.counts: Counter[str] = Counter()  # anomalies so far, by kind
         self._loss = _Spikes("loss_spike", "loss", loss_spike, LOSS_RISE) if loss_spike else None
         self._norm = _Spikes("gradient_spike", "norm of the gradient", NORM_DEVIATIONS, NORM_RISE)
-        self._speed = _Speeds(throughput_drop)
+        self._speed = _Speeds(throughput_drop, unit)
         self._straggler = _Stragglers()
         self._skipped = 0  # in a row
         self._rows = 0
@@ -152,8 +153,8 @@ class _Spikes:
 class _Speeds:
     """Detector of blocks of steps that are far slower than those before, or spend much time waiting for data."""
 
-    def __init__(self, drop: float) -> None:
-        self._drop = drop
+    def __init__(self, drop: float, unit: str) -> None:
+        self._drop, self._unit = drop, unit
         self._before: deque[float] = deque(maxlen=BLOCKS)
         self._steps: list[float] = []  # tokens a second of each step of the block
         self._seconds = self._phases = self._waited = 0.0
@@ -188,8 +189,8 @@ class _Speeds:
         if not self._is_new("throughput_drop", self._drop > 0 and now < (1 - self._drop) * usual):
             return None
         text = (
-            f"step {step}: {now:,.0f} tokens/s in the last {len(self._steps)} steps, {1 - now / usual:.0%} below the "
-            f"{usual:,.0f} of the steps before"
+            f"step {step}: {now:,.0f} {self._unit}/s in the last {len(self._steps)} steps, {1 - now / usual:.0%} below "
+            f"the {usual:,.0f} of the steps before"
         )
         return Anomaly("throughput_drop", step, now, usual, text)
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.errors import UsageError
+from hpcdist.models.config import FOREIGN
 from hpcdist.reporting import plotting, regular
 from hpcdist.reporting.table import MISSING, Columns, aligned, rows_of, text_of
 from hpcdist.reporting.units import format_bytes
@@ -44,21 +45,28 @@ def figure(report: RunReport, key: str) -> float | None:
 
 
 def figure_text(report: RunReport, key: str) -> str:
-    """Return a figure of `FIGURES` as text; `MISSING` where it was not measured."""
+    """Return a figure of `FIGURES` as text, or `MISSING` if it was not measured.
+
+    PyTorch and JAX hold the activations of a script's model: the memory of such a run is marked "+ activations".
+    """
     _, form, unit = FIGURES[key]
     value = figure(report, key)
     if value is not None and form == "bytes":
-        return format_bytes(round(value))
+        is_partial = key == "peak_bytes_total" and _recipe_value(report.run_dir, "model", "kind") in FOREIGN
+        return format_bytes(round(value)) + (" + activations" if is_partial else "")
     return text_of(value, form, unit)
 
 
 def strategy_of(run_dir: Path) -> str:
-    """Return ``parallel.strategy`` of the recipe of a run; `MISSING` where it cannot be read."""
+    """Return ``parallel.strategy`` of the recipe of a run, or `MISSING` if it cannot be read."""
+    return _recipe_value(run_dir, "parallel", "strategy")
+
+
+def _recipe_value(run_dir: Path, section: str, key: str) -> str:
     try:
-        strategy = regular.toml(run_dir / "recipe.toml")["parallel"]["strategy"]
+        return str(regular.toml(run_dir / "recipe.toml")[section][key])
     except (OSError, ValueError, KeyError):
         return MISSING
-    return str(strategy)
 
 
 def _title(key: str, reports: Sequence[RunReport]) -> str:

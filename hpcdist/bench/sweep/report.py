@@ -9,6 +9,7 @@ import numpy as np
 
 from hpcdist.bench.sweep import results
 from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat, status_text
+from hpcdist.comm.record.timing import BytesMoved
 from hpcdist.errors import UsageError
 from hpcdist.reporting import table as text_table
 from hpcdist.reporting.plotting import drawing
@@ -22,7 +23,8 @@ class SweepRow:
     ``tokens_per_s`` is the median, minimum and maximum over the repeats. ``step_s`` is the median, 95th and 99th
     percentile over all steps of all repeats but the first step of each, which compiles and connects; a step takes as
     long as its slowest rank, from one row of its metrics to the next, everything included. ``bytes_sent_per_step`` is
-    the median step's maximum over the ranks, ``peak_bytes`` the most bytes that one rank held. The rest are medians.
+    the median step's maximum over the ranks. ``bytes_moved_per_step`` adds the bytes moved through shared memory and by
+    the MPI library. ``peak_bytes`` is the most bytes that one rank held. The rest are medians.
     """
 
     name: str
@@ -33,6 +35,7 @@ class SweepRow:
     tokens_per_s: dict[str, float] | None
     step_s: dict[str, float] | None
     bytes_sent_per_step: float | None
+    bytes_moved_per_step: float | None
     peak_bytes: float | None
     train_loss: float | None
     val_loss: float | None
@@ -67,9 +70,8 @@ def _row(configuration: SweepConfiguration) -> SweepRow:
     reasons = {name: _reason(name, good) for name, value in figures.items() if value is None and good}
     if bad:
         reasons["failed"] = bad[-1].reason
-    return SweepRow(
-        configuration.name, configuration.ranks, configuration.id, len(good), len(bad), **figures, reasons=reasons
-    )
+    known = configuration.name, configuration.ranks, configuration.id, len(good), len(bad)
+    return SweepRow(*known, **figures, bytes_moved_per_step=_moved(configuration), reasons=reasons)
 
 
 def _reason(name: str, good: Sequence[TrialRepeat]) -> str:
@@ -104,6 +106,12 @@ def _sent(good: Sequence[TrialRepeat]) -> float | None:
     return _median(_pooled(good, "sent_bytes"))
 
 
+def _moved(configuration: SweepConfiguration) -> float | None:
+    """Return the bytes that a rank moved a step in every way, the median over the repeats; None if a way is unknown."""
+    ways = [configuration.figures(f"bytes_moved_per_step.{way}") for way in BytesMoved._fields]
+    return sum(map(float, map(np.median, ways))) if all(ways) else None
+
+
 def _median(values: Sequence[float] | np.ndarray) -> float | None:
     return float(np.median(values)) if len(values) else None
 
@@ -121,7 +129,7 @@ _COLUMNS: Final[text_table.Columns[SweepRow]] = (
     ("ranks", lambda row: str(row.ranks)),
     ("tokens/s median [range]", lambda row: _range(row.tokens_per_s)),
     ("step ms median / p95 / p99", lambda row: _times(row.step_s)),
-    ("MB sent a step (max over ranks)", lambda row: text_of(row.bytes_sent_per_step, ",.3f", 1e6)),
+    ("MB moved a step (max over ranks)", lambda row: text_of(row.bytes_moved_per_step, ",.3f", 1e6)),
     ("peak MiB a rank", lambda row: text_of(row.peak_bytes, ",.1f", 2**20)),
     ("train loss", lambda row: text_of(row.train_loss, ".4f")),
     ("energy J", lambda row: text_of(row.energy_j, ",.1f")),

@@ -181,16 +181,29 @@ def _show(items: "list[SeriesItem]", line: "Command") -> None:
         click.echo(shlex.join(line(ranks, Path("RECIPE"), Path("RUN_DIR"))))
 
 
+def _has_effect(key: str, kind: str) -> bool:
+    from hpcdist.models.config import applies
+
+    section, _, name = key.partition(".")
+    return section != "model" or applies(name, kind)
+
+
 def _compare_runs(before: Path, after: Path, as_json: bool) -> None:
     """Print the figures of two runs beside each other, and in which keys their recipes differ."""
     from hpcdist.reporting.rules import written
+    from hpcdist.reporting.table import MISSING
     from hpcdist.telemetry import report as reports
     from hpcdist.telemetry import side_by_side
     from hpcdist.training.recipe import recipe as recipes
 
     runs = [reports.report(path) for path in (before, after)]
     keys = [recipes.flat(recipes.load_stored(path / "recipe.toml")) for path in (before, after)]
-    differ = {key: (written(keys[0][key]), written(keys[1][key])) for key in keys[0] if keys[0][key] != keys[1][key]}
+    shown = [  # a key without effect has no value to compare
+        {key: written(value) for key, value in each.items() if _has_effect(key, each["model.kind"])} for each in keys
+    ]
+    names = dict.fromkeys((*shown[0], *shown[1]))
+    pairs = {key: (shown[0].get(key, MISSING), shown[1].get(key, MISSING)) for key in names}
+    differ = {key: (old, new) for key, (old, new) in pairs.items() if old != new}
     if as_json:
         click.echo(json.dumps({"figures": side_by_side.comparison(*runs), "recipe": differ}))
     else:

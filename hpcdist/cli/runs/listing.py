@@ -33,10 +33,11 @@ def command(folder: Path, as_json: bool) -> None:
     from hpcdist.reporting.table import aligned, text_of
     from hpcdist.reporting.units import format_duration
 
-    table = [("run", "state", "steps", "loss", "tokens/s", "age")]
+    table = [("run", "state", "steps", "loss", "speed", "age")]
     for row in rows:
         steps, loss = f"{row['steps']} of {row['planned']}", text_of(row["loss"], ".4f")
         speed, age = text_of(row["tokens_per_s"], ",.0f"), format_duration(row["age_s"])
+        speed += f" {row['speed_unit']}/s" if row["tokens_per_s"] is not None else ""
         table.append((row["run"], row["state"], steps, loss, speed, age))
     click.echo("\n".join(aligned(table, left=(0, 1))) if rows else f"{folder} holds no runs")
 
@@ -47,11 +48,12 @@ def _row(path: Path) -> dict[str, Any]:
     from hpcdist.training.recipe import recipe as recipes
 
     row: dict[str, Any] = {"run": path.name, "state": _state(path), "planned": None, "steps": 0}
-    row |= {"loss": None, "tokens_per_s": None, "age_s": _age_s(path)}
+    row |= {"loss": None, "tokens_per_s": None, "speed_unit": "tokens", "age_s": _age_s(path)}
     try:
         row["planned"] = recipes.load_stored(path / "recipe.toml").run.steps
         figures = reports.report(path).figures
         row |= {"steps": figures["steps"], "loss": figures["train_loss_mean"], "tokens_per_s": figures["tokens_per_s"]}
+        row["speed_unit"] = figures.get("speed_unit") or "tokens"
     except HpcdistError:  # it has just begun, or is damaged: its state says so
         row["state"] = row["state"] or NEW
     return row

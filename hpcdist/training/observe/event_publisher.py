@@ -150,7 +150,9 @@ class EventPublisher:
             self._stream = EventStream(build_sinks(run, recipe.telemetry, say), say)
             self._derived = DerivedFigures(lock_step=trainer.exchange.lock_step)
             config = recipe.telemetry
-            self._anomalies = Anomalies(loss_spike=config.loss_spike, throughput_drop=config.throughput_drop)
+            self._anomalies = Anomalies(
+                loss_spike=config.loss_spike, throughput_drop=config.throughput_drop, unit=trainer.speed_unit
+            )
             self._tokens = round(recipe.run.batches.samples_before(self._done) * trainer.model.tokens_per_sample)
             known: dict[str, float | str] = {"world_ranks": run.world, "nodes": run.nodes, "strategy": run.strategy}
             # Counts start at 0, so that dashboards know of them before there is anything to count.

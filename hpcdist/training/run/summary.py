@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import BytesMoved
+from hpcdist.models.config import FOREIGN
 from hpcdist.reporting.jsonable import json_number
 from hpcdist.reporting.units import counted, format_bytes
 from hpcdist.strategies.core.grid import ORDER
@@ -169,6 +170,7 @@ def summarise(
         LOADED_FIGURE: loaded_figure(ranks),
         "peak_bytes": {kind: max(rank["peak"][kind] for rank in ranks) for kind in trainer.ledger.peak},
         "peak_bytes_total": max(rank["held"] for rank in ranks),
+        "counts_activations": trainer.recipe.model.kind not in FOREIGN,  # else PyTorch or JAX holds them
         "pss_bytes": {"most": json_number(_most(pss)), "sum": json_number(sum(pss))},
         "skipped_steps": trainer.executor.loss_scale.skipped,
         "loss_scale": trainer.executor.loss_scale.scale,
@@ -336,8 +338,9 @@ def describe(summary: dict[str, Any]) -> str:
         )
     if summary["communication_hidden_share"] is not None:
         lines.append(_hidden_text(summary["communication_hidden_share"]))
+    uncounted = "" if summary["counts_activations"] else "; the activations of the model are not counted"
     lines += [
-        f"memory {format_bytes(summary['peak_bytes_total'])} of arrays at most, on the rank that holds most",
+        f"memory {format_bytes(summary['peak_bytes_total'])} of arrays at most, on the rank that holds most{uncounted}",
         *figures.describe_utilisation(summary),
         *figures.describe_consensus(summary),
         *figures.describe_stragglers(summary),

@@ -14,14 +14,14 @@ from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
 from hpcdist.training.recipe import recipe as recipes
 
 
-def make_run(folder, rng, strategy, steps=12, end="finished", began=None):
+def make_run(folder, rng, strategy, steps=12, end="finished", began=None, keys=(), **attributes):
     """Write a run directory of two ranks, as a training leaves it."""
     folder.mkdir(parents=True)
-    recipe = recipes.load(None, [f"parallel.strategy={strategy}", "run.steps=20"], {}).recipe
+    recipe = recipes.load(None, [f"parallel.strategy={strategy}", "run.steps=20", *keys], {}).recipe
     (folder / "recipe.toml").write_text(recipes.dump(recipe))
     now = time.time() if began is None else began
     (folder / "starts.json").write_text(json.dumps([{"began": now, "seen": now + 5, "end": end}]))
-    moved = {"bytes_messages_per_step": 1000, "bytes_shared_per_step": 24, "bytes_unknown_per_step": 0}
+    moved = {"bytes_messages_per_step": 1000, "bytes_shared_per_step": 24, "bytes_unknown_per_step": 0} | attributes
     with MetricsWriter(folder / "metrics.h5", 2, None, attributes=moved) as writer:
         for step in range(1, steps + 1):
             wide = {name: np.full(2, 0.5) for name in PER_RANK}
@@ -101,3 +101,19 @@ def test_two_runs_are_compared_with_their_recipes(runs, capsys):
     compared = json.loads(out)
     assert compared["recipe"] == {"parallel.strategy": ["'allreduce'", "'zero1'"]}
     assert {row["figure"]: row["ratio"] for row in compared["figures"]}["loss of last 20"] == 1.0
+
+
+def test_a_model_of_a_script_is_shown_in_its_units_and_with_its_keys(tmp_path, rng, capsys):
+    keys = ("model.kind=import", "model.factory=model.py:build")
+    unit, peak = {"speed_unit": "samples", "loss_unit": ""}, {"peak_bytes_total": 3 * 2**20}
+    own = make_run(tmp_path / "runs" / "own", rng, "zero1", keys=keys, **unit, **peak)
+    built = make_run(tmp_path / "runs" / "built", rng, "zero1", keys=("model.hidden=64", "model.heads=2"), **peak)
+    code, out, _ = jobs.called(capsys, "runs", tmp_path / "runs")
+    speeds = {line.split()[0]: line for line in out.splitlines()}
+    assert code == 0 and " samples/s" in speeds["own"] and " tokens/s" in speeds["built"]
+    _, out, _ = jobs.called(capsys, "compare", built, own)
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line}
+    assert rows["model.hidden"] == ["64", "-"] and rows["model.factory"][0] == "-"
+    _, out, _ = jobs.called(capsys, "report", own, built)
+    memory = {line.split()[0]: line for line in out.splitlines()}
+    assert "3.0 MiB + activations" in memory["own"] and "activations" not in memory["built"]

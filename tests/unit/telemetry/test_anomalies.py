@@ -211,7 +211,7 @@ def test_slow_steps_around_a_checkpoint_are_no_drop(rng):
 
 def test_a_drop_of_less_is_none(rng):
     for drop, told in ((0.5, 0), (0.2, 1)):
-        looking = Anomalies(throughput_drop=drop)
+        looking = Anomalies(throughput_drop=drop, unit="samples")
         watched(looking, rng, ENOUGH)
         assert len(watched(looking, rng, 60, first=ENOUGH + 1, step_seconds=1.5 * SECONDS)) == told
 

@@ -12,6 +12,7 @@ from hpcdist.bench.sweep import report, results
 from hpcdist.bench.sweep.definition import SweepTrial
 from hpcdist.bench.sweep.trial import FAILED, OK, TrialOutcome, TrialSample
 from hpcdist.cli.runs.report import report as command
+from hpcdist.comm.record.timing import BytesMoved
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 
 STEPS = 40
@@ -25,6 +26,7 @@ def measured(rng, ranks, *, rate, counted=True, energy_j=None):
     if not counted:
         samples["sent_bytes"][7, 1] = np.nan
     summary = {"tokens_per_s": rate, "train_loss": rate / 1000, "val_loss": 2.0, "peak_bytes_total": 2**20 + rate}
+    summary |= {f"bytes_moved_per_step.{way}": 1e6 + rate for way in BytesMoved._fields} if counted else {}
     summary |= {} if energy_j is None else {"energy_j": energy_j}
     summary |= {} if counted else {"bytes_sent_per_step": None, "bytes_sent_reason": "the library does not tell"}
     kept = {name: TrialSample(values, "1", "") for name, values in samples.items()}
@@ -66,7 +68,7 @@ def test_figures_are_those_of_numpy(found):
         "p99": np.percentile(slowest, 99),
     }
     sent = np.concatenate([samples["sent_bytes"].max(axis=1) for samples in raw.values()])
-    assert ring.bytes_sent_per_step == np.median(sent)
+    assert ring.bytes_sent_per_step == np.median(sent) and ring.bytes_moved_per_step == 3 * (1e6 + 1500)
     assert ring.peak_bytes == 2**20 + 3000
     assert (ring.train_loss, ring.val_loss, ring.energy_j) == (1.5, 2.0, 15000.0)
     assert (ring.ok, ring.failed, ring.status, ring.reasons) == (3, 0, "3 ok", {})
@@ -74,7 +76,7 @@ def test_figures_are_those_of_numpy(found):
 
 def test_what_was_not_measured_is_none_with_the_reason(found):
     native, zero, lost = (row(found[0], name) for name in ("native", "zero | 1", "lost"))
-    assert native.bytes_sent_per_step is None and native.energy_j is None
+    assert native.bytes_sent_per_step is native.bytes_moved_per_step is native.energy_j is None
     assert native.reasons["bytes_sent_per_step"] == "the library does not tell"
     assert "no such figure" in native.reasons["energy_j"]
     assert zero.status == "1 ok, 1 failed" and zero.tokens_per_s["median"] == 700.0
@@ -104,7 +106,8 @@ def test_table(found):
     assert "no bytes_sent_per_step of native (2): the library does not tell" in lines
     assert "zero | 1 (4): exit code 1: boom" in lines
     assert any(line.startswith("measured at 2 commits") for line in lines)
-    assert "MB sent a step (max over ranks)" in lines[at] and "versions of hpcdist" not in said
+    assert "MB moved a step (max over ranks)" in lines[at] and " 3.005 " in rows[0]
+    assert "versions of hpcdist" not in said
 
 
 def test_two_versions_are_told_apart(found, monkeypatch):

@@ -183,6 +183,12 @@ def test_a_whole_page(run_dir):
 
 
 @pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("unit", ["nats", ""])
+def test_page_of_a_model_without_tokens_has_no_text_sample_and_no_nats(tmp_path, undrawn, unit):
+    page = made(write(tmp_path, attributes={"loss_unit": unit}))
+    assert ("Text sample" in page) == ("in nats a token" in page) == (unit == "nats")
+
+
 def test_the_policy_forbids_the_browser_to_load_anything(run_dir):
     text = made(run_dir)
     assert "default-src &#x27;none&#x27;" in text.partition("<style>")[0]
