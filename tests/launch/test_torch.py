@@ -45,10 +45,12 @@ def test_a_world_is_that_of_mpi(program):
         dist.destroy_process_group()
         """,
         HPCDIST_ENERGY="1",
+        HPCDIST_SET__ENERGY__SOURCES="declared",
+        HPCDIST_SET__ENERGY__CPU_TDP_W="100",
     )
     assert done.code == 0, done.stderr
     assert done.stdout.count("total 4") == done.stdout.count("again 8 True") == 2
-    assert len(re.findall("^energy .*", done.stdout, re.MULTILINE)) == 2, done.stdout
+    assert len(re.findall(r"^energy \(declared model, .*\) .* J", done.stdout, re.MULTILINE)) == 2, done.stdout
 
 
 def test_another_world_is_refused(program):

@@ -100,10 +100,9 @@ def test_exception_on_one_rank_ends_the_job(die, tmp_path):
         HPCDIST_FAILURE_DIR=str(failures),
     )
     assert ended.code == 41, ended.output
-    assert "[rank 1] Traceback (most recent call last):" in ended.stderr, ended.output
-    assert "Broken: no such thing" in ended.stderr
-    assert ended.stderr.count("Traceback") == 1
+    assert "Traceback" not in ended.stderr, "hpcdist run prints the text that is left for it"
     copy = (failures / "rank-1.txt").read_text()
+    assert "[rank 1] Traceback (most recent call last):" in copy and copy.count("Traceback") == 1
     assert "Broken: no such thing" in copy and [p.name for p in failures.iterdir()] == ["rank-1.txt"]
     found = cause(tmp_path)
     assert (found.kind, found.ranks) == ("raised", (1,))

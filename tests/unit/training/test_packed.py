@@ -56,7 +56,7 @@ CASES = {  # ranks, keys
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.jsonl"
+    path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_bytes(b"".join(b"%d plus %d is %d\n" % (i % 7, i**3 % 1001, i % 7 + i**3 % 1001) for i in range(300)))
     return path
 

@@ -126,8 +126,8 @@ def opened(path, **keys):
 
 def test_documents_are_files_of_a_directory_or_end_behind_a_token(tmp_path, rng):
     lines = ["".join(rng.choice(list("abc"), rng.integers(1, 20))) + "\n" for _ in range(50)]
-    (tmp_path / "lines.jsonl").write_text("".join(lines))
-    source = opened(tmp_path / "lines.jsonl", document_end=10, validation_fraction=0.2)
+    (tmp_path / "lines.txt").write_text("".join(lines))
+    source = opened(tmp_path / "lines.txt", document_end=10, validation_fraction=0.2)
     assert source.training.documents + source.validation.documents == 50
     last = [targets[-1] for _, targets in documents_in(source.training.take(np.arange(3), 0)) if targets[0] != IGNORED]
     assert set(last) == {10}
