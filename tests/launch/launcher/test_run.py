@@ -610,7 +610,7 @@ def test_the_session_of_a_killed_mpirun_is_no_hindrance(mpi, tmp_path):
 
 
 PORTS = """
-import os, socket, hpcdist
+import os, socket, sys, hpcdist
 from hpcdist.comm.launch import listeners
 world = hpcdist.init()
 hpcdist.allreduce(1.0)
@@ -619,8 +619,8 @@ for descriptor, address in listeners.listening().items():
         continue  # a socket of the launcher, which the rank inherited
     with socket.socket(fileno=os.dup(descriptor)) as listener:
         device = listener.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).strip(b"\\0").decode()
-    print(f"open: {address}" if device != "lo" else "on loopback", flush=True)
-print(f"rank {world.rank} done", flush=True)
+    sys.stdout.write(f"open: {address}\\n" if device != "lo" else "on loopback\\n")
+sys.stdout.write(f"rank {world.rank} done\\n")  # one write, which no output of the other rank splits
 """
 
 
