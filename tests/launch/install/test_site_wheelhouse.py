@@ -78,7 +78,7 @@ def test_the_own_wheel_is_built_from_the_clone(tmp_path, monkeypatch):
     if not settings.read(CLONE / "setup.cfg"):
         pytest.skip("hpcdist is installed, there is no clone to build from")
     for line in settings["options"]["install_requires"].strip().splitlines():
-        make_wheel(tmp_path, line.split()[0], "99.0")
+        make_wheel(tmp_path, line.split()[0].replace("-", "_"), "99.0")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
