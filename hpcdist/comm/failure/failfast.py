@@ -234,15 +234,15 @@ def _fail_together(state: _Installed, error: BaseException) -> None:
     """Leave together if all ranks raised the same ``error``, which rank 0 reports; return if not."""
     if state.all_agree is None or state.withdraw is None or not isinstance(error, Exception) or _is_symptom(error):
         return
-    text = "".join(error_lines(error))
-    # An agreement with a time limit: a rank that has failed cannot know whether the others will ever ask as well.
+    text, code = "".join(error_lines(error)), exit_code(error)
+    # An agreement with a time limit: a rank that has failed cannot know whether the others will ever ask as well. The
+    # timer ends this process if the messages themselves do not return.
+    _leave_by(time.monotonic() + PRECEDENCE_S + GIVE_WAY_S + READ_S + DRAIN_S + ABORT_S, code)
     try:
         if not state.all_agree(text):
             return
     except Exception:  # noqa: BLE001 - messages fail as well: then this rank reports for itself
         return
-    code = exit_code(error)
-    _leave_by(time.monotonic() + READ_S + ABORT_S, code)
     if state.recorder is not None:
         state.recorder.note("raised", error_summary(error, None))
     if state.rank == 0:

@@ -170,3 +170,13 @@ def test_an_exception_that_all_ranks_raise_is_shown_once():
 def test_a_failure_left_for_the_launcher_is_not_written_twice(tmp_path):
     code, _, errors = run(3, "no", error="ValueError('bug')", HPCDIST_FAILURE_DIR=str(tmp_path))
     assert code == 1 and errors == "" and "ValueError: bug" in (tmp_path / "rank-3.txt").read_text()
+
+
+def test_a_rank_whose_question_never_returns_ends_with_its_code():
+    """A dead or hung peer can block the messages themselves."""
+    short = "".join(f"failfast.{name}_S = 0.05\n" for name in ("PRECEDENCE", "GIVE_WAY", "READ", "DRAIN", "ABORT"))
+    program = SCRIPT.replace('print("asked", text) or agree', "__import__('threading').Event().wait()")
+    program = program.replace("failfast.set_agreement", f"{short}failfast.set_agreement")
+    assert "Event" in program
+    code, out, _ = run(1, "no", error="ValueError('a bug')", program=program)
+    assert (code, out) == (1, "")
