@@ -93,9 +93,17 @@ def command(topic: str | None, html: Path | None, examples: Path | None, opened:
     if topic is None:
         click.echo(contents())
     elif topic in TOPICS or topic in BESIDE_FILES:
-        click.echo_via_pager(styled(page(topic)))
+        _show(styled(page(topic)))
     else:
-        click.echo_via_pager(_key(topic) + "\n")
+        _show(_key(topic) + "\n")
+
+
+def _show(text: str) -> None:
+    """Print ``text``, in a pager if the text is longer than the terminal."""
+    if text.count("\n") < shutil.get_terminal_size().lines:
+        click.echo(text, nl=False)
+    else:
+        click.echo_via_pager(text)
 
 
 def contents() -> str:

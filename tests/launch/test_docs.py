@@ -162,6 +162,15 @@ def test_help_wraps_pages_at_the_width_of_the_terminal(columns, monkeypatch):
     assert "|" not in shown and any(set(line.strip()) == {"─"} for line in lines), "a table is drawn"
 
 
+@pytest.mark.parametrize(("lines", "pages"), [(5, 1), (500, 0)])
+def test_help_uses_a_pager_for_texts_longer_than_the_terminal(lines, pages, monkeypatch):
+    monkeypatch.setenv("LINES", str(lines))
+    paged = []
+    monkeypatch.setattr(pages_of_help.click, "echo_via_pager", paged.append)
+    shown = CliRunner().invoke(pages_of_help.command, ["zero"])
+    assert shown.exit_code == 0 and len(paged) == pages and ("zero.prefetch" in shown.output) == (pages == 0)
+
+
 def test_help_shows_code_whole(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     shown = pages_of_help.styled("```sh\nhpcdist " + "--option value " * 10 + "end\n```\n")
