@@ -142,13 +142,16 @@ def evaluate(run_dir: Path, trust: bool, as_json: bool) -> None:
     that you trained it with, and else with --trust alone.
     """
     from hpcdist.errors import OK
+    from hpcdist.models.config import loss_unit
     from hpcdist.training.inference import InspectionSession
 
     with InspectionSession(run_dir) as look:
         trained = look.load(trust)
         figures = {"steps": trained.steps, "val_loss": trained.validation_loss()}
+        unit = loss_unit(trained.recipe.model.kind, trained.model.tokens_per_sample)
     if look.session.comm.rank == 0:
-        click.echo(f"val_loss {figures['val_loss']:.4f} nats after {figures['steps']} steps", err=as_json)
+        loss = f"{figures['val_loss']:.4f} {unit}".rstrip()
+        click.echo(f"val_loss {loss} after {figures['steps']} steps", err=as_json)
         if as_json:
             click.echo(json.dumps(figures))
     look.session.leave(OK)

@@ -147,7 +147,7 @@ def plot(reports: Sequence[RunReport], file: Path) -> None:
             line = dict(color=colors[index], label=name, linewidth=1.5 + 2 * (len(reports) - index - 1))
             losses.plot(report.steps["step"], report.steps["loss"], **line)
         losses.set_xlabel("step")
-        losses.set_ylabel("training loss (nats)")
+        losses.set_ylabel("training loss")
         losses.legend()
         for row, key in enumerate(bars):
             axis = picture.add_subplot(grid[row, 1])

@@ -143,5 +143,5 @@ def _told(outcome: TrialOutcome) -> str:
     if outcome.status == FAILED:
         return f"FAILED after {outcome.wall_s:.1f} s, {outcome.reason}"
     rate = outcome.summary.get("tokens_per_s")
-    speed = "speed not measured" if rate is None else f"{rate:,.0f} tokens/s"
+    speed = "speed not measured" if rate is None else f"{rate:,.0f} {outcome.summary.get('speed_unit') or 'tokens'}/s"
     return f"ok, {speed}, {outcome.wall_s:.1f} s in all"

@@ -158,9 +158,9 @@ def _starts(account: Mapping[str, Any]) -> Iterator[str]:
 
 def _target(target: Mapping[str, Any]) -> str:
     if target["joules"] is None:
-        return f"{target['loss']:g} nats: not known: {target['reason']}"
+        return f"loss {target['loss']:g}: not known: {target['reason']}"
     return (
-        f"{_joules(target['joules'])} until the training loss was {target['loss']:g} nats, after {target['step']:.0f} "
+        f"{_joules(target['joules'])} until the training loss was {target['loss']:g}, after {target['step']:.0f} "
         f"steps and {target['seconds']:,.1f} s"
     )
 

@@ -35,7 +35,7 @@ STEPS: Final = MetricsTable(
         Column("step", "i8", "1", "completed optimizer steps"),
         Column("session", "i8", "1", "which start of the run made this step, from 0"),
         Column("world", "i8", "1", "number of ranks"),
-        Column("loss", "f8", "1", "mean training loss of the step in nats"),
+        Column("loss", "f8", "1", "mean training loss of the step, in the unit of the attribute loss_unit"),
         Column("learning_rate", "f8", "1", "learning rate of the step"),
         Column("tokens", "i8", "1", "tokens (samples, for a classifier) of the global batch"),
         Column("step_s", "f8", "s", "time from the row before to this one, everything included", wide=True),
@@ -50,7 +50,7 @@ EVALUATIONS: Final = MetricsTable(
     "evaluations",
     (
         Column("step", "i8", "1", "completed optimizer steps"),
-        Column("val_loss", "f8", "1", "mean validation loss in nats"),
+        Column("val_loss", "f8", "1", "mean validation loss, in the unit of the attribute loss_unit"),
     ),
 )
 PER_RANK: Final = tuple(column.name for column in STEPS.columns if column.wide)

@@ -9,6 +9,7 @@ import numpy as np
 
 from hpcdist.arrays.memory import Ledger
 from hpcdist.comm.communicator import Communicator
+from hpcdist.models.config import loss_unit, speed_unit
 from hpcdist.models.model import Model
 from hpcdist.optim import rates
 from hpcdist.strategies.compressed.autoselect import CompressionDecision
@@ -69,14 +70,13 @@ class Trainer:
 
     @property
     def speed_unit(self) -> str:
-        """The unit of speeds: "tokens" of a text, or "samples" of which each has one target."""
-        texts = self.model.tokens_per_sample > 1 or self.recipe.model.kind in ("gpt", "encoder")
-        return "tokens" if texts else "samples"
+        """The unit of speeds: "tokens" or "samples"."""
+        return speed_unit(self.recipe.model.kind, self.model.tokens_per_sample)
 
     @property
     def loss_unit(self) -> str:
-        """The unit of losses: "nats", or "" for a script's model without tokens, whose loss may have any unit."""
-        return "" if self.recipe.model.kind == "given" and self.speed_unit == "samples" else "nats"
+        """The unit of losses: "nats", or "" if it is not known."""
+        return loss_unit(self.recipe.model.kind, self.model.tokens_per_sample)
 
     @property
     def data_axis(self) -> Communicator:

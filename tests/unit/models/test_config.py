@@ -7,7 +7,7 @@ import pytest
 from harness.marks import cases
 from hpcdist import models
 from hpcdist.errors import ConfigurationError
-from hpcdist.models.config import ModelConfig
+from hpcdist.models.config import ModelConfig, applies, loss_unit, speed_unit
 
 
 @cases(
@@ -137,3 +137,20 @@ def test_build_refuses_missing_inputs_and_other_precisions():
         models.build(ModelConfig(kind="encoder"))
     with pytest.raises(ConfigurationError, match="not in 'int8'"):
         models.build(ModelConfig(), "int8", context=4)
+
+
+@cases(
+    "kind, tokens, speed, loss",
+    ("gpt", 1, "tokens", "nats"),
+    ("convnet", 1, "samples", "nats"),
+    ("import", 128, "tokens", "nats"),
+    ("import", 1, "samples", ""),
+    ("given", 1, "samples", ""),
+)
+def test_units_of_a_model_follow_its_kind_and_tokens(kind, tokens, speed, loss):
+    assert (speed_unit(kind, tokens), loss_unit(kind, tokens)) == (speed, loss)
+
+
+def test_keys_of_a_model_apply_only_to_its_kind():
+    assert applies("hidden", "mlp") and not applies("hidden", "import") and applies("factory", "import")
+    assert applies("router", "gpt") and not applies("router", "mlp") and applies("kind", "given")

@@ -128,7 +128,7 @@ def test_joules_to_a_target_go_over_all_starts(tmp_path):
     assert found["seconds"] == pytest.approx(27 * STEP_S)
     never = figures(path, "--target-loss", -5)["target"]
     assert never["joules"] is None and "never came down to -5" in never["reason"]
-    assert "to target   -5 nats: not known: the loss never" in report(path, "--target-loss", -5)
+    assert "to target   loss -5: not known: the loss never" in report(path, "--target-loss", -5)
 
 
 def test_a_forecast_is_looked_up_when_the_run_was_made(tmp_path):
