@@ -99,10 +99,14 @@ def as_array(values: Any) -> Array:
     """Return ``values``, an array or tensor of any library, as an array over the same memory, on either side.
 
     A tuple or a dict of them becomes an `ArrayGroup`, whose arrays must have equally many samples. Raises UsageError
-    for anything else, such as a tensor that another library still differentiates.
+    for anything else, such as a masked array, or a tensor that another library still differentiates.
     """
-    if isinstance(values, np.ndarray):
+    if type(values) is np.ndarray:
         return values
+    if isinstance(values, np.ma.MaskedArray):
+        raise UsageError("a masked array would lose its mask; pass array.filled(value), or array.data")
+    if isinstance(values, np.ndarray):
+        return values.view(np.ndarray)  # a matrix would stay 2-D
     if isinstance(values, tuple | Mapping) and len(values):
         inputs = values.values() if isinstance(values, Mapping) else values
         names = tuple(map(str, values)) if isinstance(values, Mapping) else None

@@ -37,6 +37,27 @@ def is_supported(dtype: np.dtype) -> bool:
     return dtype in _NAMES
 
 
+def fault_in(dtype: np.dtype) -> str:
+    """Return why buffers of ``dtype`` are rejected, and what to pass instead; "" for a supported dtype."""
+    if is_supported(dtype):
+        return ""
+    if dtype.kind in "SUV":
+        advice = "pass array.view(np.uint8) to move the bytes of a contiguous array"
+    elif not dtype.isnative:
+        advice = "pass array.astype(array.dtype.newbyteorder('='))"
+    elif dtype.char in "FD":
+        advice = f"pass array.view(np.float{4 * dtype.itemsize})"
+    elif dtype.kind == "b":
+        advice = "pass array.view(np.uint8)"
+    elif dtype.kind in "mM":
+        advice = "pass array.view(np.int64)"
+    elif dtype.kind == "O":
+        advice = "use bcast and allgather of hpcdist.World, which pickle"
+    else:
+        advice = "convert it by array.astype"
+    return f"dtype {dtype} is not supported; {advice}, or choose one of {', '.join(_BY_NAME)} in native byte order"
+
+
 def is_16bit_float(dtype: np.dtype) -> bool:
     """Whether sums of ``dtype`` are carried in float32 and rounded once."""
     return dtype == BFLOAT16 or dtype == np.float16

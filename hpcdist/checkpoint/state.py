@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.dtypes import dtype_of, is_supported, name_of
+from hpcdist.arrays.dtypes import dtype_of, fault_in, name_of
 from hpcdist.arrays.piece import Box, Piece, whole_box
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.checkpoint import directory as names
@@ -47,8 +47,8 @@ class Sharded:
     def __post_init__(self) -> None:
         if (self.start is None) != (self.shape is None):
             raise UsageError("Sharded takes both start and shape, or neither for rows in the order of the ranks")
-        if not self.array.ndim:
-            raise UsageError("Sharded takes an array with at least one dimension")
+        if not getattr(self.array, "ndim", 0):
+            raise UsageError(f"Sharded takes an array with at least one dimension, got a {type(self.array).__name__}")
         if self.start is not None and self.shape is not None:
             for name in ("start", "shape"):
                 object.__setattr__(self, name, _whole_numbers(name, getattr(self, name)))
@@ -198,8 +198,10 @@ def _piece(comm: Communicator, name: str, value: Any, *, split_whole: bool) -> t
     With ``split_whole`` an array that all ranks have is cut into one share for each.
     """
     array = value.array if isinstance(value, Sharded) else value
-    if not is_supported(array.dtype):
-        raise UsageError(f"{name} has dtype {array.dtype}, which a checkpoint cannot hold; save it as numbers")
+    if isinstance(array, np.ma.MaskedArray):
+        raise UsageError(f"{name} is a masked array, which would lose its mask; save array.filled(value)")
+    if fault := fault_in(array.dtype):
+        raise UsageError(f"{name}: {fault}")
     copied = not array.flags.c_contiguous
     flat = backend.namespace(array).ascontiguousarray(array).reshape(-1)
     part = Range(0, flat.size)

@@ -18,7 +18,7 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.dtypes import FLOATS, INTEGERS, is_supported, name_of
+from hpcdist.arrays.dtypes import fault_in, name_of
 from hpcdist.arrays.ranges import Range, consecutive, split
 from hpcdist.collectives import dispatch
 from hpcdist.collectives.algorithms import all_to_all as exchange
@@ -209,12 +209,8 @@ def _accepted(array: Any, name: str, in_place: bool) -> Array:
         raise UsageError(f"{name} needs an array with at least one dimension, of numpy or cupy, got {kind}")
     if isinstance(array, np.ndarray):
         array = np.asarray(array)  # a numpy.matrix stays 2-D when it is flattened
-    if not is_supported(array.dtype):
-        verb = "reduced" if "reduce" in name else "sent"
-        raise BufferHandoverError(
-            f"{name}: dtype {array.dtype} cannot be {verb}; convert to one of {', '.join(FLOATS | INTEGERS)} in native "
-            "byte order, or pass a view of it"
-        )
+    if fault := fault_in(array.dtype):
+        raise BufferHandoverError(f"{name}: {fault}")
     if in_place and isinstance(array, np.ndarray):
         if not array.flags.writeable:
             raise BufferHandoverError(f"{name} works in place, and the array is read-only; pass array.copy()")

@@ -11,7 +11,7 @@ from typing import Final, Protocol, TypeAlias
 import numpy as np
 
 from hpcdist.arrays.backend import Array, namespace
-from hpcdist.arrays.dtypes import FLOATS, INTEGERS, is_16bit_float, is_supported, name_of
+from hpcdist.arrays.dtypes import fault_in, is_16bit_float, name_of
 from hpcdist.comm.communicator import REDUCTIONS, Communicator
 from hpcdist.errors import BufferHandoverError, ConfigurationError, MissingCapabilityError, UsageError
 
@@ -86,10 +86,8 @@ def check_buffer(buffer: Array) -> None:
             f"a collective needs a 1-D contiguous buffer, got shape {buffer.shape} with strides {buffer.strides}; "
             "pass np.ascontiguousarray(x).reshape(-1) and copy the result back"
         )
-    if not is_supported(buffer.dtype):
-        raise BufferHandoverError(
-            f"dtype {buffer.dtype} cannot be reduced; choose one of {', '.join(FLOATS | INTEGERS)} in native byte order"
-        )
+    if fault := fault_in(buffer.dtype):
+        raise BufferHandoverError(fault)
     if isinstance(buffer, np.ndarray) and not buffer.flags.writeable:
         raise BufferHandoverError("the buffer is read-only, and a collective works in place; pass a writable array")
 

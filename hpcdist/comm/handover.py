@@ -17,7 +17,7 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.dtypes import is_16bit_float, is_supported, name_of
+from hpcdist.arrays.dtypes import fault_in, is_16bit_float
 from hpcdist.arrays.gpu import device, staging
 from hpcdist.errors import BufferHandoverError
 
@@ -92,11 +92,8 @@ def _check(buffer: Array) -> None:
             f"a message needs a 1-D contiguous buffer, got shape {buffer.shape} with strides {buffer.strides}; "
             "pass np.ascontiguousarray(x).reshape(-1) and copy the result back"
         )
-    if not is_supported(buffer.dtype):
-        raise BufferHandoverError(
-            f"dtype {buffer.dtype} cannot travel; use a float, integer or bfloat16 dtype "
-            f"in native byte order, not {name_of(buffer.dtype)}"
-        )
+    if fault := fault_in(buffer.dtype):
+        raise BufferHandoverError(fault)
 
 
 def _bits(buffer: Array) -> Array:

@@ -54,7 +54,8 @@ class Buffer:
             )
         if not (tensor.is_cpu or tensor.is_cuda):
             raise BufferHandoverError(f"a tensor on the device {tensor.device} cannot travel; bring it to cpu or cuda")
-        if copy or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        is_aligned = tensor.is_cuda or tensor.data_ptr() % min(tensor.element_size(), 8) == 0
+        if copy or not (tensor.is_contiguous() and is_aligned) or tensor.is_conj() or tensor.is_neg():
             plain = tensor.detach().resolve_conj().resolve_neg()
             tensor = self._copy = plain.clone(memory_format=torch.contiguous_format)
         if tensor.is_cpu:

@@ -93,6 +93,12 @@ def test_rank_extremes_are_nan_wherever_a_rank_has_nan(comm, rng, op, dtype):
     assert torch.equal(own.nan_to_num(7), OPERATIONS[op][1](torch.stack(inputs)).nan_to_num(7))
 
 
+def test_rank_unaligned_tensors(comm):
+    own = torch.frombuffer(bytearray(33), dtype=torch.float64, offset=1, count=4).fill_(comm.rank + 1)
+    dist.all_reduce(own, dist.ReduceOp.MAX)
+    assert (own == comm.size).all()
+
+
 @pytest.mark.parametrize("op", ["BAND", "BOR", "BXOR"])
 def test_rank_all_reduce_of_bits(comm, rng, op):
     inputs = [torch.from_numpy(rng.integers(0, 1 << 30, 50)) for _ in range(comm.size)]
