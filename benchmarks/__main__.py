@@ -22,6 +22,7 @@ STUDIES: Final = {
     "experts": "training.experts",
     "experts.rows": "training.expert_rows",
     "experts.losses": "training.expert_losses",
+    "extremes": "collectives.extremes",
     "gpu.attention": "gpu.attention",
     "gpu.campaign": "gpu.campaign.study",
     "gpu.checkpoint": "gpu.checkpoint",

@@ -149,12 +149,12 @@ def applies(name: str, kind: str) -> bool:
     return name == "kind" or kind in _ONLY.get(name, TRANSFORMERS if name in EXPERT_KEYS else BUILT)
 
 
-def speed_unit(kind: str, tokens_per_sample: int) -> str:
+def speed_unit(kind: str, tokens_per_sample: float) -> str:
     """Return the unit of the speed of a model: "tokens", or "samples" if a sample has one target."""
     return "tokens" if tokens_per_sample > 1 or kind in TRANSFORMERS else "samples"
 
 
-def loss_unit(kind: str, tokens_per_sample: int) -> str:
+def loss_unit(kind: str, tokens_per_sample: float) -> str:
     """Return the unit of losses: "nats", or "" for a user's model without tokens, whose loss may have any unit."""
     return "" if kind in FOREIGN and speed_unit(kind, tokens_per_sample) == "samples" else "nats"
 

@@ -23,6 +23,7 @@ from hpcdist.comm.mpi import large_messages, shared_memory, ulfm
 from hpcdist.errors import CommunicationError
 
 _EXTREMES: Final = {"max": np.maximum, "min": np.minimum}
+_EXTREME_PIECE: Final = 2**20  # bytes of one call: MPICH reduces more by a slow algorithm if the operator is a user's
 
 
 @functools.cache  # MPI has few slots for operators of users; these live as long as MPI
@@ -158,8 +159,11 @@ class MpiCommunicator(Endpoint):
             self._comm.Bcast(message, root)
 
     def _allreduce(self, message: Array, op: str) -> None:
-        if message.size > large_messages.LARGEST_COUNT:
-            for piece in large_messages.pieces(message.size):
+        largest = large_messages.LARGEST_COUNT
+        if op != "sum":
+            largest = min(largest, _EXTREME_PIECE // message.itemsize)
+        if message.size > largest:
+            for piece in large_messages.pieces(message.size, largest):
                 self._allreduce(message[piece.slice], op)
         else:
             self._comm.Allreduce(self._mpi.IN_PLACE, message, self._mpi.SUM if op == "sum" else self._op(message, op))

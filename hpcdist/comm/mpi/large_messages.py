@@ -18,9 +18,10 @@ LARGEST_COUNT = 2**31 - 1  # elements of one call; tests lower it on all ranks
 PAIR_TAG: Final = 32765  # messages of a large all-to-all: MPI promises tags up to 32767
 
 
-def pieces(size: int) -> list[Range]:
-    """Return consecutive ranges of at most `LARGEST_COUNT` elements that cover ``size`` elements (local)."""
-    return [Range(start, min(start + LARGEST_COUNT, size)) for start in range(0, size, LARGEST_COUNT)]
+def pieces(size: int, largest: int | None = None) -> list[Range]:
+    """Return consecutive ranges of at most ``largest`` elements, by default `LARGEST_COUNT`, that cover ``size`` (local)."""
+    largest = largest or LARGEST_COUNT
+    return [Range(start, min(start + largest, size)) for start in range(0, size, largest)]
 
 
 def within(piece: Range, ranges: Sequence[Range]) -> list[Range]:

@@ -64,6 +64,11 @@ def test_rank_native_extremes_of_every_kind_keep_nan(comm, op, rng):
     comm.reduce_scatter(part, shares, op)
     own = shares[comm.rank].slice
     assert np.array_equal(part[own], expected[own], equal_nan=True)
+    several = np.full((1 << 17) * 3 + 5, float(comm.rank))  # MPI gets it in several pieces
+    several[comm.rank :: comm.size + 3] = np.nan
+    collectives.allreduce(comm, several, "native", op)
+    is_nan = np.arange(several.size) % (comm.size + 3) < comm.size
+    assert np.array_equal(several, np.where(is_nan, np.nan, 0 if op == "min" else comm.size - 1), equal_nan=True)
     number = hpcdist.allreduce(np.nan if comm.rank == comm.size - 1 else 1.0, op, comm=comm)
     assert np.isnan(number)
 
