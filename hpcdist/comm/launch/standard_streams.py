@@ -16,20 +16,21 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any, Final
 
-from hpcdist.errors import INTERRUPTED, REQUEUE
-
 _NUMBERS: Final = {"stdout": 1, "stderr": 2}
 _CHUNK_BYTES: Final = 1 << 16
-# prterun's words about a rank that left with the code of a stop; all of them or none.
+_LINE: Final = rb"-{20,}\n"
+# Open MPI's notices about a rank that left with an exit code or called MPI_Abort. Group 1 or 2: the exit code.
 _NOTICE: Final = re.compile(
-    rb"-{20,}\nprterun detected that one or more processes exited with non-zero status,\n"
+    _LINE + rb"(?:prterun detected that one or more processes exited with non-zero status,\n"
     rb"thus causing the job to be terminated\. The first process to do so was:\n\n"
-    rb" +Process name: \[[^\n]*\]\n +Exit code: +(%d|%d)\n-{20,}\n" % (REQUEUE, INTERRUPTED)
+    rb" +Process name: \[[^\n]*\]\n +Exit code: +(\d+)\n"
+    rb"|MPI_ABORT was invoked on rank [^\n]*\n +Proc: [^\n]*\n +Errorcode: (\d+)\n\nNOTE: (?:[^-\n][^\n]*\n){3}"
+    rb"|prterun has exited due to process rank \d+ [^\n]* calling\n\"abort\"\.(?:[^\n]+\n){2})" + _LINE
 )
 _BEGINNING: Final = re.compile(
-    rb"(?:-{20,}\n(?:pr?|prt.{0,400})?|-+)\Z", re.DOTALL
+    rb"(?:" + _LINE + rb"(?:pr?|prt.{0,500}|MP?|MPI.{0,700})?|-+)\Z", re.DOTALL
 )  # of a notice, at the end of a text
-_NOTICE_BYTES: Final = 600  # at most
+_NOTICE_BYTES: Final = 900  # at most
 _REST_S: Final = 0.5  # in which the rest of a notice comes
 
 
@@ -124,8 +125,8 @@ class Relay:
     """Forwarder of a child's ``stdout`` and ``stderr``; keeps reading, and drops data, where ours cannot be written.
 
     Both are one pipe where ours are one file, so that lines keep their order. NUL bytes, with which some help texts of
-    Open MPI's prterun end, make a log binary for grep: they are removed, except from a separate stdout. Its notice that
-    a rank has left with the exit code of a stop is held back: whether it tells of a failure is known at the end.
+    Open MPI's prterun end, make a log binary for grep: they are removed, except from a separate stdout. Its notices
+    about the end of a rank are held back until the end of the job: `release` prints those that still inform the user.
     """
 
     def __init__(self) -> None:
@@ -133,7 +134,7 @@ class Relay:
         ours = [1] if os.path.sameopenfile(1, 2) else [1, 2]
         pipes = [os.pipe() for _ in ours]
         self.stdout, self.stderr = pipes[0][1], pipes[-1][1]
-        self._held: list[tuple[int, int, bytes]] = []  # descriptor, exit code and text of each notice
+        self._held: list[tuple[int, int | None, bytes]] = []  # descriptor, exit code if named, text of each notice
         self._threads = [
             Thread(target=self._pass_on, args=(source, number, number == 2 or len(ours) == 1), daemon=True)
             for (source, _), number in zip(pipes, ours, strict=True)
@@ -152,10 +153,10 @@ class Relay:
         return not any(thread.is_alive() for thread in self._threads)
 
     def release(self, expected: int | None) -> None:
-        """Print the notices that were held back, but those of the exit code ``expected`` (None: all)."""
+        """Print the held notices, except those about the exit code ``expected``. None prints all notices."""
         held, self._held = self._held, []
         for number, code, text in held:
-            if code != expected:
+            if expected is None or code not in (expected, None):
                 _write(number, text)
 
     def _pass_on(self, source: int, number: int, is_text: bool) -> None:
@@ -166,12 +167,17 @@ class Relay:
             ended = not (chunk or late)
             if is_text:
                 chunk = kept + chunk.replace(b"\0", b"")
-                self._held += [(number, int(notice[1]), notice[0]) for notice in _NOTICE.finditer(chunk)]
+                self._held += [(number, _exit_code(notice), notice[0]) for notice in _NOTICE.finditer(chunk)]
                 chunk = _NOTICE.sub(b"", chunk)
                 begun = None if late or ended else _BEGINNING.search(chunk, max(0, len(chunk) - _NOTICE_BYTES))
                 chunk, kept = (chunk[: begun.start()], chunk[begun.start() :]) if begun else (chunk, b"")
             _write(number, chunk)
         os.close(source)
+
+
+def _exit_code(notice: re.Match[bytes]) -> int | None:
+    code = notice[1] or notice[2]
+    return int(code) if code else None
 
 
 def _write(number: int, data: bytes) -> None:

@@ -191,14 +191,15 @@ class Supervision:
         self._end_output()
         remove_segments(self.launch_dir)
         outcome = self._outcome()
-        self._relay.release(outcome.code if self._has_stopped(outcome.code) else None)
+        self._relay.release(outcome.code if self._is_explained(outcome.code) else None)
         return outcome
 
-    def _has_stopped(self, code: int) -> bool:
-        """Whether ``code`` is that of a stop that the ranks have written, and no rank has failed beside it."""
-        if self._killed or any(self.launch_dir.glob("rank-*.txt")):
-            return False
-        return code in (REQUEUE, INTERRUPTED) and exit_file.read_exit_code(self.launch_dir) == code
+    def _is_explained(self, code: int) -> bool:
+        """Return True if the ranks have reported the reason for ``code``: a failure or a stop."""
+        if any(self.launch_dir.glob("rank-*.txt")):
+            return True
+        is_stop = code in (REQUEUE, INTERRUPTED) and not self._killed
+        return is_stop and exit_file.read_exit_code(self.launch_dir) == code
 
     def _on_deadline(self) -> None:
         if self._discard_signal is not None and self._has_begun():  # the first step has ended meanwhile

@@ -19,7 +19,10 @@ PAIR_TAG: Final = 32765  # messages of a large all-to-all: MPI promises tags up 
 
 
 def pieces(size: int, largest: int | None = None) -> list[Range]:
-    """Return consecutive ranges of at most ``largest`` elements, by default `LARGEST_COUNT`, that cover ``size`` (local)."""
+    """Return consecutive ranges of at most ``largest`` elements that cover ``size`` elements (local).
+
+    The default of ``largest`` is `LARGEST_COUNT`.
+    """
     largest = largest or LARGEST_COUNT
     return [Range(start, min(start + largest, size)) for start in range(0, size, largest)]
 

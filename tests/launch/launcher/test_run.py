@@ -244,17 +244,38 @@ def test_a_stop_that_was_asked_for_has_no_notice_of_a_failure(training):
     assert NOTICE not in job.output and "saved; go on with" in job.output, job.output
 
 
-def test_a_notice_is_held_back_whole_and_only_of_a_stop(capfd):
-    texts = {code: notice(code).encode() for code in (75, 130, 1)}
+ABORT = """--------------------------------------------------------------------------
+MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD
+  Proc: [[3460,1],1]
+  Errorcode: 1
+
+NOTE: invoking MPI_ABORT causes Open MPI to kill all MPI processes.
+You may or may not see output from other processes, depending on
+exactly when Open MPI kills them.
+--------------------------------------------------------------------------
+"""
+EXITED = """--------------------------------------------------------------------------
+prterun has exited due to process rank 1 with PID 0 on node host calling
+"abort". This may have caused other processes in the application to be
+terminated by signals sent by prterun (as reported here).
+--------------------------------------------------------------------------
+"""
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed"), [(75, (130, 1, ABORT)), (1, (75, 130)), (None, (75, 130, 1, ABORT, EXITED))]
+)
+def test_notices_of_the_launcher_are_held_until_release(capfd, expected, printed):
+    texts = {code: notice(code) for code in (75, 130, 1)} | {text: text for text in (ABORT, EXITED)}
     relay = standard_streams.Relay()
     ours = os.dup(relay.stderr)
     relay.begin()
-    with os.fdopen(ours, "wb") as pipe:
-        pipe.write(b"before\n" + texts[75] + texts[130] + texts[1] + texts[75][:-2] + b"after\n")
+    with os.fdopen(ours, "w") as pipe:
+        pipe.write("before\n" + "".join(texts.values()) + texts[75][:-2] + "after\n")
     until(lambda: relay.ended, "end of the pipe")
-    assert capfd.readouterr().err.encode() == b"before\n" + texts[1] + texts[75][:-2] + b"after\n"
-    relay.release(75)
-    assert capfd.readouterr().err.encode() == texts[130]
+    assert capfd.readouterr().err == "before\n" + texts[75][:-2] + "after\n"
+    relay.release(expected)
+    assert capfd.readouterr().err == "".join(texts[each] for each in printed)
 
 
 def test_a_notice_that_comes_in_pieces_is_held_back_and_a_line_of_dashes_is_not(capfd, rng, monkeypatch):
@@ -441,11 +462,12 @@ def test_whose_exit_code_counts(kind, said, returned, code, tmp_path):
     ("echo 75 >ended", 75, False),
     ("echo 130 >ended", 130, False),
     (":", 75, True),
-    ("echo 75 >ended; touch rank-1.txt", 75, True),
+    ("echo 75 >ended; touch rank-1.txt", 75, False),
     ("echo 3 >ended", 3, True),
-    ids=["stop", "Ctrl-C", "no rank has said so", "another rank failed", "failure"],
+    ("echo 3 >ended; touch rank-1.txt", 3, False),
+    ids=["stop", "Ctrl-C", "no reason", "stop and failure", "exit code without a text", "failure"],
 )
-def test_the_notice_of_a_stop_is_left_out_and_no_other(ranks, code, shown, tmp_path, capfd):
+def test_the_launcher_notice_is_printed_if_no_rank_reported_a_reason(ranks, code, shown, tmp_path, capfd):
     (tmp_path / "notice").write_text(notice(code))
     commands = f"cd $HPCDIST_LAUNCH_DIR; {ranks}; cat notice >&2; exit {code}"
     assert launcher_that(tmp_path, commands, "mpirun") == code
