@@ -59,13 +59,12 @@ class Session:
         With ``spans``, also record the named intervals between them.
         """
         folder = directory / "recorder"
-        if self.comm.rank == 0:
-            try:
-                atomic.own_directory(folder)
+        try:
+            atomic.own_directory(folder)
+            if self.comm.rank == 0:
                 flight_recorder.remove_others(folder, self.comm.size)
-            except OSError as error:
-                raise StorageError(f"{folder} cannot be created: {error.strerror}; choose another --out") from error
-        self.comm.barrier()
+        except OSError as error:
+            raise StorageError(f"{folder} cannot be created: {error.strerror}; choose another --out") from error
         failfast.set_recovery_limit(None)
         self.recorder = Recorder(folder / f"rank-{self.comm.rank:05d}.rec", self.comm.rank, self.comm.size)
         self.comm.events = self.recorder
@@ -75,6 +74,7 @@ class Session:
         self.watchdog.relax()  # the first step compiles kernels and opens connections
         self.watchdog.start()
         failfast.attach(self.recorder)
+        self.comm.barrier()  # with a record, so that `hpcdist hang` finds the ranks that never come here
 
     def stop_recording(self) -> None:
         """End `record`: close its files; no operation has a deadline any more (local).

@@ -87,9 +87,13 @@ def set_aside(path: Path) -> Path | None:
 
 
 def own_directory(path: Path) -> None:
-    """Make the directory ``path`` and its parents; a symbolic link there is removed, not followed. Raises OSError."""
+    """Make the directory ``path`` and its parents; a symbolic link there is removed, not followed. Raises OSError.
+
+    Several processes may call it at the same time.
+    """
     if path.is_symlink():
-        path.unlink()
+        with suppress(FileNotFoundError, IsADirectoryError):  # another process has replaced it
+            path.unlink()
     path.mkdir(parents=True, exist_ok=True)
 
 

@@ -34,7 +34,7 @@ from hpcdist.comm.launch import standard_streams
 from hpcdist.comm.launch.environment import RESUME, RUN_DIR
 from hpcdist.comm.mpi.world import end_records
 from hpcdist.comm.record.spans import now_ns
-from hpcdist.comm.start import fail_alike, start
+from hpcdist.comm.start import Session, fail_alike, start
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.model import Model
 from hpcdist.reporting.rules import written
@@ -92,11 +92,13 @@ class Training:
     def _begin(self, model: Model, out: str | os.PathLike[str] | None, resume: str, lock: RunLock) -> None:
         """Start MPI, build the run and open its files. Collective."""
         communication = self.recipe.communication
-        end_records()  # those of this training come into the same directory
-        self._session = start(self.recipe.run.device, communication.ranks_per_node or None, communication.checked)
-        run = run_directory.prepare_run_directory(
-            self._session.comm, self.recipe, None if out is None else Path(out), resume, lock
-        )
+        path = None if out is None else Path(out)
+
+        def begin() -> tuple[Session, run_directory.RunDirectory]:
+            session = start(self.recipe.run.device, communication.ranks_per_node or None, communication.checked)
+            return session, run_directory.prepare_run_directory(session.comm, self.recipe, path, resume, lock)
+
+        self._session, run = end_records(begin)  # the records of this training come into the same directory
         self._job = TrainingJob(self.recipe, run, self._stop_requests, lock, as_json=False, script_model=model)
         origin = None if run.resume_from is None else CheckpointSource(run.resume_from)
         self._loop = self._job.open(self._session, self.recipe, origin)

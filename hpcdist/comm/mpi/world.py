@@ -10,13 +10,13 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar, cast
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.events import Observable
+from hpcdist.comm.events import UNKNOWN_BYTES, Observable
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.failure.exits import at_exit
 from hpcdist.comm.handover import Handover
@@ -190,10 +190,16 @@ def _remove_old_records(parent: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def end_records() -> None:
-    """End what `record` began, if it did (local)."""
-    for world in _worlds:
-        world.session.stop_recording()
+def end_records(call: Callable[[], Value]) -> Value:
+    """Return ``call()``; it is the last operation of the program's records, if `record` began any. Collective."""
+    if not _worlds:
+        return call()
+    session = _worlds[0].session
+    token = session.comm.events.begin(session.comm.name, "training", "uint8", 0, UNKNOWN_BYTES, -1, 0)
+    result = call()
+    session.comm.events.end(token)
+    session.stop_recording()
+    return result
 
 
 def _deadline_s(default_s: float) -> float:

@@ -16,6 +16,7 @@ import hpcdist
 from harness import jobs, pages
 from harness.jobs import LIMIT_S
 from hpcdist.cli.run import checkpoints
+from hpcdist.telemetry import hang
 from hpcdist.training.data import SampleOrder
 from hpcdist.training.recipe import recipe as recipes
 
@@ -221,3 +222,17 @@ def test_a_script_is_started_again_saves_at_a_signal_and_goes_on(tmp_path, mpi):
     assert f"resumed from run/checkpoints/step-{saved} " in done.stderr.replace(f"{tmp_path}/", "")
     ends = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
     assert ends == [f"rank {rank} ends at {saved + 2}" for rank in (0, 1)]
+
+
+@pytest.mark.full_except(1)
+@pytest.mark.parametrize("absent", [0, 1])
+def test_hang_names_the_rank_that_never_begins_the_training(absent, tmp_path, mpi):
+    waits = f"if hpcdist.init().rank == {absent}:\n    __import__('threading').Event().wait()\nbuilt ="
+    (tmp_path / "train.py").write_text(SCRIPT.replace("built =", waits, 1))
+    line = [sys.executable, "-m", "hpcdist", "run", "-n", "2", "--out", "run", "--", "python", "train.py"]
+    done = jobs.run(line, cwd=tmp_path, env={"HPCDIST_DEADLINE_S": "3"})
+    assert done.returncode == 1, done.stderr
+    report = hang.analyse(hang.load(tmp_path / "run"))
+    assert [(finding.kind, finding.ranks, finding.event.op) for finding in report.findings] == [
+        ("absent", (absent,), "training")
+    ]
