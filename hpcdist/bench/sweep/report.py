@@ -40,6 +40,8 @@ class SweepRow:
     train_loss: float | None
     val_loss: float | None
     energy_j: float | None
+    speed_unit: str = "tokens"
+    counts_activations: bool = True
     reasons: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -71,7 +73,11 @@ def _row(configuration: SweepConfiguration) -> SweepRow:
     if bad:
         reasons["failed"] = bad[-1].reason
     known = configuration.name, configuration.ranks, configuration.id, len(good), len(bad)
-    return SweepRow(*known, **figures, bytes_moved_per_step=_moved(configuration), reasons=reasons)
+    figures["bytes_moved_per_step"] = _moved(configuration)
+    for name in ("speed_unit", "counts_activations"):
+        if values := configuration.figures(name):
+            figures[name] = values[0]
+    return SweepRow(*known, **figures, reasons=reasons)
 
 
 def _reason(name: str, good: Sequence[TrialRepeat]) -> str:
@@ -116,21 +122,28 @@ def _median(values: Sequence[float] | np.ndarray) -> float | None:
     return float(np.median(values)) if len(values) else None
 
 
-def _range(rates: Mapping[str, float] | None) -> str:
-    return MISSING if rates is None else f"{rates['median']:,.0f} [{rates['min']:,.0f}-{rates['max']:,.0f}]"
+def _range(rates: Mapping[str, float] | None, unit: str) -> str:
+    if rates is None:
+        return MISSING
+    return f"{rates['median']:,.0f} [{rates['min']:,.0f}-{rates['max']:,.0f}] {unit}/s"
 
 
 def _times(step_s: Mapping[str, float] | None) -> str:
     return MISSING if step_s is None else " / ".join(f"{1e3 * value:.1f}" for value in step_s.values())
 
 
+def _peak(row: SweepRow) -> str:
+    text = text_of(row.peak_bytes, ",.1f", 2**20)
+    return text if row.counts_activations or row.peak_bytes is None else f"{text} + activations"
+
+
 _COLUMNS: Final[text_table.Columns[SweepRow]] = (
     ("configuration", lambda row: row.name),
     ("ranks", lambda row: str(row.ranks)),
-    ("tokens/s median [range]", lambda row: _range(row.tokens_per_s)),
+    ("speed, median [range]", lambda row: _range(row.tokens_per_s, row.speed_unit)),
     ("step ms median / p95 / p99", lambda row: _times(row.step_s)),
     ("MB moved a step (max over ranks)", lambda row: text_of(row.bytes_moved_per_step, ",.3f", 1e6)),
-    ("peak MiB a rank", lambda row: text_of(row.peak_bytes, ",.1f", 2**20)),
+    ("peak MiB a rank", _peak),
     ("train loss", lambda row: text_of(row.train_loss, ".4f")),
     ("energy J", lambda row: text_of(row.energy_j, ",.1f")),
     ("status", lambda row: row.status),
@@ -185,7 +198,7 @@ def jsonable(path: Path, results: SweepResults) -> dict[str, Any]:
 
 
 def plot(results: SweepResults, file: Path) -> None:
-    """Draw tokens/s of each configuration, a panel for each number of ranks, with the range of the repeats.
+    """Draw the speed of each configuration, a panel for each number of ranks, with the range of the repeats.
 
     Where configurations were measured on several numbers of ranks, curves over the ranks stand beside them: efficiency,
     bytes and memory.
@@ -207,7 +220,8 @@ def plot(results: SweepResults, file: Path) -> None:
             _curves(beside, curves)
         for axis, (ranks, panel) in zip(axes, panels.items(), strict=True):
             _bars(axis, ranks, panel)
-        axes[-1].set_xlabel("tokens/s (median and range of the repeats)")
+        units = "/s or ".join(sorted({row.speed_unit for row in known}))
+        axes[-1].set_xlabel(f"{units}/s (median and range of the repeats)")
 
 
 def scaling(known: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
@@ -219,7 +233,7 @@ def scaling(known: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
 
 
 def efficiency(rows: Sequence[SweepRow]) -> list[float]:
-    """Return tokens/s a rank over those of the first of ``rows``, which have all been measured."""
+    """Return the speed per rank of each row relative to the first of ``rows``. All rows have been measured."""
     rates = [row.tokens_per_s["median"] / row.ranks for row in rows if row.tokens_per_s is not None]
     return [rate / rates[0] for rate in rates]
 

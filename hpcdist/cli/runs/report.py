@@ -163,7 +163,8 @@ def report(
     """Show loss, times and bytes of the training in RUN_DIR, or the table of the benchmark in RESULTS.h5.
 
     Either may be under way. Several runs are put side by side: a table, and with --plot one picture. --html makes one
-    file to send to others: charts, figures, a step's timeline, recipe, environment and a text sample of the model.
+    file to send to others: charts, figures, a step's timeline, recipe, environment and a sample of a
+    language model.
     """
     place = places[0]
     _check_options(place, html, no_sample, sample_prompt)

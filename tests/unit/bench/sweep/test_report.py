@@ -110,6 +110,15 @@ def test_table(found):
     assert "versions of hpcdist" not in said
 
 
+def test_table_of_a_script_shows_samples_and_marks_uncounted_activations(tmp_path, rng):
+    outcome, _ = measured(rng, 2, rate=1.0)
+    outcome.summary.update(speed_unit="samples", counts_activations=False)
+    results.prepare(tmp_path / "r.h5", {})
+    results.append(tmp_path / "r.h5", SweepTrial("a", "a", 2, {}, ""), 0, 0, outcome, "")
+    said = CliRunner().invoke(command, [str(tmp_path / "r.h5")], catch_exceptions=False).output
+    assert " 1 [1-1] samples/s " in said and " 1.0 + activations " in said and "tokens/s" not in said
+
+
 def test_two_versions_are_told_apart(found, monkeypatch):
     monkeypatch.setattr(results, "__version__", "99.0")
     results.append(found[0], SweepTrial("new", "new", 2, {}, ""), 9, 0, TrialOutcome(FAILED, "", 1.0, 1, "no"), "c1")
@@ -121,7 +130,7 @@ def test_markdown(found):
     said = CliRunner().invoke(command, [str(found[0]), "--markdown"], catch_exceptions=False).output
     lines = said.splitlines()
     assert {line.replace("\\|", "").count("|") for line in lines[:6]} == {len(report._COLUMNS) + 1}
-    assert lines[2].startswith("| ring | 2 | 1,500 [1,000-3,000] |") and "zero \\| 1" in lines[4]
+    assert lines[2].startswith("| ring | 2 | 1,500 [1,000-3,000] tokens/s |") and "zero \\| 1" in lines[4]
 
 
 def test_json(found):
