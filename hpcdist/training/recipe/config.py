@@ -20,6 +20,7 @@ ACTIVATIONS: Final = ("float32", "working")
 SHARES: Final = ("even", "measured")
 DIGESTS: Final = ("whole", "probes")
 DEVICES: Final = ("cpu", "gpu")
+MOST_SAMPLES: Final = 2**31  # of a step
 
 
 def _is_power_of_two(value: float, least: float, most: float) -> bool:
@@ -39,6 +40,7 @@ DATA_RULES: Final = (
 )
 RUN_RULES: Final = (
     *at_least(1, "run.steps", "run.global_batch"),
+    *at_most(MOST_SAMPLES, "run.global_batch"),
     *at_least(0, "run.seed", "run.sentinel_every_steps", "run.validation_samples"),
     one_of("run.device", DEVICES),
     no_effect("run.cuda_graph", False, "run.device", ["gpu"]),

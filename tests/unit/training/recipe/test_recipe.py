@@ -207,6 +207,7 @@ def test_what_is_not_built_is_refused(home, texts):
     "data.validation_fraction=nan",
     "run.steps=0",
     "run.global_batch=0",
+    f"run.global_batch={10**18}",
     "run.seed=-1",
     "run.device=tpu",
     "run.log_every_s=-1",
