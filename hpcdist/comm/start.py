@@ -21,7 +21,7 @@ from typing import Any, Final, NoReturn
 from hpcdist.comm import placement
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.events import NULL_SINK
-from hpcdist.comm.failure import failfast
+from hpcdist.comm.failure import exits, failfast
 from hpcdist.comm.failure.rank_failures import all_agree, is_rank_failure
 from hpcdist.comm.failure.watchdog import Watchdog
 from hpcdist.comm.handover import Handover
@@ -142,6 +142,7 @@ class Session:
         sys.stdout.flush()
         sys.stderr.flush()
         if not self.outlives:
+            exits.settle()
             self._finalise()
 
 

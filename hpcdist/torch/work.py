@@ -14,10 +14,12 @@ second thread of the queue ends it, whatever the operations behind it wait for.
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, NoReturn
 
@@ -28,6 +30,7 @@ from torch import cuda
 from hpcdist.collectives import segments
 from hpcdist.collectives.gpu import nccl
 from hpcdist.comm.events import CallSite, EventSink, attribute
+from hpcdist.comm.failure.exits import before_finalize
 from hpcdist.errors import DeadlineError
 from hpcdist.torch.streams import Streams
 
@@ -325,6 +328,7 @@ class OperationQueue:
                     name = f"collectives of {self.name}"
                     self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
                     self._thread.start()
+                    before_finalize(partial(_settle, weakref.ref(self)))
         self._calls.put(True)
 
     def complete(self, work: CollectiveWork, timeout: timedelta) -> None:
@@ -387,6 +391,19 @@ class OperationQueue:
             self._computing.put(None)
             self._watcher.join(END_S)
             self._watcher = None
+
+
+def _settle(queue: "weakref.ref[OperationQueue]") -> None:
+    """Give the operations of ``queue`` `END_S` seconds to end, and drop those that have not started (local).
+
+    An operation that runs after MPI_Finalize ends the process with an error of MPI.
+    """
+    of, limit = queue(), time.monotonic() + END_S
+    while of is not None and of._waiting and time.monotonic() < limit:
+        time.sleep(LOOK_S)
+    if of is not None and of._turn.acquire(timeout=END_S):
+        of._waiting.clear()
+        of._turn.release()
 
 
 # Holders keep a Work of Python alive while C++ code of PyTorch refers to it. If the Python object is freed, the C++

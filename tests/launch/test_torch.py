@@ -92,6 +92,21 @@ def test_an_exception_in_a_training_of_ddp_crashes_no_other_rank(program):
     assert "Segmentation fault" not in done.stderr
 
 
+def test_an_exception_on_all_ranks_waits_for_operations_in_flight(program):
+    """MPI_Finalize must not overtake an operation that the thread of the queue runs."""
+    done = program(
+        2,
+        """
+        dist.init_process_group("hpcdist")
+        works = [dist.all_reduce(torch.ones(1 << 20), async_op=True) for _ in range(20)]
+        raise ValueError("the batch is bad")
+        """,
+    )
+    assert done.code == 1, done.output
+    assert done.stderr.count("ValueError: the batch is bad") == 1
+    assert "MPI_FINALIZE" not in done.stderr and "Segmentation fault" not in done.stderr
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.matrix_except("spawn")

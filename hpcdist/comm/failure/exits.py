@@ -40,6 +40,24 @@ def at_exit(function: Callable[..., object], *arguments: object) -> None:
     atexit.register(_call_in, os.getpid(), function, *arguments)
 
 
+_settles: Final[list[Callable[[], object]]] = []
+
+
+def before_finalize(function: Callable[[], object]) -> None:
+    """Call ``function()`` before this process finalizes MPI: it stops a thread that communicates (local).
+
+    ``function`` may be called twice.
+    """
+    _settles.append(function)
+    at_exit(function)
+
+
+def settle() -> None:
+    """Call the functions of `before_finalize` (local)."""
+    for function in _settles:
+        function()
+
+
 def _call_in(pid: int, function: Callable[..., object], *arguments: object) -> None:
     if os.getpid() == pid:
         function(*arguments)
