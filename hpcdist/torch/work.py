@@ -356,8 +356,7 @@ class OperationQueue:
             self._turn.release()
 
     def _perform(self, work: CollectiveWork) -> None:
-        # With its callbacks: what they start comes directly after it, whichever thread runs it. So all ranks have one
-        # order, also where a hook of DDP answers a sum with another one while the next bucket is put in.
+        # With its callbacks: their operations follow directly, whichever thread runs it, so all ranks have one order.
         events = self._events()
         attribute(work.site)
         token = events.begin(self.name, work.name, *work.size(), 0, -1, 0) if work.name else None
@@ -394,10 +393,7 @@ class OperationQueue:
 
 
 def _settle(queue: "weakref.ref[OperationQueue]") -> None:
-    """Give the operations of ``queue`` `END_S` seconds to end, and drop those that have not started (local).
-
-    An operation that runs after MPI_Finalize ends the process with an error of MPI.
-    """
+    """Give the operations of ``queue`` `END_S` seconds to end before MPI_Finalize, and drop the others (local)."""
     of, limit = queue(), time.monotonic() + END_S
     while of is not None and of._waiting and time.monotonic() < limit:
         time.sleep(LOOK_S)
