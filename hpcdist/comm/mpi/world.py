@@ -196,8 +196,10 @@ def end_records(call: Callable[[], Value]) -> Value:
         return call()
     session = _worlds[0].session
     token = session.comm.events.begin(session.comm.name, "training", "uint8", 0, UNKNOWN_BYTES, -1, 0)
-    result = call()
-    session.comm.events.end(token)
+    try:
+        result = call()
+    finally:  # a script may catch the error and go on: an open operation would pass its deadline
+        session.comm.events.end(token)
     session.stop_recording()
     return result
 

@@ -2,6 +2,9 @@
 
 import os
 import time
+from types import SimpleNamespace
+
+import pytest
 
 from hpcdist.comm.mpi import world
 
@@ -13,3 +16,15 @@ def test_old_records_of_failed_programs_are_removed(tmp_path):
         os.utime(tmp_path / name, (written, written))
     world._remove_old_records(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {f"{world.RECORDS}new", "other"}
+
+
+def test_an_error_at_the_begin_of_a_training_leaves_no_open_operation(monkeypatch):
+    calls = []
+    events = SimpleNamespace(begin=lambda *_: calls.append("begin"), end=lambda _: calls.append("end"))
+    comm = SimpleNamespace(events=events, name="world")
+    session = SimpleNamespace(comm=comm, stop_recording=lambda: calls.append("stop"))
+    monkeypatch.setattr(world, "_worlds", [SimpleNamespace(session=session)])
+    with pytest.raises(ZeroDivisionError):
+        world.end_records(lambda: 1 // 0)
+    assert calls == ["begin", "end"]
+    assert world.end_records(lambda: 3) == 3 and calls[2:] == ["begin", "end", "stop"]
